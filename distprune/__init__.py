@@ -1,0 +1,1 @@
+"""Prune sharded PyTorch models in the layout they are already in."""

@@ -1,0 +1,61 @@
+"""The only code that talks to other ranks: a process group, an MPI communicator, or alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+import torch.distributed as dist
+
+from distprune.collectives.agree import agree, together
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator, Traffic
+from distprune.collectives.mpi import MpiRanks
+from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.roster import Member, Roster, exchange_roster
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "Alone",
+    "Communicator",
+    "Group",
+    "Member",
+    "MpiRanks",
+    "ProcessGroup",
+    "Roster",
+    "Traffic",
+    "agree",
+    "communicator",
+    "exchange_roster",
+    "together",
+]
+
+Group: TypeAlias = Union["dist.ProcessGroup", "MPI.Intracomm", Communicator, None]
+
+
+def communicator(group: Group = None) -> Communicator:
+    """Return the communicator for ``group``.
+
+    ``None`` is the default process group where torch.distributed is initialized, and this process
+    alone where it is not; a ``ProcessGroup``, an mpi4py ``Intracomm`` and a ready ``Communicator`` are
+    taken as they are. Nothing is communicated, except that an MPI communicator is duplicated, which
+    all its ranks must take part in.
+
+    Raises:
+        TypeError: ``group`` is none of these.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is None:
+        return ProcessGroup() if dist.is_available() and dist.is_initialized() else Alone()
+    if isinstance(group, dist.ProcessGroup):
+        return ProcessGroup(group)
+    mpi = sys.modules.get("mpi4py.MPI")  # an Intracomm exists only if its caller imported it
+    if mpi is not None and isinstance(group, mpi.Intracomm):
+        return MpiRanks(group)
+    raise TypeError(
+        f"group must be a torch.distributed.ProcessGroup, an mpi4py.MPI.Intracomm, a Communicator or None, "
+        f"not {type(group).__name__}"
+    )

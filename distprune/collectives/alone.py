@@ -1,0 +1,36 @@
+"""One process without a launcher: every collective is the identity."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from typing_extensions import override
+
+from distprune.collectives.base import Communicator
+
+__all__ = ["Alone"]
+
+
+@final
+class Alone(Communicator):
+    """A group of one. Counts the rounds it would have taken part in, so that figures compare."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    @override
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        pass
+
+    @override
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        pass
+
+    @override
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        return [bytes(buffer.numpy())]
+
+    @override
+    def abort(self, code: int) -> None:
+        pass

@@ -1,0 +1,115 @@
+"""The door to the other ranks: what every implementation offers, and what it counts.
+
+Nouns: a *round* is one collective as its caller sees it; *bytes* are what one rank hands over or is
+handed in that round, whichever is more, before the backend's own algorithm. Messages are small by
+design (at most a few hundred KiB), so tensors travel through host memory unless the backend cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+__all__ = ["Communicator", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """Rounds and bytes of one rank since the communicator was made."""
+
+    num_rounds: int = 0
+    num_bytes: int = 0
+
+    def copy(self) -> Traffic:
+        """Return the counts as they are now, to subtract later."""
+        return Traffic(self.num_rounds, self.num_bytes)
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(self.num_rounds - earlier.num_rounds, self.num_bytes - earlier.num_bytes)
+
+
+class Communicator(ABC):
+    """A group of ranks. Every method but the properties must be called by all of them, in the same order.
+
+    Implementations provide the four underscore methods; counting happens here, once.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+
+    @final
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise sum over ranks (one round, the tensor's bytes), on the CPU.
+
+        ``values`` must have the same shape and dtype (int64 or float64) on every rank.
+        """
+        return self._reduce(values, "sum")
+
+    @final
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise maximum over ranks (one round, the tensor's bytes), on the CPU."""
+        return self._reduce(values, "max")
+
+    def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
+        if values.dtype not in (torch.int64, torch.float64):
+            raise TypeError(f"reductions carry int64 or float64, not {values.dtype=}")
+        values = values.detach().to("cpu", copy=True).contiguous()
+        self._count(values.numel() * values.element_size())
+        if values.numel():
+            self._reduce_in_place(values, op)
+        return values
+
+    @final
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return what rank ``source`` passed, on every rank (two rounds: length, then JSON text).
+
+        ``value`` is anything JSON carries; the other ranks' argument is ignored. Nothing is pickled.
+        """
+        payload = json.dumps(value).encode() if self.rank == source else b""
+        length = int(self.max(torch.tensor([len(payload)]))[0])
+        buffer = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == source:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self._count(length)
+        self._broadcast_in_place(buffer, source)
+        return json.loads(bytes(buffer.tolist()))
+
+    @final
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in rank order, on every rank (two rounds: length, then JSON text).
+
+        For small objects only: bytes are ranks x the longest text. Nothing is pickled.
+        """
+        payload = json.dumps(value).encode()
+        length = int(self.max(torch.tensor([len(payload)]))[0])
+        # JSON text may end in blanks, so padding needs no lengths beside it.
+        buffer = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+        self._count(length * self.size)
+        return [json.loads(text) for text in self._gather_bytes(buffer)]
+
+    @final
+    def _count(self, num_bytes: int) -> None:
+        self.traffic.num_rounds += 1
+        self.traffic.num_bytes += num_bytes
+
+    @abstractmethod
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        """All-reduce a contiguous CPU tensor; ``op`` is ``"sum"`` or ``"max"``."""
+
+    @abstractmethod
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        """Broadcast a uint8 CPU tensor of the same length on every rank."""
+
+    @abstractmethod
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        """Return every rank's uint8 buffer; all have the same length."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the other ranks too, where the launcher would leave them waiting; may return."""

@@ -1,0 +1,50 @@
+"""Ranks of an MPI communicator (mpi4py); torch.distributed need not be initialized."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+from typing_extensions import override
+
+from distprune.collectives.base import Communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiRanks"]
+
+
+@final
+class MpiRanks(Communicator):
+    """An ``mpi4py`` intracommunicator.
+
+    Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather), so any
+    implementation serves. The communicator is duplicated (collective), so that its messages never
+    meet the caller's.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm.Dup()
+        super().__init__(self.comm.Get_rank(), self.comm.Get_size())
+
+    @override
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        from mpi4py import MPI
+
+        self.comm.Allreduce(MPI.IN_PLACE, values.numpy(), op=MPI.SUM if op == "sum" else MPI.MAX)
+
+    @override
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        self.comm.Bcast(buffer.numpy(), root=source)
+
+    @override
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        gathered = torch.empty((self.size, buffer.numel()), dtype=torch.uint8)
+        self.comm.Allgather(buffer.numpy(), gathered.numpy())
+        return [bytes(part.numpy()) for part in gathered]
+
+    @override
+    def abort(self, code: int) -> None:
+        # An MPI rank that leaves early makes the others wait in their next collective for ever.
+        self.comm.Abort(code)

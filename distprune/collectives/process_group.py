@@ -1,0 +1,68 @@
+"""Ranks of a ``torch.distributed`` process group, over any backend."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from distprune.collectives.base import Communicator
+
+__all__ = ["ProcessGroup"]
+
+
+@final
+class ProcessGroup(Communicator):
+    """A ``torch.distributed`` group; ``None`` is the default group.
+
+    Messages are staged on the device the group's backend works on: the CPU where the group has a CPU
+    backend (gloo, mpi, or ``"cpu:gloo,cuda:nccl"``), the current accelerator otherwise (nccl, xccl).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialized; call init_process_group first")
+        resolved = group if group is not None else dist.group.WORLD
+        rank = dist.get_rank(resolved)
+        if resolved is None or rank < 0:
+            raise ValueError("this rank is not a member of the group it was given; call on members only")
+        super().__init__(rank, dist.get_world_size(resolved))
+        self.group = resolved
+        self.device = _staging_device(resolved)
+
+    @override
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        staged = values.to(self.device)
+        dist.all_reduce(staged, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+        if staged is not values:
+            values.copy_(staged)
+
+    @override
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        staged = buffer.to(self.device)
+        dist.broadcast(staged, src=dist.get_global_rank(self.group, source), group=self.group)
+        if staged is not buffer:
+            buffer.copy_(staged)
+
+    @override
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        staged = buffer.to(self.device)
+        gathered = [torch.empty_like(staged) for _ in range(self.size)]
+        dist.all_gather(gathered, staged, group=self.group)
+        return [bytes(part.cpu().numpy()) for part in gathered]
+
+    @override
+    def abort(self, code: int) -> None:
+        # torchrun ends the other workers when one of them fails; there is nothing to add.
+        pass
+
+
+def _staging_device(group: dist.ProcessGroup) -> torch.device:
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", or "cuda:nccl", or "cpu:threaded,..."
+    device_types = [part.split(":")[0] for part in str(config).split(",") if ":" in part]
+    if not device_types or "cpu" in device_types:
+        return torch.device("cpu")
+    device_type = device_types[0]
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -1,0 +1,114 @@
+"""Which parameters take part, in which order, and which ranks hold them.
+
+Ranks of one group may hold different parameters (pipeline stages, experts on sub-meshes). The roster
+is the one list all of them agree on; a parameter's index in it is its place in every ordering.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distprune.collectives.agree import same_everywhere
+from distprune.collectives.base import Communicator
+
+__all__ = ["Member", "Roster", "exchange_roster"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter as a rank describes it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The agreed list. ``first_holder[i]`` is the lowest rank of the group that listed member ``i``."""
+
+    members: tuple[Member, ...]
+    first_holder: tuple[int, ...]
+
+    def index(self) -> dict[str, int]:
+        """Return the place of every name."""
+        return {member.name: i for i, member in enumerate(self.members)}
+
+
+def exchange_roster(comm: Communicator, members: Sequence[Member]) -> Roster:
+    """Return the union of all ranks' lists; every rank of ``comm`` must call it.
+
+    One round of 72 bytes where all ranks hold the same list. Where they hold different ones, the lists
+    travel once (three more rounds; bytes: ranks x the longest list as text). The order keeps every
+    rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that the
+    stages of a pipeline come out in the order of the whole model.
+
+    Raises:
+        ValueError: on every rank, when a name stands twice in one list, ranks give one name different
+            shapes or dtypes, or list the same parameters in different orders.
+    """
+    own = [[member.name, list(member.global_shape), member.dtype] for member in members]
+    all_same, _ = same_everywhere(comm, own)
+    lists: list[list[list[Any]]] = [own] if all_same else comm.gather(own)
+    # From here on every rank works on the same lists, so every rank raises the same error.
+    return _merge([[Member(name, tuple(shape), dtype) for name, shape, dtype in entries] for entries in lists])
+
+
+def _merge(lists: list[list[Member]]) -> Roster:
+    known: dict[str, tuple[Member, int]] = {}
+    for rank, members in enumerate(lists):
+        names = [member.name for member in members]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
+        for member in members:
+            first, holder = known.setdefault(member.name, (member, rank))
+            if first != member:
+                raise ValueError(
+                    f"ranks disagree on parameter {member.name!r}: {_describe(first)} on rank {holder}, "
+                    f"{_describe(member)} on rank {rank}; ranks of one group must work on one model"
+                )
+    order = _merged_order([[member.name for member in members] for members in lists])
+    return Roster(tuple(known[name][0] for name in order), tuple(known[name][1] for name in order))
+
+
+def _merged_order(lists: list[list[str]]) -> list[str]:
+    """Topological merge (Kahn): of the names that no list still puts behind another, the smallest first."""
+    followers: dict[str, set[str]] = {name: set() for names in lists for name in names}
+    num_before = dict.fromkeys(followers, 0)
+    for names in lists:
+        for before, after in itertools.pairwise(names):
+            if after not in followers[before]:
+                followers[before].add(after)
+                num_before[after] += 1
+    ready = [(_natural(name), name) for name, count in num_before.items() if count == 0]
+    heapq.heapify(ready)
+    order: list[str] = []
+    while ready:
+        _, name = heapq.heappop(ready)
+        order.append(name)
+        for after in followers[name]:
+            num_before[after] -= 1
+            if num_before[after] == 0:
+                heapq.heappush(ready, (_natural(after), after))
+    if len(order) < len(followers):
+        stuck = sorted((name for name in followers if num_before[name] > 0), key=_natural)
+        raise ValueError(
+            f"ranks list the same parameters in different orders, {stuck[:4]} among them; "
+            "build the model and the list in the same way on every rank"
+        )
+    return order
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that reads numbers as numbers: ``layers.2`` before ``layers.10``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _describe(member: Member) -> str:
+    return f"{member.dtype} {list(member.global_shape)}"

@@ -1,0 +1,20 @@
+"""Where my elements sit: every layout reduced to flat indices. No communication."""
+
+from distprune.shards.census import Census, take_census
+from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard, chunk_size, flat_chunk, flat_chunks
+
+__all__ = [
+    "Census",
+    "Geometry",
+    "LocalShard",
+    "Runs",
+    "Split",
+    "chunk_size",
+    "flat_chunk",
+    "flat_chunks",
+    "local_shard",
+    "runs_of_splits",
+    "take_census",
+]

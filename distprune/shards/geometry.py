@@ -1,0 +1,198 @@
+"""Where the elements of a local shard sit in the whole parameter: plain ints, no ranks.
+
+Nouns: a *run* is a half-open range of global indices along one dim. A *dim index* is the runs that a
+rank holds along that dim, in local order. The local elements are the product of the dim indices, and
+the *flat index* of an element is its row-major position in the unsharded parameter. Every layout is
+reduced to these before anything else runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Geometry", "Runs", "Split", "runs_of_splits"]
+
+Runs = tuple[tuple[int, int], ...]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One mesh axis cutting one tensor dim: this rank takes chunk ``index`` of ``num_chunks``.
+
+    ``stride > 1`` is torch's ``_StridedShard(split_factor=stride)``: the dim is cut in ``stride``
+    parts first, and every part in ``num_chunks``.
+    """
+
+    num_chunks: int
+    index: int
+    stride: int = 1
+
+
+def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs:
+    """Return the runs left of ``range(size)`` after ``splits``, applied from the first mesh axis to the last.
+
+    Chunks are those of ``torch.chunk``: all of ceil(size / num_chunks), the last ones shorter or empty.
+    A strided split whose stride is the product of the later splits says that those came first
+    (FSDP2 on top of tensor parallel); they are then applied first, which also holds for uneven sizes.
+    """
+    runs: Runs = ((0, size),)
+    pending = list(splits)
+    while pending:
+        split = pending.pop(0)
+        if split.stride > 1:
+            if math.prod(later.num_chunks for later in pending) == split.stride:
+                runs = _split_all(runs, pending)
+                pending = []
+                runs = _chunk(runs, split.num_chunks, split.index)
+            else:
+                parts = [_chunk(runs, split.stride, part) for part in range(split.stride)]
+                runs = tuple(run for part in parts for run in _chunk(part, split.num_chunks, split.index))
+        else:
+            runs = _chunk(runs, split.num_chunks, split.index)
+    return runs
+
+
+def _split_all(runs: Runs, splits: Sequence[Split]) -> Runs:
+    for split in splits:
+        runs = _chunk(runs, split.num_chunks, split.index)
+    return runs
+
+
+def _chunk(runs: Runs, num_chunks: int, index: int) -> Runs:
+    size = sum(stop - start for start, stop in runs)
+    chunk_size = -(-size // num_chunks)
+    begin, end = min(index * chunk_size, size), min((index + 1) * chunk_size, size)
+    kept: list[tuple[int, int]] = []
+    passed = 0
+    for start, stop in runs:
+        low, high = max(begin - passed, 0), min(end - passed, stop - start)
+        if low < high:
+            kept.append((start + low, start + high))
+        passed += stop - start
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The local part of a parameter of ``global_shape``: one dim index for every dim."""
+
+    global_shape: tuple[int, ...]
+    dim_runs: tuple[Runs, ...]
+
+    @staticmethod
+    def whole(global_shape: Sequence[int]) -> Geometry:
+        """Return the geometry of a rank that holds everything."""
+        shape = tuple(global_shape)
+        return Geometry(shape, tuple(((0, size),) if size else () for size in shape))
+
+    @staticmethod
+    def nothing(global_shape: Sequence[int]) -> Geometry:
+        """Return the geometry of a rank that holds no element."""
+        shape = tuple(global_shape)
+        return Geometry(shape, ((),) * max(len(shape), 1)) if shape else Geometry((), ((),))
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        if self._holds_nothing_of_a_scalar:
+            return (0,)
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.dim_runs)
+
+    @property
+    def _holds_nothing_of_a_scalar(self) -> bool:
+        return not self.global_shape and len(self.dim_runs) == 1
+
+    @cached_property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @cached_property
+    def global_numel(self) -> int:
+        return math.prod(self.global_shape)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        """Row-major strides of the whole parameter, in elements."""
+        return tuple(math.prod(self.global_shape[dim + 1 :]) for dim in range(len(self.global_shape)))
+
+    def flat_indices(self, start: int, stop: int) -> IntArray:
+        """Return the flat indices of the local elements ``start`` to ``stop`` (row-major local order)."""
+        if stop <= start:
+            return np.empty(0, dtype=np.int64)
+        if not self.global_shape:
+            return np.zeros(1, dtype=np.int64)
+        row_size = self.local_shape[-1]
+        first_row, last_row = start // row_size, (stop - 1) // row_size
+        rows = np.arange(first_row, last_row + 1)
+        base = np.zeros(len(rows), dtype=np.int64)
+        for dim in range(len(self.global_shape) - 2, -1, -1):
+            size = self.local_shape[dim]
+            base += _take(self.dim_runs[dim], rows % size) * self._strides[dim]
+            rows = rows // size
+        if first_row == last_row:
+            offset = first_row * row_size
+            return base[0] + _take_range(self.dim_runs[-1], start - offset, stop - offset)
+        columns = _take_range(self.dim_runs[-1], 0, row_size)
+        grid: IntArray = (base[:, None] + columns[None, :]).reshape(-1)
+        return grid[start - first_row * row_size : stop - first_row * row_size]
+
+    def flat_indices_at(self, offsets: IntArray) -> IntArray:
+        """Return the flat indices of the local elements at ``offsets`` (any order)."""
+        flat = np.zeros(len(offsets), dtype=np.int64)
+        rest = offsets
+        for dim in range(len(self.global_shape) - 1, -1, -1):
+            size = self.local_shape[dim]
+            flat += _take(self.dim_runs[dim], rest % size) * self._strides[dim]
+            rest = rest // size
+        return flat
+
+    def local_offsets_at(self, flat: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Return the local offset of every flat index, and whether this rank holds it (else the offset is 0)."""
+        held = np.full(len(flat), self.local_numel > 0)
+        offsets = np.zeros(len(flat), dtype=np.int64)
+        for dim, runs in enumerate(self.dim_runs[: len(self.global_shape)]):
+            coordinate = flat // self._strides[dim] % max(self.global_shape[dim], 1)
+            local, here = _find(runs, coordinate)
+            held &= here
+            offsets = offsets * self.local_shape[dim] + local
+        return np.where(held, offsets, 0), held
+
+
+def _take_range(runs: Runs, start: int, stop: int) -> IntArray:
+    pieces = []
+    passed = 0
+    for low, high in runs:
+        begin, end = max(start - passed, 0), min(stop - passed, high - low)
+        if begin < end:
+            pieces.append(np.arange(low + begin, low + end))
+        passed += high - low
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _take(runs: Runs, local: IntArray) -> IntArray:
+    """Return the global index of every local index."""
+    if len(runs) == 1:
+        return local + runs[0][0]
+    starts = np.array([low for low, _ in runs])
+    firsts = np.cumsum([0, *(high - low for low, high in runs)])[:-1]
+    which = np.searchsorted(firsts, local, side="right") - 1
+    return np.asarray(starts[which] + local - firsts[which])
+
+
+def _find(runs: Runs, index: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return the local index of every global index, and whether it is in one of the runs."""
+    local = np.zeros(len(index), dtype=np.int64)
+    held = np.zeros(len(index), dtype=np.bool_)
+    first = 0
+    for low, high in runs:
+        inside = (index >= low) & (index < high)
+        local[inside] = index[inside] - low + first
+        held |= inside
+        first += high - low
+    return local, held

@@ -1,0 +1,80 @@
+"""From a tensor in any layout to its LocalShard. No communication."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
+from distprune.shards.local_shard import LocalShard
+
+__all__ = ["local_shard"]
+
+
+def local_shard(name: str, tensor: torch.Tensor, *, replicated: bool = False, owned: bool = True) -> LocalShard:
+    """Return this rank's part of ``tensor``.
+
+    A plain tensor is held whole; only its caller knows whether other ranks hold it too
+    (``replicated``) and which of them counts it (``owned``). Both are read off a DTensor's mesh, and
+    the arguments are then ignored. A rank outside the mesh holds nothing.
+
+    Raises:
+        NotImplementedError: a ``Partial`` placement, or one this library does not know.
+        TypeError: ``tensor`` is no tensor.
+    """
+    if isinstance(tensor, DTensor):
+        return _dtensor_shard(name, tensor)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape), owned, replicated)
+
+
+def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
+    mesh, global_shape = tensor.device_mesh, tuple(tensor.shape)
+    local = tensor.to_local().detach()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        geometry = Geometry.nothing(global_shape)
+        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, owned=False, replicated=False)
+    splits: list[list[Split]] = [[] for _ in global_shape]
+    replica_axes: list[int] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            stride = int(placement.split_factor)
+            splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis], stride))
+        elif isinstance(placement, Shard):
+            splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis]))
+        elif isinstance(placement, Replicate):
+            replica_axes.append(axis)
+        elif isinstance(placement, Partial):
+            raise NotImplementedError(
+                f"parameter {name!r} is a partial sum on mesh axis {axis} ({placement}); redistribute it to "
+                "Replicate() or Shard(dim) first"
+            )
+        else:
+            raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
+    dim_runs: tuple[Runs, ...] = tuple(
+        runs_of_splits(size, dim_splits) if size else ()
+        for size, dim_splits in zip(global_shape, splits, strict=True)
+    )
+    geometry = Geometry(global_shape, dim_runs)
+    holders = _replica_ranks(mesh.mesh, list(coordinate), replica_axes)
+    owned = dist.get_rank() == min(holders)
+    # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
+    if local.numel() == 0 == geometry.local_numel:
+        local = local.reshape(geometry.local_shape)
+    return LocalShard(name, local, geometry, owned, replicated=len(holders) > 1)
+
+
+def _replica_ranks(mesh: torch.Tensor, coordinate: list[int], replica_axes: list[int]) -> list[int]:
+    ranks = []
+    for indices in itertools.product(*(range(mesh.size(axis)) for axis in replica_axes)):
+        place = list(coordinate)
+        for axis, index in zip(replica_axes, indices, strict=True):
+            place[axis] = index
+        ranks.append(int(mesh[tuple(place)]))
+    return ranks

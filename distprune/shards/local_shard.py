@@ -1,0 +1,60 @@
+"""The part of one parameter that this rank holds.
+
+Nouns: a *LocalShard* is that part with the place of each of its elements (`Shard` alone is torch's
+placement). Replicas hold the same elements; the *owner* is the lowest rank that holds them, and only
+owners count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distprune.shards.geometry import Geometry
+
+__all__ = ["LocalShard", "chunk_size", "flat_chunk", "flat_chunks"]
+
+_CPU_CHUNK = 1 << 16  # elements: the temporaries of one chunk stay in a core's second-level cache
+_DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One parameter on this rank. ``local`` shares storage with the parameter, gradients detached."""
+
+    name: str
+    local: torch.Tensor  # local shape
+    geometry: Geometry
+    owned: bool  # this rank counts these elements
+    replicated: bool  # other ranks hold the same elements
+
+    def __post_init__(self) -> None:
+        if tuple(self.local.shape) != self.geometry.local_shape:
+            raise ValueError(
+                f"parameter {self.name!r}: the local tensor has shape {tuple(self.local.shape)}, its place in "
+                f"{self.geometry.global_shape} calls for {self.geometry.local_shape}"
+            )
+
+
+def chunk_size(device: torch.device) -> int:
+    """Return how many elements one pass works on at a time on ``device``."""
+    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+
+
+def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return elements ``start`` to ``stop`` of ``tensor`` in row-major order: a view where it is contiguous."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    row_numel = tensor[0].numel()
+    first_row, end_row = start // row_numel, -(-stop // row_numel)
+    rows = tensor[first_row:end_row].reshape(-1)
+    return rows[start - first_row * row_numel : stop - first_row * row_numel]
+
+
+def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first offset, elements) over all of ``tensor``, chunk by chunk."""
+    size = chunk_size(tensor.device)
+    for start in range(0, tensor.numel(), size):
+        yield start, flat_chunk(tensor, start, min(start + size, tensor.numel()))
