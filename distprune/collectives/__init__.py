@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch.distributed as dist
 
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import agree, same_everywhere, together
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
-from distprune.collectives.roster import Member, Roster, exchange_roster
+from distprune.collectives.roster import Member, Roster, exchange_roster, roster_of_all, roster_of_one
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +29,9 @@ __all__ = [
     "agree",
     "communicator",
     "exchange_roster",
+    "roster_of_all",
+    "roster_of_one",
+    "same_everywhere",
     "together",
 ]
 

@@ -11,12 +11,11 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from distprune.collectives.agree import same_everywhere
 from distprune.collectives.base import Communicator
 
-__all__ = ["Member", "Roster", "exchange_roster"]
+__all__ = ["Member", "Roster", "exchange_roster", "roster_of_all", "roster_of_one"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """The agreed list. ``first_holder[i]`` is the lowest rank of the group that listed member ``i``."""
+    """The agreed list. Member ``i`` was listed by ``num_holders[i]`` ranks, the lowest is ``first_holder[i]``."""
 
     members: tuple[Member, ...]
     first_holder: tuple[int, ...]
+    num_holders: tuple[int, ...]
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
@@ -44,7 +44,7 @@ def exchange_roster(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the union of all ranks' lists; every rank of ``comm`` must call it.
 
     One round of 72 bytes where all ranks hold the same list. Where they hold different ones, the lists
-    travel once (three more rounds; bytes: ranks x the longest list as text). The order keeps every
+    travel once (two more rounds; bytes: ranks x the longest list as text). The order keeps every
     rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that the
     stages of a pipeline come out in the order of the whole model.
 
@@ -54,19 +54,32 @@ def exchange_roster(comm: Communicator, members: Sequence[Member]) -> Roster:
     """
     own = [[member.name, list(member.global_shape), member.dtype] for member in members]
     all_same, _ = same_everywhere(comm, own)
-    lists: list[list[list[Any]]] = [own] if all_same else comm.gather(own)
+    return roster_of_all(comm, members) if not all_same else roster_of_one(comm, members)
+
+
+def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
+    """Return the roster where every rank is known to hold this very list; nothing is communicated."""
+    roster = _merge([list(members)])
+    return Roster(roster.members, roster.first_holder, (comm.size,) * len(members))
+
+
+def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
+    """Gather all lists (two rounds) and merge them: :func:`exchange_roster` without its first round."""
+    lists = comm.gather([[member.name, list(member.global_shape), member.dtype] for member in members])
     # From here on every rank works on the same lists, so every rank raises the same error.
     return _merge([[Member(name, tuple(shape), dtype) for name, shape, dtype in entries] for entries in lists])
 
 
 def _merge(lists: list[list[Member]]) -> Roster:
     known: dict[str, tuple[Member, int]] = {}
+    num_holders: dict[str, int] = {}
     for rank, members in enumerate(lists):
         names = [member.name for member in members]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
         for member in members:
+            num_holders[member.name] = num_holders.get(member.name, 0) + 1
             first, holder = known.setdefault(member.name, (member, rank))
             if first != member:
                 raise ValueError(
@@ -74,7 +87,11 @@ def _merge(lists: list[list[Member]]) -> Roster:
                     f"{_describe(member)} on rank {rank}; ranks of one group must work on one model"
                 )
     order = _merged_order([[member.name for member in members] for members in lists])
-    return Roster(tuple(known[name][0] for name in order), tuple(known[name][1] for name in order))
+    return Roster(
+        tuple(known[name][0] for name in order),
+        tuple(known[name][1] for name in order),
+        tuple(num_holders[name] for name in order),
+    )
 
 
 def _merged_order(lists: list[list[str]]) -> list[str]:

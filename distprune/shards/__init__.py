@@ -1,6 +1,7 @@
 """Where my elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.census import Census, take_census
+from distprune.shards.decoder_blocks import decoder_blocks
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, flat_chunk, flat_chunks
@@ -12,6 +13,7 @@ __all__ = [
     "Runs",
     "Split",
     "chunk_size",
+    "decoder_blocks",
     "flat_chunk",
     "flat_chunks",
     "local_shard",

@@ -25,7 +25,7 @@ class Census:
 def take_census(shard: LocalShard) -> Census:
     """Count in one read of the local elements, chunk by chunk.
 
-    The checksum (of replicated shards only) weighs every 64-bit word of a chunk by its place, so that
+    The checksum (of shards with replicas only) weighs every 64-bit word of a chunk by its place, so that
     replicas that differ in one bit differ in it, and swapped words do too.
     """
     num_nans = num_zeros = checksum = 0
@@ -34,7 +34,7 @@ def take_census(shard: LocalShard) -> Census:
         # A NaN makes the sum NaN (as do infinities of both signs); only then are the NaNs counted.
         if values.is_floating_point() and bool(torch.isnan(values.sum(dtype=torch.float32))):
             num_nans += int(torch.isnan(values).sum())
-        if shard.replicated:
+        if shard.num_replicas != 1:
             checksum = (checksum * 31 + _chunk_checksum(values) + start) % (1 << 61)
     return Census(num_nans, num_zeros, checksum)
 

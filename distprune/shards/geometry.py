@@ -121,36 +121,51 @@ class Geometry:
         """Row-major strides of the whole parameter, in elements."""
         return tuple(math.prod(self.global_shape[dim + 1 :]) for dim in range(len(self.global_shape)))
 
+    @cached_property
+    def flat_start(self) -> int | None:
+        """The flat index of the first local element where the local ones are a single stretch, else ``None``."""
+        start = 0
+        for dim, runs in enumerate(self.dim_runs[: len(self.global_shape)]):
+            if len(runs) != 1:
+                return None
+            # A stretch: one index along the leading dims, then one run, then whole dims.
+            if self.local_shape[dim] != self.global_shape[dim] and math.prod(self.local_shape[:dim]) != 1:
+                return None
+            start += runs[0][0] * self._strides[dim]
+        return start
+
     def flat_indices(self, start: int, stop: int) -> IntArray:
         """Return the flat indices of the local elements ``start`` to ``stop`` (row-major local order)."""
         if stop <= start:
             return np.empty(0, dtype=np.int64)
-        if not self.global_shape:
-            return np.zeros(1, dtype=np.int64)
+        if self.flat_start is not None:
+            return np.arange(self.flat_start + start, self.flat_start + stop)
         row_size = self.local_shape[-1]
-        first_row, last_row = start // row_size, (stop - 1) // row_size
-        rows = np.arange(first_row, last_row + 1)
-        base = np.zeros(len(rows), dtype=np.int64)
-        for dim in range(len(self.global_shape) - 2, -1, -1):
-            size = self.local_shape[dim]
-            base += _take(self.dim_runs[dim], rows % size) * self._strides[dim]
-            rows = rows // size
-        if first_row == last_row:
+        first_row, end_row = start // row_size, -(-stop // row_size)
+        rows = self._row_starts(np.arange(first_row, end_row))
+        if len(rows) == 1:
             offset = first_row * row_size
-            return base[0] + _take_range(self.dim_runs[-1], start - offset, stop - offset)
-        columns = _take_range(self.dim_runs[-1], 0, row_size)
-        grid: IntArray = (base[:, None] + columns[None, :]).reshape(-1)
-        return grid[start - first_row * row_size : stop - first_row * row_size]
+            return np.asarray(rows[0] + _take_range(self.dim_runs[-1], start - offset, stop - offset))
+        grid = (rows[:, None] + _take_range(self.dim_runs[-1], 0, row_size)[None, :]).reshape(-1)
+        return np.asarray(grid[start - first_row * row_size : stop - first_row * row_size])
 
     def flat_indices_at(self, offsets: IntArray) -> IntArray:
         """Return the flat indices of the local elements at ``offsets`` (any order)."""
-        flat = np.zeros(len(offsets), dtype=np.int64)
-        rest = offsets
-        for dim in range(len(self.global_shape) - 1, -1, -1):
+        if len(offsets) == 0:
+            return np.empty(0, dtype=np.int64)
+        if self.flat_start is not None:
+            return offsets + self.flat_start
+        row_size = self.local_shape[-1]
+        return self._row_starts(offsets // row_size) + _take(self.dim_runs[-1], offsets % row_size)
+
+    def _row_starts(self, rows: IntArray) -> IntArray:
+        """Return the flat index at which each local row (all dims but the last, flattened) begins."""
+        starts = np.zeros(len(rows), dtype=np.int64)
+        for dim in range(len(self.global_shape) - 2, -1, -1):
             size = self.local_shape[dim]
-            flat += _take(self.dim_runs[dim], rest % size) * self._strides[dim]
-            rest = rest // size
-        return flat
+            starts += _take(self.dim_runs[dim], rows % size) * self._strides[dim]
+            rows = rows // size
+        return starts
 
     def local_offsets_at(self, flat: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return the local offset of every flat index, and whether this rank holds it (else the offset is 0)."""

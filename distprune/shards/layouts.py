@@ -15,12 +15,11 @@ from distprune.shards.local_shard import LocalShard
 __all__ = ["local_shard"]
 
 
-def local_shard(name: str, tensor: torch.Tensor, *, replicated: bool = False, owned: bool = True) -> LocalShard:
+def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return this rank's part of ``tensor``.
 
-    A plain tensor is held whole; only its caller knows whether other ranks hold it too
-    (``replicated``) and which of them counts it (``owned``). Both are read off a DTensor's mesh, and
-    the arguments are then ignored. A rank outside the mesh holds nothing.
+    A plain tensor is held whole, its owner left open (see :class:`LocalShard`); a DTensor's owner is
+    read off its mesh. A rank outside the mesh holds nothing.
 
     Raises:
         NotImplementedError: a ``Partial`` placement, or one this library does not know.
@@ -30,7 +29,7 @@ def local_shard(name: str, tensor: torch.Tensor, *, replicated: bool = False, ow
         return _dtensor_shard(name, tensor)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape), owned, replicated)
+    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape))
 
 
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
@@ -39,7 +38,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         geometry = Geometry.nothing(global_shape)
-        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, owned=False, replicated=False)
+        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, owned=False, num_replicas=1)
     splits: list[list[Split]] = [[] for _ in global_shape]
     replica_axes: list[int] = []
     for axis, placement in enumerate(tensor.placements):
@@ -58,8 +57,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
         else:
             raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
     dim_runs: tuple[Runs, ...] = tuple(
-        runs_of_splits(size, dim_splits) if size else ()
-        for size, dim_splits in zip(global_shape, splits, strict=True)
+        runs_of_splits(size, dim_splits) if size else () for size, dim_splits in zip(global_shape, splits, strict=True)
     )
     geometry = Geometry(global_shape, dim_runs)
     holders = _replica_ranks(mesh.mesh, list(coordinate), replica_axes)
@@ -67,7 +65,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
     if local.numel() == 0 == geometry.local_numel:
         local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, owned, replicated=len(holders) > 1)
+    return LocalShard(name, local, geometry, owned, len(holders))
 
 
 def _replica_ranks(mesh: torch.Tensor, coordinate: list[int], replica_axes: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ owners count.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,13 +23,18 @@ _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and un
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One parameter on this rank. ``local`` shares storage with the parameter, gradients detached."""
+    """One parameter on this rank. ``local`` shares storage with the parameter, gradients detached.
+
+    ``owned`` says whether this rank counts these elements, ``num_replicas`` how many ranks hold the
+    very same ones. Both are ``None`` for a plain tensor, of which only the whole group can say who
+    else holds it; :meth:`owned_by` settles them.
+    """
 
     name: str
     local: torch.Tensor  # local shape
     geometry: Geometry
-    owned: bool  # this rank counts these elements
-    replicated: bool  # other ranks hold the same elements
+    owned: bool | None = None
+    num_replicas: int | None = None
 
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != self.geometry.local_shape:
@@ -36,6 +42,12 @@ class LocalShard:
                 f"parameter {self.name!r}: the local tensor has shape {tuple(self.local.shape)}, its place in "
                 f"{self.geometry.global_shape} calls for {self.geometry.local_shape}"
             )
+
+    def owned_by(self, rank: int, first_holder: int, num_holders: int) -> LocalShard:
+        """Return the shard with its owner settled: of ``num_holders`` equal copies the first one counts."""
+        if self.owned is not None and self.num_replicas is not None:
+            return self
+        return dataclasses.replace(self, owned=rank == first_holder, num_replicas=num_holders)
 
 
 def chunk_size(device: torch.device) -> int:

@@ -1,0 +1,34 @@
+"""How many: an int is that many, a float that fraction of what is still unpruned."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["check_amount", "num_to_prune"]
+
+
+def check_amount(amount: int | float) -> None:
+    """Raise unless ``amount`` is an int >= 0 or a float in [0, 1]; the rule of ``torch.nn.utils.prune``.
+
+    Raises:
+        TypeError: it is no number, or a bool.
+        ValueError: it is out of range.
+    """
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        raise TypeError(f"amount must be an int (how many) or a float (which fraction), not {amount!r}")
+    if isinstance(amount, int) and amount < 0:
+        raise ValueError(f"amount={amount} is negative; an int says how many elements to prune")
+    if isinstance(amount, float) and not (math.isfinite(amount) and 0.0 <= amount <= 1.0):
+        raise ValueError(f"amount={amount} is outside [0.0, 1.0]; a float says which fraction to prune")
+
+
+def num_to_prune(amount: int | float, num_unpruned: int, where: str) -> int:
+    """Return how many of ``num_unpruned`` elements ``amount`` asks for, a fraction rounded by ``round()``.
+
+    Raises:
+        ValueError: more than there are; ``where`` names them.
+    """
+    wanted = amount if isinstance(amount, int) else round(amount * num_unpruned)
+    if wanted > num_unpruned:
+        raise ValueError(f"amount={amount} is more than the {num_unpruned} unpruned elements left in {where}")
+    return wanted

@@ -1,0 +1,45 @@
+"""Which elements compete: what is already pruned is out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from distprune.shards import flat_chunk
+
+__all__ = ["Eligible", "NonZero", "WhereTrue"]
+
+
+class Eligible(Protocol):
+    """Says of local elements (bool, 1-D, on the shard's device) whether they compete."""
+
+    def values(self, start: int, stop: int) -> torch.Tensor: ...
+    def values_at(self, offsets: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class NonZero:
+    """Elements of ``local`` that are not exactly zero: weights pruned in place carry no other mark."""
+
+    local: torch.Tensor
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        return flat_chunk(self.local, start, stop) != 0
+
+    def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.take(self.local, offsets) != 0
+
+
+@dataclass(frozen=True)
+class WhereTrue:
+    """Elements at which ``mask`` (local shape, any dtype) is not zero."""
+
+    mask: torch.Tensor
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        return flat_chunk(self.mask, start, stop).to(torch.bool)
+
+    def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.take(self.mask, offsets).to(torch.bool)

@@ -1,0 +1,94 @@
+"""The stated order of scores, as integers.
+
+Nouns: a *key* is an integer that sorts as the score does; -0.0 and 0.0 share one, infinities are
+ordinary, NaN has none. Keys are what is counted, compared and sent; scores are not looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+__all__ = ["Order", "OrderedBy", "common_order"]
+
+OrderedBy = Literal["magnitude", "value"]
+
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NATIVE_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How values of ``value_dtype`` become keys of ``key_dtype`` in [first, last].
+
+    ``"magnitude"`` orders by |value| (its bits without the sign), ``"value"`` by the value.
+    """
+
+    ordered_by: OrderedBy
+    value_dtype: torch.dtype
+
+    @cached_property
+    def key_dtype(self) -> torch.dtype:
+        if self.value_dtype.is_floating_point:
+            return _INTEGER_OF_SIZE[self.value_dtype.itemsize]
+        return self.value_dtype
+
+    @cached_property
+    def last(self) -> int:
+        """The key of +inf, or the largest integer; what lies above are NaNs."""
+        if self.value_dtype.is_floating_point:
+            return int(torch.tensor(torch.inf, dtype=self.value_dtype).view(self.key_dtype))
+        return torch.iinfo(self.key_dtype).max
+
+    @cached_property
+    def first(self) -> int:
+        """The key of 0 (magnitude), of -inf, or the smallest integer."""
+        if self.ordered_by == "magnitude":
+            return 0
+        return -self.last if self.value_dtype.is_floating_point else torch.iinfo(self.key_dtype).min
+
+    def keys(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the keys of ``values`` (a new tensor). A NaN gets a key outside [first, last]."""
+        values = values.to(self.value_dtype)
+        if not self.value_dtype.is_floating_point:
+            return values.clone()
+        magnitude = torch.iinfo(self.key_dtype).max  # every bit but the sign
+        if self.ordered_by == "magnitude":
+            return values.contiguous().view(self.key_dtype) & magnitude
+        # A negative float's bits count backwards: key = -(magnitude bits), which also makes -0.0 a 0.
+        bits = values.contiguous().view(self.key_dtype)
+        return torch.where(bits < 0, -(bits & magnitude), bits)
+
+    def value(self, key: int) -> float | int:
+        """Return the score whose key is ``key``."""
+        if not self.value_dtype.is_floating_point:
+            return key
+        size = float(torch.tensor(abs(key), dtype=self.key_dtype).view(self.value_dtype))
+        return -size if key < 0 else size
+
+
+def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]]) -> Order:
+    """Return the order in which values of all ``kinds`` compete; widening to it is exact.
+
+    Raises:
+        TypeError: values that no common order holds: integers beside floats, magnitudes beside plain
+            values, integers by magnitude, or a dtype this library does not order (complex, quantized).
+    """
+    distinct = sorted(set(kinds), key=str)
+    ordered_by, dtypes = {kind[0] for kind in distinct}, [kind[1] for kind in distinct]
+    if len(ordered_by) != 1:
+        raise TypeError("scores ordered by magnitude and by value cannot compete with each other")
+    by: OrderedBy = ordered_by.pop()
+    if all(dtype.is_floating_point for dtype in dtypes):
+        if len(dtypes) == 1 and dtypes[0] in _NATIVE_FLOATS:
+            return Order(by, dtypes[0])
+        return Order(by, torch.float64 if torch.float64 in dtypes else torch.float32)
+    if by == "value" and all(dtype in _INTEGERS for dtype in dtypes):
+        size = max(2, *(2 * d.itemsize if d is torch.uint8 else d.itemsize for d in dtypes), 0)
+        return Order("value", _INTEGER_OF_SIZE[size])
+    raise TypeError(f"scores of dtypes {[str(dtype) for dtype in dtypes]} by {by} have no common order")

@@ -1,0 +1,136 @@
+"""A bracket of keys that holds the k-th lowest with near certainty, from two small samples.
+
+First round, *slots*: a fixed number of positions, one drawn in every equal stretch of a competition;
+whoever owns the element puts its key in the slot. Second round, *strides*: every n-th local element,
+counted in bins over the bracket the slots gave. Nothing here decides anything; a bad bracket costs
+one more pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distprune.collectives import Communicator
+from distprune.selection.competition import Range, Undecided, Words, histogram
+from distprune.selection.scan import Entry
+
+__all__ = ["sample_brackets"]
+
+_MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
+_MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
+_NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket
+
+
+def sample_brackets(comm: Communicator, states: Sequence[Undecided], entries: Sequence[Entry], num_words: int) -> None:
+    """Set the key range of every state to its bracket: two rounds of ``num_words`` int64 a competition."""
+    slots = np.zeros((len(states), num_words), dtype=np.int64)
+    for entry in entries:
+        if entry.owned and entry.geometry.local_numel:
+            _fill_slots(slots[entry.competition], entry, states[entry.competition])
+    for state, row in zip(states, comm.sum(torch.from_numpy(slots)).numpy(), strict=True):
+        state.keys = _bracket_of_slots(state, row)
+
+    strides = np.zeros((len(states), num_words), dtype=np.int64)
+    for entry in entries:
+        if entry.owned and entry.geometry.local_numel:
+            _count_strides(strides[entry.competition], entry, states[entry.competition])
+    for state, row in zip(states, comm.sum(torch.from_numpy(strides)).numpy(), strict=True):
+        state.keys = _bracket_of_strides(state, row)
+
+
+def _fill_slots(row: Words, entry: Entry, state: Undecided) -> None:
+    num_slots, num_positions = len(row), state.competition.num_positions
+    slot = np.arange(num_slots)
+    # One position in every stretch, at a place that no period of the data can follow (Weyl sequence).
+    jitter = slot * 0x9E3779B9 % (1 << 32) / (1 << 32)
+    position = np.minimum((slot + jitter) * (num_positions / num_slots), num_positions - 1).astype(np.int64)
+    flat = position - entry.first_position
+    within = (flat >= 0) & (flat < entry.geometry.global_numel)
+    offsets, held = entry.geometry.local_offsets_at(flat[within])
+    keys = _keys_at(entry, state, offsets[held])
+    chosen = slot[within][held][keys.eligible]
+    row[chosen] = _encode(keys.keys, state)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    keys: Words  # of the eligible ones
+    eligible: npt.NDArray[np.bool_]  # which of those asked for they are
+
+
+def _keys_at(entry: Entry, state: Undecided, offsets: Words) -> _Sample:
+    """Return the keys of the eligible among ``offsets``, and which of them those are."""
+    at = torch.from_numpy(offsets).to(entry.scores.device)
+    keys = state.competition.order.keys(entry.scores.values_at(at)).to("cpu", torch.int64).numpy()
+    if entry.eligible is None:
+        return _Sample(keys, np.ones(len(keys), dtype=np.bool_))
+    eligible = entry.eligible.values_at(at).cpu().numpy()
+    return _Sample(keys[eligible], eligible)
+
+
+def _shift(state: Undecided) -> int:
+    return 2 if state.competition.order.key_dtype == torch.int64 else 0
+
+
+def _encode(keys: Words, state: Undecided) -> Words:
+    """Keys as positive numbers (0 is an empty slot); 64-bit keys lose two bits to make room."""
+    first = state.competition.order.first >> _shift(state)
+    codes: Words = np.maximum((keys >> _shift(state)) - first + 1, 1)
+    return codes
+
+
+def _decode(code: int, state: Undecided) -> int:
+    return (code - 1 + (state.competition.order.first >> _shift(state))) << _shift(state)
+
+
+def _fraction(state: Undecided) -> float:
+    return state.competition.num_lowest / max(state.competition.num_eligible, 1)
+
+
+def _ranks(num_sampled: int, fraction: float) -> tuple[float, float]:
+    margin = _MARGIN * math.sqrt(num_sampled * fraction * (1 - fraction)) + _MARGIN
+    return fraction * num_sampled - margin, fraction * num_sampled + margin
+
+
+def _bracket_of_slots(state: Undecided, row: Words) -> Range:
+    order = state.competition.order
+    codes = np.sort(row[row > 0])
+    below, above = _ranks(len(codes), _fraction(state))
+    low = order.first if below < 1 else _decode(int(codes[math.floor(below) - 1]), state)
+    high = order.last
+    if math.ceil(above) < len(codes):
+        high = _decode(int(codes[math.ceil(above)]), state) + (1 << _shift(state)) - 1
+    return Range(max(low, order.first), min(high, order.last))
+
+
+def _count_strides(row: Words, entry: Entry, state: Undecided) -> None:
+    numel = entry.geometry.local_numel
+    # Odd, so that it walks through the columns of matrices whose width is a power of two.
+    stride = min(max(numel // _STRIDE_SAMPLE, _MIN_STRIDE), _MAX_STRIDE) | 1
+    step = stride * _STRIDE_SAMPLE
+    num_bins = len(row) - _NUM_STRIDE_HEADER
+    for start in range(0, numel, step):
+        keys = _keys_at(entry, state, np.arange(start, min(start + step, numel), stride)).keys
+        inside = keys[(keys >= state.keys.low) & (keys <= state.keys.high)]
+        row[0] += len(keys)
+        row[1] += int(np.count_nonzero(keys < state.keys.low))
+        row[_NUM_STRIDE_HEADER:] += histogram(inside, state.keys, num_bins)
+
+
+def _bracket_of_strides(state: Undecided, row: Words) -> Range:
+    bins = row[_NUM_STRIDE_HEADER:]
+    passed = row[1] + np.cumsum(bins)
+    below, above = _ranks(int(row[0]), _fraction(state))
+    low, high = state.keys.low, state.keys.high
+    first_bin, last_bin = int(np.searchsorted(passed, below)), int(np.searchsorted(passed, above))
+    if below > row[1] and first_bin < len(bins):
+        low = state.keys.bin(first_bin, len(bins)).low
+    if last_bin < len(bins):
+        high = max(state.keys.bin(last_bin, len(bins)).high, low)
+    return Range(low, high)

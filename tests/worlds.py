@@ -1,0 +1,153 @@
+"""Many ranks in a test: as threads (cheap, most tests), or as a pool of gloo processes kept alive."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ProcessPool", "RankError", "run_threads"]
+
+
+class RankError(Exception):
+    """What a rank raised, labelled with the rank; ``error`` is the exception itself where it could travel."""
+
+    def __init__(self, rank: int, error: BaseException | None, text: str) -> None:
+        super().__init__(f"rank {rank}:\n{text}")
+        self.rank = rank
+        self.error = error
+
+
+def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool = False) -> list[Any]:
+    """Run ``fn(rank, *args)`` on ``world_size`` threads with a process group, and return the results by rank.
+
+    With ``catch``, a rank's exception is its result; without, the first one is raised. The threads
+    share the global random state.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException | None] = [None] * world_size
+
+    def one(rank: int, store: dist.Store) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            results[rank] = fn(rank, *args)
+        except BaseException as error:
+            errors[rank] = error
+            if not catch:
+                threaded.ProcessLocalGroup.exception_handle(error)
+        finally:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        store = dist.HashStore()
+        threads = [threading.Thread(target=one, args=(rank, store), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(timeout=120)
+            if thread.is_alive():
+                raise TimeoutError(f"rank {rank} of {world_size} hangs")
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if catch:
+        return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
+    raised = [error for error in errors if error is not None]
+    # Ranks that were waiting for the one that failed end with SystemExit; its own error says why.
+    raised.sort(key=lambda error: isinstance(error, SystemExit))
+    if raised:
+        raise raised[0]
+    return results
+
+
+class ProcessPool:
+    """Worker processes that outlive a test; every call makes a fresh gloo group of the first few of them."""
+
+    def __init__(self, num_workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._num_runs = 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``fn(rank, *args)`` on ``world_size`` ranks and return the results by rank.
+
+        Raises:
+            RankError: the first rank's that failed.
+        """
+        self._num_runs += 1
+        store = str(Path(self._folder.name) / f"store{self._num_runs}")
+        for rank in range(world_size):
+            self._pipes[rank].send((fn, args, rank, world_size, store))
+        answers = []
+        for rank in range(world_size):
+            if not self._pipes[rank].poll(240):
+                raise TimeoutError(f"rank {rank} of {world_size} hangs")
+            answers.append(self._pipes[rank].recv())
+        for rank, (ok, value, text) in enumerate(answers):
+            if not ok:
+                raise RankError(rank, value, text)
+        return [value for _, value, _ in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        fn, args, rank, world_size, store_path = pipe.recv()
+        try:
+            store = dist.FileStore(store_path, world_size)
+            timeout = timedelta(seconds=120)
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timeout)
+            pipe.send((True, fn(rank, *args), ""))
+        except Exception as error:
+            _send_error(pipe, error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _send_error(pipe: Connection, error: Exception) -> None:
+    text = traceback.format_exc()
+    try:
+        pipe.send((False, error, text))
+    except Exception:  # an exception that cannot be pickled travels as its text
+        pipe.send((False, None, text))
+
+
+@contextlib.contextmanager
+def process_pool(num_workers: int) -> Iterator[ProcessPool]:
+    """Yield a pool and end its processes afterwards."""
+    pool = ProcessPool(num_workers)
+    try:
+        yield pool
+    finally:
+        pool.close()
