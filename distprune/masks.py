@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from distprune.shards import chunk_size
 
-__all__ = ["zero_where_pruned"]
+__all__ = ["num_zeros_once_pruned", "zero_where_pruned"]
 
 
 @torch.no_grad()
 def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False, chunk by chunk."""
+    for values, keep in _pieces(local, mask):
+        values.masked_fill_(~keep, 0)
+
+
+@torch.no_grad()
+def num_zeros_once_pruned(local: torch.Tensor, mask: torch.Tensor) -> int:
+    """Return how many elements of ``local`` will be zero once ``mask`` is applied; chunk by chunk."""
+    return sum(keep.numel() - int(torch.count_nonzero((values != 0) & keep)) for values, keep in _pieces(local, mask))
+
+
+def _pieces(local: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of both that cover them, of about a chunk's elements each."""
     if local.numel() == 0:
         return
     if local.is_contiguous():
         local, mask = local.view(-1), mask.view(-1)
-    elif local.ndim == 0:
-        local, mask = local.unsqueeze(0), mask.unsqueeze(0)
     step = max(1, chunk_size(local.device) * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], step):
-        local[start : start + step].masked_fill_(~mask[start : start + step], 0)
+        yield local[start : start + step], mask[start : start + step]

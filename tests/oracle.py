@@ -18,7 +18,7 @@ def keep_highest(scores: Sequence[torch.Tensor], eligible: Sequence[torch.Tensor
     order = sorted((i for i in range(len(flat)) if competes[i]), key=lambda i: (flat[i], i))
     keep = torch.tensor(competes, dtype=torch.bool)
     keep[order[:k]] = False
-    return [part.view(t.shape) for part, t in zip(keep.split([t.numel() for t in scores]), scores, strict=True)]
+    return [part.view(t.shape) for part, t in zip(torch.split(keep, [t.numel() for t in scores]), scores, strict=True)]
 
 
 def random_scores(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:

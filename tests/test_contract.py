@@ -22,6 +22,14 @@ METHODS = ("magnitude", "random")
 SCOPES = ("global", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SEED = 17
+# Values, amount, whether zeros are out.
+KINDS = (
+    ("normal", 0.5, False),
+    ("ties", 0.5, False),
+    ("ties", 0.37, True),
+    ("same", 0.2, False),
+    ("infinite", 0.9, True),
+)
 
 
 def whole_model(kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]] = SHAPES) -> dict[str, torch.Tensor]:
@@ -40,18 +48,20 @@ def whole_model(kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]] =
     return model
 
 
-def oracle(model: dict[str, torch.Tensor], method: str, scope: str, amount: int | float) -> dict[str, torch.Tensor]:
-    """Return the pruned whole parameters."""
+def oracle(
+    model: dict[str, torch.Tensor], method: str, scope: str, amount: int | float, again: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the pruned whole parameters. Zeros come first, or with ``again`` are out."""
     names = list(model)
     groups = [names] if scope == "global" else [[name] for name in names]
     pruned = {}
     for group in groups:
         values = [model[name] for name in group]
-        eligible = [value != 0 for value in values]
+        eligible = [(value != 0) | (not again) for value in values]
         if method == "magnitude":
             scores = [value.abs() for value in values]
         else:
-            scores = [random_scores(name, model[name].shape, SEED) for name in group]
+            scores = [random_scores(name, model[name].shape, SEED).where(model[name] != 0, -1) for name in group]
         num_left = sum(int(e.sum()) for e in eligible)
         k = amount if isinstance(amount, int) else round(amount * num_left)
         for name, value, keep in zip(group, values, keep_highest(scores, eligible, k), strict=True):
@@ -76,15 +86,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any, ...]]) -> list[PruneReport]:
     spread = layout.make(world_size)
     reports = []
-    for method, scope, amount, model, expected in cases:
+    for method, scope, amount, again, model, expected in cases:
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(model.items())})
-        report = prune_model(held, method=method, scope=scope, amount=amount, seed=SEED, include=["*"])
+        report = prune_model(held, method=method, scope=scope, amount=amount, again=again, seed=SEED, include=["*"])
         for i, (name, whole) in enumerate(expected.items()):
             wanted = spread(i, whole)
             if wanted is not None:
                 got = local(held.get_parameter(name))
                 same = torch.equal(got, local(wanted)) and got.shape == local(wanted).shape
-                assert same, f"{layout.name} {world_size=} {rank=} {method} {scope} {amount} {name} {whole.dtype}"
+                assert same, (
+                    f"{layout.name} {world_size=} {rank=} {method} {scope} {amount} {again} {name} {whole.dtype}"
+                )
         reports.append(report)
     return reports
 
@@ -96,35 +108,45 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
 def test_equals_single_process(layout: Layout, world_size: int) -> None:
     cases = []
     for method, scope, dtype in itertools.product(METHODS, SCOPES, DTYPES):
-        for kind, amount in (("normal", 0.5), ("ties", 0.37), ("same", 0.2), ("infinite", 0.9)):
+        for kind, amount, again in KINDS:
             model = whole_model(kind, dtype)
-            cases.append((method, scope, amount, model, oracle(model, method, scope, amount)))
+            cases.append((method, scope, amount, again, model, oracle(model, method, scope, amount, again)))
     reports = run_threads(world_size, check_rank, layout, world_size, cases)
     for case, of_ranks in zip(cases, zip(*reports, strict=True), strict=True):
-        _, scope, amount, model, expected = case
+        _, scope, amount, again, model, expected = case
         for report in of_ranks:  # the counts are exact, and the same on every rank
             assert report.parameters == of_ranks[0].parameters
             zeros = {parameter.name: parameter.num_zeros for parameter in report.parameters}
             assert zeros == {name: int((whole == 0).sum()) for name, whole in expected.items()}
         if scope == "global":
-            num_left = sum(int((whole != 0).sum()) for whole in model.values())
-            assert of_ranks[0].num_pruned == round(amount * num_left)
+            num_zeros = sum(int((whole == 0).sum()) for whole in model.values())
+            num_elements = sum(whole.numel() for whole in model.values())
+            if again:
+                assert of_ranks[0].num_pruned == round(amount * (num_elements - num_zeros))
+            else:
+                assert of_ranks[0].num_zeros == round(amount * num_elements) >= num_zeros
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_integer_amounts(method: str) -> None:
     model = whole_model("ties", torch.float32, [(7, 5), (3, 4)])
-    cases = [(method, "global", k, model, oracle(model, method, "global", k)) for k in (0, 1, 5, 17)]
+    num_zeros = sum(int((whole == 0).sum()) for whole in model.values())
+    cases = [
+        (method, "global", k, again, model, oracle(model, method, "global", k, again))
+        for k in (0, 1, 17)
+        for again in (False, True)
+    ]
     layout = next(layout for layout in LAYOUTS if layout.name == "shard0")
+    wanted = [max(0, num_zeros), num_zeros, max(1, num_zeros), num_zeros + 1, max(17, num_zeros), num_zeros + 17]
     for reports in run_threads(3, check_rank, layout, 3, cases):
-        assert [report.num_pruned for report in reports] == [0, 1, 5, 17]
+        assert [report.num_zeros for report in reports] == wanted
 
 
 def test_mixed_dtypes_compete_by_value() -> None:
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     model = {f"p{i}": torch.randn(9, 4).to(dtype) for i, dtype in enumerate(dtypes)}
-    cases = [("magnitude", "global", 0.5, model, oracle(model, "magnitude", "global", 0.5))]
+    cases = [("magnitude", "global", 0.5, False, model, oracle(model, "magnitude", "global", 0.5))]
     for layout in LAYOUTS:
         if 4 in layout.world_sizes:
             run_threads(4, check_rank, layout, 4, cases)
@@ -133,17 +155,17 @@ def test_mixed_dtypes_compete_by_value() -> None:
 def test_pruning_again_composes() -> None:
     model = whole_model("normal", torch.float32, [(8, 6), (5, 5)])
     once = oracle(model, "magnitude", "global", 0.3)
-    twice = oracle(once, "random", "global", 0.5)
+    twice = oracle(once, "random", "global", 0.5, again=True)
 
-    def again(rank: int) -> None:
+    def prune_twice(rank: int) -> None:
         layout = next(layout for layout in LAYOUTS if layout.name == "shard1")
         spread = layout.make(3)
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(model.items())})
         prune_model(held, method="magnitude", amount=0.3, include=["*"])
-        prune_model(held, method="random", amount=0.5, seed=SEED, include=["*"])
+        prune_model(held, method="random", amount=0.5, seed=SEED, again=True, include=["*"])
         for i, (name, whole) in enumerate(twice.items()):
             wanted = spread(i, whole)
             assert wanted is not None
             assert torch.equal(local(held.get_parameter(name)), local(wanted)), (rank, name)
 
-    run_threads(3, again)
+    run_threads(3, prune_twice)

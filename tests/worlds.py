@@ -51,10 +51,11 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    c10d: Any = torch._C._distributed_c10d
+    c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     try:
-        store = dist.HashStore()
+        store = torch._C._distributed_c10d.HashStore()
         threads = [threading.Thread(target=one, args=(rank, store), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
@@ -65,7 +66,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)
     if catch:
         return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
     raised = [error for error in errors if error is not None]
@@ -124,7 +125,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         fn, args, rank, world_size, store_path = pipe.recv()
         try:
-            store = dist.FileStore(store_path, world_size)
+            store = torch._C._distributed_c10d.FileStore(store_path, world_size)
             timeout = timedelta(seconds=120)
             dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timeout)
             pipe.send((True, fn(rank, *args), ""))

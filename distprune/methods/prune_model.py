@@ -23,7 +23,7 @@ from distprune.collectives import (
     roster_of_one,
     same_everywhere,
 )
-from distprune.masks import zero_where_pruned
+from distprune.masks import num_zeros_once_pruned, zero_where_pruned
 from distprune.methods.amount import check_amount, num_to_prune
 from distprune.methods.report import ParameterReport, PruneReport
 from distprune.methods.targets import Pattern, find_targets, release_unsharded
@@ -48,6 +48,7 @@ def prune_model(
     amount: int | float,
     scope: Scope = "global",
     seed: int | None = None,
+    again: bool = False,
     include: Sequence[Pattern] = (),
     exclude: Sequence[Pattern] = (),
     group: Group = None,
@@ -68,10 +69,13 @@ def prune_model(
         model: plain, DDP, FSDP2, HSDP, tensor parallel or both, or this rank's stage of a pipeline.
         method: ``"magnitude"`` prunes the smallest |w|, ``"random"`` by a hash of (seed, parameter,
             flat index).
-        amount: an int is that many, a float that fraction of what is still unpruned, rounded by
-            ``round()``; a weight that is exactly zero counts as pruned already. Per tensor, of each.
+        amount: an int is that many, a float that fraction, rounded by ``round()``; of all elements, or of
+            each tensor's with ``scope="tensor"``. Weights that are zero already come first, so that so many
+            are zero afterwards (more only if more were before).
         scope: ``"global"``: all parameters compete; ``"tensor"``: each for itself.
         seed: for ``"random"``. ``None``: the group's first rank draws one from torch's default generator.
+        again: weights that are zero were pruned by an earlier call: they are out, and ``amount`` is of
+            what is left.
         group: the ranks that take part: a process group (default: the default one, or this process
             alone), an mpi4py communicator, or a ``distprune.collectives.Communicator``. It must span
             every rank that holds a part of the model.
@@ -94,6 +98,7 @@ def prune_model(
         "amount": repr(amount),
         "scope": repr(scope),
         "seed": repr(seed),
+        "again": repr(again),
         "include": [_shown(pattern) for pattern in include],
         "exclude": [_shown(pattern) for pattern in exclude],
     }
@@ -106,7 +111,7 @@ def prune_model(
         shards = [local_shard(name, parameter) for name, parameter in targets.items()]
     except Exception as caught:
         error = caught
-    request = _Request(method, amount, scope, seed, facts, [*facts["include"], *facts["exclude"]], num_matches)
+    request = _Request(method, amount, scope, seed, again, facts, [*facts["include"], *facts["exclude"]], num_matches)
     return _prune(comm, shards, request, error)
 
 
@@ -117,6 +122,7 @@ def prune_shards(
     amount: int | float,
     scope: Scope = "global",
     seed: int | None = None,
+    again: bool = False,
     group: Group = None,
 ) -> PruneReport:
     """Prune ``shards`` in place: :func:`prune_model` for parameters whose place only the caller knows.
@@ -126,8 +132,14 @@ def prune_shards(
     must call it, with its own shards in the same order; communication and errors are those of
     :func:`prune_model`.
     """
-    facts = {"method": repr(method), "amount": repr(amount), "scope": repr(scope), "seed": repr(seed)}
-    return _prune(communicator(group), shards, _Request(method, amount, scope, seed, facts, [], []), None)
+    facts = {
+        "method": repr(method),
+        "amount": repr(amount),
+        "scope": repr(scope),
+        "seed": repr(seed),
+        "again": repr(again),
+    }
+    return _prune(communicator(group), shards, _Request(method, amount, scope, seed, again, facts, [], []), None)
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,7 @@ class _Request:
     amount: int | float
     scope: str
     seed: int | None
+    again: bool
     facts: Mapping[str, object]  # what all ranks must agree on, as it is shown when they do not
     patterns: list[str]
     num_matches: list[int]  # on this rank, of each pattern
@@ -176,12 +189,12 @@ def _prune(comm: Communicator, shards: Sequence[LocalShard], request: _Request, 
     entries = [
         Entry(
             shard.name,
-            _scores(shard, request.method, census.seed),
+            _scores(shard, request, census.seed),
             shard.geometry,
             bool(shard.owned),
             competition_of[i],
             first_position[i],
-            NonZero(shard.local) if census.num_zeros[i] else None,
+            NonZero(shard.local) if request.again and census.num_zeros[i] else None,
         )
         for shard, i in ((shard, place[shard.name]) for shard in settled)
     ]
@@ -190,7 +203,7 @@ def _prune(comm: Communicator, shards: Sequence[LocalShard], request: _Request, 
     zeros = torch.zeros(len(roster.members), dtype=torch.int64)
     for shard, mask in zip(settled, selection.masks, strict=True):
         if shard.owned:
-            zeros[place[shard.name]] = mask.numel() - int(torch.count_nonzero(mask))
+            zeros[place[shard.name]] = num_zeros_once_pruned(shard.local, mask)
     num_zeros = comm.sum(zeros).tolist()
     # Every collective is behind us: from here on no rank can fail and leave another half done.
     for shard, mask in zip(settled, selection.masks, strict=True):
@@ -284,7 +297,7 @@ def _wrapped(number: int) -> int:
 def _competitions(roster: Roster, census: _Census, request: _Request) -> tuple[list[Competition], list[int], list[int]]:
     """Return the competitions, and for every member which one it is in and its first position there."""
     numels = [math.prod(member.global_shape) for member in roster.members]
-    unpruned = [numel - zeros for numel, zeros in zip(numels, census.num_zeros, strict=True)]
+    unpruned = [numel - zeros * request.again for numel, zeros in zip(numels, census.num_zeros, strict=True)]
     orders = [_score_order([member], request.method) for member in roster.members]
     if request.scope == "tensor":
         competitions = [
@@ -305,8 +318,10 @@ def _score_order(members: Sequence[Member], method: str) -> Order:
     return common_order(("magnitude", getattr(torch, member.dtype.removeprefix("torch."))) for member in members)
 
 
-def _scores(shard: LocalShard, method: str, seed: int | None) -> Scores:
-    return Random(shard, int(seed or 0)) if method == "random" else Magnitude(shard)
+def _scores(shard: LocalShard, request: _Request, seed: int | None) -> Scores:
+    if request.method == "random":
+        return Random(shard, int(seed or 0), zeros_first=not request.again)
+    return Magnitude(shard)
 
 
 def _shown(pattern: object) -> str:

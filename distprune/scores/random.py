@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from distprune.shards import LocalShard
+from distprune.shards import LocalShard, flat_chunk
 
 __all__ = ["Random"]
 
@@ -19,11 +20,12 @@ class Random:
 
     The hash is two rounds of MurmurHash3's 32-bit finalizer (Appleby, public domain) over the flat
     index, keyed by BLAKE2b of the seed and the parameter's name; integer arithmetic, so the bits are
-    the same on every device.
+    the same on every device. With ``zeros_first``, weights that are zero score -1.
     """
 
     shard: LocalShard
     seed: int
+    zeros_first: bool = False
     ordered_by: Literal["value"] = "value"
     dtype: torch.dtype = torch.int32
     _keys: tuple[int, int] = field(init=False, repr=False)
@@ -39,11 +41,16 @@ class Random:
 
     def values(self, start: int, stop: int) -> torch.Tensor:
         """Return the values of local elements ``start`` to ``stop``, 1-D."""
-        return self._hash(torch.from_numpy(self.shard.geometry.flat_indices(start, stop)))
+        hashed = self._hash(torch.from_numpy(self.shard.geometry.flat_indices(start, stop)))
+        return self._settle_zeros(hashed, lambda: flat_chunk(self.shard.local, start, stop))
 
     def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the values at local ``offsets`` (int64), 1-D."""
-        return self._hash(torch.from_numpy(self.shard.geometry.flat_indices_at(offsets.cpu().numpy())))
+        hashed = self._hash(torch.from_numpy(self.shard.geometry.flat_indices_at(offsets.cpu().numpy())))
+        return self._settle_zeros(hashed, lambda: torch.take(self.shard.local, offsets))
+
+    def _settle_zeros(self, hashed: torch.Tensor, weights: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return hashed.masked_fill_(weights() == 0, -1) if self.zeros_first else hashed
 
     def _hash(self, flat: torch.Tensor) -> torch.Tensor:
         flat = flat.to(self.device)

@@ -1,0 +1,209 @@
+"""A model's shards into a Hugging Face directory: every rank writes its own elements at their place.
+
+No weight travels and no rank holds more than its shard: the place of every byte in the output files is
+known beforehand, so the ranks write side by side. The target must be on a file system all ranks see.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from distprune.checkpoint.hf_directory import (
+    CONFIG_NAME,
+    DTYPES,
+    INDEX_NAME,
+    HfDirectory,
+    TensorEntry,
+    WeightFile,
+)
+from distprune.collectives import Communicator, Group, communicator, together
+from distprune.shards import LocalShard, flat_chunk, local_shard
+
+__all__ = ["save_model"]
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
+_WRITE_BYTES = 8 << 20
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+
+def save_model(
+    model: nn.Module,
+    source: HfDirectory,
+    target: Path,
+    *,
+    group: Group = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write ``model`` into the existing directory ``target``, with the files of ``source``.
+
+    The weight files, their names and which tensor is in which are those of ``source``; dtypes are the
+    model's. The bytes are the same whatever the number of ranks and the layout. Config, tokenizer and
+    the other small files are copied.
+
+    Every rank of ``group`` must call it. Communicates three rounds of 72 bytes, to raise together.
+
+    Raises:
+        OSError: on every rank: the disk is full or not writable.
+        ValueError: on every rank: the model's tensors are not those of ``source``.
+    """
+    comm = communicator(group)
+    with together(comm):
+        tensors = _tensors(model, source)
+        files = [_planned(target, file, tensors) for file in source.weight_files]
+        if comm.rank == 0:
+            _check_space(target, files)
+    with together(comm):
+        if comm.rank == 0:
+            for file in files:
+                _allocate(file)
+            _write_small_files(source, files, target, tensors)
+    with together(comm):
+        _write_own(comm, files, tensors, progress)
+
+
+def _tensors(model: nn.Module, source: HfDirectory) -> dict[str, LocalShard]:
+    state = model.state_dict(keep_vars=True)
+    absent = [name for name in source.tensors if name not in state]
+    if absent:
+        raise ValueError(f"the model has no {absent[:5]}, which {source.path} holds")
+    return {name: local_shard(name, state[name]) for name in source.tensors}
+
+
+def _planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
+    """Return the weight file to write: the source's tensors in the source's order, in the model's dtypes."""
+    entries, position = [], 0
+    for entry in file.tensors:
+        shard = tensors[entry.name]
+        num_bytes = shard.geometry.global_numel * shard.local.element_size()
+        shape = shard.geometry.global_shape
+        entries.append(TensorEntry(entry.name, shard.local.dtype, shape, position, position + num_bytes))
+        position += num_bytes
+    start = len(_header(entries))
+    placed = tuple(TensorEntry(e.name, e.dtype, e.shape, start + e.start, start + e.stop) for e in entries)
+    return WeightFile(target / file.path.name, placed)
+
+
+def _header(entries: list[TensorEntry]) -> bytes:
+    """Return a safetensors header for ``entries``, whose first one begins at byte 0 of the data."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.stop],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_space(target: Path, files: list[WeightFile]) -> None:
+    wanted, free = sum(map(_size, files)), shutil.disk_usage(target).free
+    if wanted > free:
+        raise OSError(f"{target} has {free} bytes free, the model needs {wanted}")
+
+
+def _size(file: WeightFile) -> int:
+    return file.tensors[-1].stop if file.tensors else len(_header([]))
+
+
+def _allocate(file: WeightFile) -> None:
+    """Write the header and take the space, so that a full disk is found before anything is written."""
+    start = file.tensors[0].start if file.tensors else 0
+    entries = [TensorEntry(e.name, e.dtype, e.shape, e.start - start, e.stop - start) for e in file.tensors]
+    with file.path.open("wb") as handle:
+        handle.write(_header(entries))
+        handle.flush()
+        try:
+            os.posix_fallocate(handle.fileno(), 0, _size(file))
+        except (AttributeError, NotImplementedError):
+            handle.truncate(_size(file))
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
+            handle.truncate(_size(file))
+
+
+def _write_small_files(
+    source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
+) -> None:
+    for path in source.small_files:
+        shutil.copyfile(path, target / path.name)
+    dtypes = {str(shard.local.dtype) for shard in tensors.values() if shard.local.dtype.is_floating_point}
+    _write_config(source.path / CONFIG_NAME, target / CONFIG_NAME, dtypes)
+    if source.is_indexed:
+        total = sum(entry.stop - entry.start for file in files for entry in file.tensors)
+        index = {
+            "metadata": {**source.index_metadata, "total_size": total},
+            "weight_map": {entry.name: file.path.name for file in files for entry in file.tensors},
+        }
+        (target / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_config(source: Path, target: Path, dtypes: set[str]) -> None:
+    """Copy the config; where the weights are of one dtype, it says so truly."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    stated = [key for key in ("dtype", "torch_dtype") if key in config]
+    if len(dtypes) == 1 and stated:
+        config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
+        target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_own(
+    comm: Communicator,
+    files: list[WeightFile],
+    tensors: dict[str, LocalShard],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    # A plain tensor is on every rank; the first one writes it.
+    own = {name: shard.owned_by(comm.rank, 0, comm.size) for name, shard in tensors.items()}
+    own = {name: shard for name, shard in own.items() if shard.owned and shard.local.numel()}
+    num_total = sum(shard.local.numel() * shard.local.element_size() for shard in own.values())
+    num_done = 0
+    for file in files:
+        mine = [(entry, own[entry.name]) for entry in file.tensors if entry.name in own]
+        if not mine:
+            continue
+        with file.path.open("r+b", buffering=0) as handle:
+            for entry, shard in mine:
+                for offset, data in _stretches(shard):
+                    _write_at(handle.fileno(), data, entry.start + offset)
+                    num_done += len(data)
+                    if progress is not None:
+                        progress(num_done, num_total)
+            os.fsync(handle.fileno())
+
+
+def _stretches(shard: LocalShard) -> Iterator[tuple[int, memoryview]]:
+    """Yield (byte offset in the whole tensor, bytes) for stretches of elements that lie side by side in it."""
+    itemsize = shard.local.element_size()
+    step = max(1, _WRITE_BYTES // itemsize)
+    numel = shard.local.numel()
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        data = flat_chunk(shard.local, start, stop).cpu().contiguous().view(torch.uint8).numpy()
+        if shard.geometry.flat_start is not None:
+            yield (shard.geometry.flat_start + start) * itemsize, data.data
+            continue
+        flat = shard.geometry.flat_indices(start, stop)
+        breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+        bounds = [0, *breaks.tolist(), stop - start]
+        for low, high in itertools.pairwise(bounds):
+            yield int(flat[low]) * itemsize, data[low * itemsize : high * itemsize].data
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,116 @@
+"""Where a job writes: beside the target, renamed onto it when everything is there.
+
+A directory of the target's name exists only as a whole model. What a job that was killed leaves behind
+is a hidden sibling, ``.NAME.partial-XXXX``, which no loader takes for one and the next job ignores.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distprune.collectives import Group, communicator, together
+
+__all__ = ["check_output", "writing"]
+
+
+def check_output(target: str | Path, *, overwrite: bool = False, source: str | Path | None = None) -> Path:
+    """Return ``target`` as an absolute path if a model may be written there. Local; changes nothing.
+
+    Raises:
+        FileExistsError: it exists and is not empty, and ``overwrite`` is off.
+        NotADirectoryError: it, or something above it, is a file.
+        PermissionError: its parent, or the first one that exists, is not writable.
+        ValueError: it is the model's own directory ``source``, inside it, or above it.
+    """
+    path = Path(target).absolute()
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"the output {path} is a file; name a directory")
+    if source is not None:
+        ours, theirs = path.resolve(), Path(source).resolve()
+        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+            raise ValueError(f"the output {path} and the model {theirs} lie inside each other; write elsewhere")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise FileExistsError(f"the output directory {path} exists and is not empty; name another or pass --overwrite")
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"the output {path} cannot be made: {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
+    return path
+
+
+@contextmanager
+def writing(
+    target: str | Path, *, overwrite: bool = False, source: str | Path | None = None, group: Group = None
+) -> Iterator[Path]:
+    """Yield an empty directory beside ``target``; rename it onto ``target`` when the body ends on every rank.
+
+    Every rank of ``group`` must enter it. The body may communicate, and must raise on all ranks or on
+    none. If it raises, what was written is removed, and ``target`` is as it was.
+
+    Communicates a name once (two rounds) and three rounds of 72 bytes.
+
+    Raises:
+        OSError, ValueError: on every rank: what :func:`check_output` raises, or writing fails.
+    """
+    comm = communicator(group)
+    token = comm.broadcast(secrets.token_hex(4))
+    with together(comm):
+        path = check_output(target, overwrite=overwrite, source=source)
+        staging = path.parent / f".{path.name}.partial-{token}"
+        if comm.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_writable(staging)
+    try:
+        with together(comm):
+            if not staging.is_dir():
+                raise FileNotFoundError(f"{staging} is not visible here; the output must be on storage all ranks share")
+        yield staging
+        with together(comm):
+            if comm.rank == 0:
+                _publish(staging, path, token)
+    except BaseException:
+        # Also when this process is interrupted; what was renamed already is no longer here.
+        if comm.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _make_writable(staging: Path) -> None:
+    try:
+        staging.mkdir()
+        (staging / ".probe").write_bytes(b"")
+        (staging / ".probe").unlink()
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise PermissionError(f"the output cannot be written beside {staging.parent}: {error}") from error
+
+
+def _publish(staging: Path, path: Path, token: str) -> None:
+    _sync(staging)
+    aside: Path | None = None
+    if path.exists():
+        aside = path.parent / f".{path.name}.replaced-{token}"
+        path.rename(aside)
+    try:
+        staging.rename(path)
+    except OSError:
+        if aside is not None:
+            aside.rename(path)
+        raise
+    _sync(path.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
