@@ -39,7 +39,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
 
-    def one(rank: int, store: dist.Store) -> None:
+    def one(rank: int, store: Any) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = fn(rank, *args)

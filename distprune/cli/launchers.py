@@ -1,0 +1,202 @@
+"""Ranks, however they were started: torchrun, srun, mpirun, or one process alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distprune.checkpoint import import_extra
+from distprune.collectives import Communicator, communicator
+
+__all__ = ["Ranks", "Start", "detect", "first_host", "started"]
+
+Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
+
+# Set for every rank by MPICH and its kin (hydra), Open MPI, and PMIx launchers.
+_MPI_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+_SLURM_PORTS = range(20000, 52000)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process was started, and what the launcher says of it (0 and 1 where it says nothing)."""
+
+    launcher: Launcher
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The running ranks: who they are, their device, and the mesh to shard over (``None`` for one alone)."""
+
+    comm: Communicator
+    device: torch.device
+    mesh: DeviceMesh | None
+
+
+def detect(environment: Mapping[str, str]) -> Start:
+    """Return how the process was started, from its environment alone.
+
+    torchrun goes first, since it may itself run under srun or mpirun; then MPI, since ``srun --mpi``
+    sets both; then SLURM.
+
+    Raises:
+        ValueError: the launcher's variables are there in part, or make no sense.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _checked(
+            Start(
+                "torchrun",
+                rank=_int(environment, "RANK"),
+                size=_int(environment, "WORLD_SIZE"),
+                local_rank=_int(environment, "LOCAL_RANK", 0),
+                local_size=_int(environment, "LOCAL_WORLD_SIZE", 1),
+                host=_needed(environment, "MASTER_ADDR"),
+                port=_int(environment, "MASTER_PORT"),
+            )
+        )
+    if any(name in environment for name in _MPI_VARIABLES):
+        return Start("mpi")  # the rest is read from MPI itself
+    if _int(environment, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environment:
+        nodes = environment.get("SLURM_STEP_NODELIST") or _needed(environment, "SLURM_JOB_NODELIST")
+        job, step = _int(environment, "SLURM_JOB_ID"), _int(environment, "SLURM_STEP_ID", 0)
+        # As good a choice as any that all tasks of a step, and no two steps on a node, come to alone.
+        port = _SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]
+        per_node = environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
+        leading_number = re.match(r"\d+", per_node)
+        return _checked(
+            Start(
+                "slurm",
+                rank=_int(environment, "SLURM_PROCID"),
+                size=_int(environment, "SLURM_NTASKS"),
+                local_rank=_int(environment, "SLURM_LOCALID", 0),
+                local_size=int(leading_number.group()) if leading_number else 1,
+                host=first_host(nodes),
+                port=port,
+            )
+        )
+    return Start("alone")
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list such as ``gpu[003-004,7],login1``.
+
+    Raises:
+        ValueError: the list is empty or its brackets do not match.
+    """
+    match = re.match(r"^([^,\[\]]*)(?:\[([^\]]+)\]([^,\[\]]*))?", nodes.strip())
+    if match is None or not match.group(0):
+        raise ValueError(f"cannot read the SLURM node list {nodes!r}")
+    prefix, inside, suffix = match.groups()
+    if inside is None:
+        return str(prefix)
+    return f"{prefix}{re.split('[-,]', inside)[0]}{suffix or ''}"
+
+
+@contextmanager
+def started(device: str, timeout_seconds: float) -> Iterator[Ranks]:
+    """Start the process group the launcher calls for and yield the ranks; take it down at the end.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA where there is a GPU.
+        timeout_seconds: how long a rank waits for the others before it gives up.
+
+    Raises:
+        ValueError: CUDA is asked for and not there, or the launcher's variables are broken.
+        ImportError: started by an MPI launcher without mpi4py.
+    """
+    start = detect(os.environ)
+    if start.launcher == "mpi":
+        start = _ask_mpi()
+    chosen = _device(device, start.local_rank)
+    _share_cores(start.local_size)
+    if start.launcher == "alone" or (start.launcher == "mpi" and start.size == 1):
+        yield Ranks(communicator(), chosen, None)
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        init_method=f"tcp://{_bracketed(start.host)}:{start.port}" if start.launcher != "torchrun" else "env://",
+        rank=start.rank,
+        world_size=start.size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    mesh = init_device_mesh(chosen.type, (start.size,), mesh_dim_names=("shard",))
+    yield Ranks(communicator(), chosen, mesh)
+    # Only after success: with a rank gone, taking the group down would wait for it.
+    dist.destroy_process_group()
+
+
+def _ask_mpi() -> Start:
+    """Return rank, size and a meeting point, from MPI itself; every rank of the MPI world must call it."""
+    mpi = import_extra("mpi4py.MPI", "mpi")
+    world = mpi.COMM_WORLD
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank, local_size = node.Get_rank(), node.Get_size()
+    node.Free()
+    host = port = None
+    if world.Get_rank() == 0:
+        host = "127.0.0.1" if local_size == world.Get_size() else socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+    host, port = world.bcast((host, port), root=0)
+    return Start("mpi", world.Get_rank(), world.Get_size(), local_rank, local_size, str(host), int(port or 0))
+
+
+def _device(device: str, local_rank: int) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but there is no CUDA device")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _share_cores(local_size: int) -> None:
+    """Give every rank of a node its part of the cores, unless the user has said otherwise."""
+    if local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _checked(start: Start) -> Start:
+    if not 0 <= start.rank < start.size:
+        raise ValueError(f"the launcher set rank {start.rank} of {start.size}")
+    return start
+
+
+def _needed(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise ValueError(f"the launcher did not set {name}")
+    return environment[name]
+
+
+def _int(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"the launcher did not set {name}")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the launcher set {name}={text!r}, which is no whole number") from None

@@ -1,0 +1,163 @@
+"""The job of ``distprune prune``: resolve, load, evaluate, prune, evaluate, write, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distprune.checkpoint import (
+    HfDirectory,
+    check_output,
+    import_extra,
+    load_model,
+    open_directory,
+    resolve_model,
+    save_model,
+    writing,
+)
+from distprune.cli.display import Display
+from distprune.cli.launchers import Ranks
+from distprune.collectives import together
+from distprune.evaluation import perplexity, tokenize_file
+from distprune.methods import Method, PruneReport, Scope, check_amount, prune_model
+
+__all__ = ["PruneJob", "run_job"]
+
+REPORT_NAME = "report.json"
+
+
+@dataclass(frozen=True)
+class PruneJob:
+    """What the user asked for; all ranks must have been asked for the same."""
+
+    model: str
+    output: str
+    method: Method
+    scope: Scope
+    amount: int | float
+    seed: int
+    again: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    overwrite: bool = False
+    evaluate_on: str | None = None
+    evaluation_tokens: int = 8192
+    evaluation_length: int = 512
+
+    def facts(self) -> dict[str, Any]:
+        """Return the arguments as JSON carries them."""
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype)}
+
+
+def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
+    """Run the job on all ranks and return its report. Nothing is written unless everything succeeds.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank, the user's own
+            mistakes: see the functions this calls.
+    """
+    comm = ranks.comm
+    with together(comm, **{f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}):
+        check_amount(job.amount)
+        check_output(job.output, overwrite=job.overwrite)
+    path = resolve_model(job.model, group=comm, log=display.say)
+    directory, tokens = _open(job, path, ranks)
+
+    started = time.perf_counter()
+    seconds: dict[str, float] = {}
+    with writing(job.output, overwrite=job.overwrite, source=path, group=comm) as staging:
+        with display.progress("loading", "bytes") as progress:
+            model = load_model(
+                directory, mesh=ranks.mesh, dtype=job.dtype, device=ranks.device, group=comm, progress=progress
+            )
+        seconds["load"] = time.perf_counter() - started
+        before = _evaluate(job, model, tokens, ranks, display, "evaluating before")
+        report = prune_model(
+            model,
+            method=job.method,
+            amount=job.amount,
+            scope=job.scope,
+            seed=job.seed,
+            again=job.again,
+            include=job.include,
+            exclude=job.exclude,
+            group=comm,
+        )
+        seconds["prune"] = report.seconds
+        after = _evaluate(job, model, tokens, ranks, display, "evaluating after")
+        started_saving = time.perf_counter()
+        with display.progress("saving", "bytes") as progress:
+            save_model(model, directory, staging, group=comm, progress=progress)
+        seconds["save"] = time.perf_counter() - started_saving
+        seconds["total"] = time.perf_counter() - started
+        written = _report(job, directory, ranks, report, seconds, (before, after))
+        with together(comm):
+            if comm.rank == 0:
+                (staging / REPORT_NAME).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    display.summary(written)
+    return written
+
+
+def _open(job: PruneJob, path: Path, ranks: Ranks) -> tuple[HfDirectory, torch.Tensor | None]:
+    """Open the model and tokenize the text; all ranks must see the same of both."""
+    seen: dict[str, str] = {}
+    tokens: torch.Tensor | None = None
+    with together(ranks.comm):
+        check_output(job.output, overwrite=job.overwrite, source=path)
+        directory = open_directory(path)
+        seen["model files"] = directory.fingerprint()
+        if job.evaluate_on is not None:
+            transformers = import_extra("transformers", "hf")
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} holds no tokenizer that transformers can load: {error}") from error
+            tokens = tokenize_file(
+                tokenizer, job.evaluate_on, max_tokens=job.evaluation_tokens, sequence_length=job.evaluation_length
+            )
+            seen["evaluation tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    with together(ranks.comm, **seen):
+        pass
+    return directory, tokens
+
+
+def _evaluate(
+    job: PruneJob, model: torch.nn.Module, tokens: torch.Tensor | None, ranks: Ranks, display: Display, title: str
+) -> float | None:
+    if tokens is None:
+        return None
+    with display.progress(title, "windows") as progress:
+        return perplexity(model, tokens, sequence_length=job.evaluation_length, group=ranks.comm, progress=progress)
+
+
+def _report(
+    job: PruneJob,
+    directory: HfDirectory,
+    ranks: Ranks,
+    report: PruneReport,
+    seconds: dict[str, float],
+    perplexities: tuple[float | None, float | None],
+) -> dict[str, Any]:
+    return {
+        "distprune": version("distprune"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "model": str(directory.path),
+        "arguments": {**job.facts(), "dtype": None if job.dtype is None else str(job.dtype)},
+        "num_ranks": ranks.comm.size,
+        "device": ranks.device.type,
+        "perplexity_before": perplexities[0],
+        "perplexity_after": perplexities[1],
+        "stage_seconds": seconds,
+        "pruning": report.to_dict(),
+    }

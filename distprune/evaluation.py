@@ -1,0 +1,95 @@
+"""Perplexity of a causal language model that may be sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distprune.collectives import Group, communicator
+
+__all__ = ["perplexity", "tokenize_file"]
+
+_LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
+
+
+def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
+    """Return the first ``max_tokens`` token ids of a UTF-8 text file (1-D int64). Local.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not UTF-8, or holds less than one window of ``sequence_length`` tokens.
+    """
+    text_path = Path(path)
+    if not text_path.is_file():
+        raise FileNotFoundError(f"there is no text file {text_path}")
+    try:
+        text = text_path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text_path} is not UTF-8 text: {error}") from error
+    # A token is seldom more than a dozen characters; tokenizing a whole book for its first pages is slow.
+    ids = tokenizer(text[: 16 * max_tokens], add_special_tokens=False)["input_ids"][:max_tokens]
+    if len(ids) < sequence_length:
+        raise ValueError(
+            f"{text_path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
+        )
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module,
+    token_ids: torch.Tensor,
+    *,
+    sequence_length: int,
+    group: Group = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> float:
+    """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
+
+    The windows follow each other without overlap, an incomplete last one is left out, and of each
+    every token but the first is predicted. Rank r takes windows r, r + ranks, ...; where they do not
+    divide evenly the last round is filled with windows that do not count, because the forward of a
+    sharded model needs every rank. Every rank of ``group`` must call it, with the same tokens. One
+    round of 8 bytes beyond the model's own.
+
+    Raises:
+        ValueError: fewer tokens than one window, a window of fewer than two tokens, or a token id
+            outside the model's vocabulary.
+    """
+    comm = communicator(group)
+    num_windows = token_ids.numel() // sequence_length
+    if sequence_length < 2 or num_windows == 0:
+        raise ValueError(
+            f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more in a window"
+        )
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocabulary is not None and int(token_ids.max()) >= vocabulary:
+        raise ValueError(f"token id {int(token_ids.max())} is outside the model's vocabulary of {vocabulary}")
+    windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    loss = 0.0
+    num_rounds = -(-num_windows // comm.size)
+    for i in range(num_rounds):
+        index = i * comm.size + comm.rank
+        window = windows[min(index, num_windows - 1)].unsqueeze(0).to(device)
+        logits = model(input_ids=window, use_cache=False).logits[0, :-1]
+        if index < num_windows:
+            loss += _negative_log_likelihood(logits, window[0, 1:])
+        if progress is not None:
+            progress(i + 1, num_rounds)
+    num_predicted = num_windows * (sequence_length - 1)
+    total = comm.sum(torch.tensor([loss], dtype=torch.float64))
+    mean = float(total) / num_predicted
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    total = 0.0
+    for rows, wanted in zip(torch.split(logits, _LOSS_ROWS), torch.split(targets, _LOSS_ROWS), strict=True):
+        total += float(nn.functional.cross_entropy(rows.float(), wanted, reduction="sum").double())
+    return total
