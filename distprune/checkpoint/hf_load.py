@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile, open_directory
+from distprune.checkpoint.naming import model_names
 from distprune.collectives import Group, communicator, together
 from distprune.shards import LocalShard, decoder_blocks, local_shard
 
@@ -81,10 +82,9 @@ def _build_on_meta(directory: HfDirectory, dtype: torch.dtype | None) -> nn.Modu
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or _main_dtype(directory))
     if dtype is None:
-        held = directory.tensors
-        for name, parameter in model.named_parameters():
-            if name in held and held[name][1].dtype != parameter.dtype:
-                parameter.data = parameter.data.to(held[name][1].dtype)
+        tensors, state = directory.tensors, model.state_dict(keep_vars=True)
+        for stored, name in model_names(model, directory).items():
+            state[name].data = state[name].data.to(tensors[stored][1].dtype)
     if (directory.path / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory.path, local_files_only=True)
     if not isinstance(model, nn.Module):
@@ -113,21 +113,19 @@ def _tie(model: Any) -> None:
 
 
 def _fill(model: nn.Module, directory: HfDirectory, progress: Callable[[int, int], None] | None) -> None:
-    wanted = _tensors_by_alias(model)
-    held = directory.tensors
-    missing = [aliases[0] for aliases in wanted if not any(alias in held for alias in aliases)]
-    known = {alias for aliases in wanted for alias in aliases}
-    unexpected = sorted(set(held) - known)
-    if missing or unexpected:
+    names, held = model_names(model, directory), directory.tensors
+    stored_as = {name: stored for stored, name in names.items()}
+    by_alias = _tensors_by_alias(model)
+    missing = [aliases[0] for aliases in by_alias if not any(alias in stored_as for alias in aliases)]
+    if missing:
         raise ValueError(
-            f"the weights in {directory.path} are not those of its config: missing {missing[:5]} "
-            f"({len(missing)} in all), unexpected {unexpected[:5]} ({len(unexpected)} in all)"
+            f"{directory.path} lacks {len(missing)} tensors that its config calls for: missing {missing[:5]}"
         )
     work = [
-        (local_shard(alias, tensor), *held[alias])
-        for aliases, tensor in wanted.items()
-        for alias in aliases[:]
-        if alias in held
+        (local_shard(alias, tensor), *held[stored_as[alias]])
+        for aliases, tensor in by_alias.items()
+        for alias in aliases
+        if alias in stored_as
     ]
     num_total = sum(shard.local.numel() * shard.local.element_size() for shard, _, _ in work)
     num_done = 0

@@ -26,6 +26,7 @@ from distprune.checkpoint.hf_directory import (
     TensorEntry,
     WeightFile,
 )
+from distprune.checkpoint.naming import model_names
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
 
@@ -73,17 +74,17 @@ def save_model(
 
 
 def _tensors(model: nn.Module, source: HfDirectory) -> dict[str, LocalShard]:
+    """Return this rank's part of every tensor to write, by its name in the checkpoint."""
     state = model.state_dict(keep_vars=True)
-    absent = [name for name in source.tensors if name not in state]
-    if absent:
-        raise ValueError(f"the model has no {absent[:5]}, which {source.path} holds")
-    return {name: local_shard(name, state[name]) for name in source.tensors}
+    return {stored: local_shard(stored, state[name]) for stored, name in model_names(model, source).items()}
 
 
 def _planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
     """Return the weight file to write: the source's tensors in the source's order, in the model's dtypes."""
     entries, position = [], 0
     for entry in file.tensors:
+        if entry.name not in tensors:
+            continue
         shard = tensors[entry.name]
         num_bytes = shard.geometry.global_numel * shard.local.element_size()
         shape = shard.geometry.global_shape

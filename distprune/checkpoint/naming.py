@@ -1,0 +1,54 @@
+"""Which tensor of a checkpoint is which of the model: transformers renames some on loading."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.hf_directory import HfDirectory
+
+__all__ = ["model_names"]
+
+
+def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
+    """Return the model's name for every tensor of the checkpoint, in the checkpoint's order.
+
+    Tensors that transformers leaves out on loading (its ``_keys_to_ignore_on_load_unexpected``) are
+    left out here too.
+
+    Raises:
+        NotImplementedError: a tensor is stored in another form than the model holds it (experts apart,
+            fused projections), which transformers converts on loading.
+        ValueError: the model has no tensor of that name.
+    """
+    state = model.state_dict(keep_vars=True)
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    names: dict[str, str] = {}
+    unexpected = []
+    for stored in directory.tensors:
+        name = stored if stored in state else _renamed(model, stored, state)
+        if name in state:
+            names[stored] = name
+        elif not any(pattern.search(stored) for pattern in ignored):
+            unexpected.append(stored)
+    if unexpected:
+        raise ValueError(
+            f"{directory.path} holds {len(unexpected)} tensors that are unexpected in a {type(model).__name__} of its "
+            f"config: {unexpected[:5]}"
+        )
+    return names
+
+
+def _renamed(model: Any, stored: str, state: dict[str, Any]) -> str:
+    loading = import_extra("transformers.core_model_loading", "hf")
+    transforms = import_extra("transformers.conversion_mapping", "hf").get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
+    name, converter = loading.rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
+    if converter is not None:
+        raise NotImplementedError(
+            f"tensor {stored!r} is stored in another form than {type(model).__name__} holds it; checkpoints that "
+            "transformers converts on loading cannot be read in shards"
+        )
+    return str(name)

@@ -1,0 +1,135 @@
+"""What is written is the model, byte for byte the same from any number of ranks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from distprune import prune_model
+from distprune.checkpoint import load_model, open_directory, save_model
+from tests.models import make_model
+from tests.worlds import run_threads
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...], prune: bool) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    model = load_model(folder, mesh=mesh)
+    if prune:
+        prune_model(model, method="random", amount=0.4, seed=3)
+    save_model(model, open_directory(folder), target)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (8,), (2, 2)])
+@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+def test_unchanged_model_has_the_same_tensors(tmp_path: Path, mesh_shape: tuple[int, ...], max_shard_size: str) -> None:
+    folder = make_model(tmp_path / "model", max_shard_size=max_shard_size)
+    target = tmp_path / "out"
+    target.mkdir()
+    run_threads(torch.Size(mesh_shape).numel(), save_on_rank, folder, target, mesh_shape, False)
+    for path in folder.glob("*.safetensors"):
+        written, source = load_file(target / path.name), load_file(path)
+        assert list(written) == list(source)
+        assert all(torch.equal(written[name], source[name]) for name in source)
+    if max_shard_size != "5GB":
+        name = "model.safetensors.index.json"
+        written_index, source_index = json.loads((target / name).read_text()), json.loads((folder / name).read_text())
+        assert written_index["weight_map"] == source_index["weight_map"]
+        assert written_index["metadata"]["total_size"] == source_index["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make_model(tmp_path / "model", dtype=dtype)
+    seen = []
+    for mesh_shape in ((1,), (2,), (3,), (4,), (2, 2)):
+        target = tmp_path / f"out{mesh_shape}"
+        target.mkdir()
+        run_threads(torch.Size(mesh_shape).numel(), save_on_rank, folder, target, mesh_shape, True)
+        seen.append(digests(target))
+    plain, target = load_model(folder), tmp_path / "plain"
+    target.mkdir()
+    prune_model(plain, method="random", amount=0.4, seed=3)
+    save_model(plain, open_directory(folder), target)
+    assert seen == [digests(target)] * 5
+
+
+def test_columns_cut_by_shards(tmp_path: Path) -> None:
+    """Shards of dim 1 lie in the file as many short stretches."""
+    folder = make_model(tmp_path / "model")
+    target = tmp_path / "out"
+    target.mkdir()
+
+    def save(_: int) -> None:
+        model = load_model(folder)
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(
+            model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+        )
+        save_model(model, open_directory(folder), target)
+
+    run_threads(2, save)
+    written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+def test_plain_transformers_loads_it_and_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / "model")
+    target = tmp_path / "out"
+    target.mkdir()
+    run_threads(3, save_on_rank, folder, target, (3,), True)
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values()), info
+    assert "weights" not in caplog.text
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False).shape == (1, 6)
+
+
+def test_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    target = tmp_path / "out"
+    target.mkdir()
+    save_model(load_model(folder, dtype=torch.bfloat16), open_directory(folder), target)
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    (file,) = open_directory(target).weight_files
+    assert {entry.dtype for entry in file.tensors} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("failing", ["posix_fallocate", "pwrite"])
+def test_full_disk_raises_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    folder = make_model(tmp_path / "model")
+    target = tmp_path / "out"
+    target.mkdir()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, failing, full)
+    results = run_threads(3, save_on_rank, folder, target, (3,), False, catch=True)
+    assert [type(result) for result in results] == [OSError] * 3
+    assert all("No space left" in str(result) for result in results)
+
+
+def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model")
+    target = tmp_path / "out"
+    target.mkdir()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    with pytest.raises(OSError, match="10 bytes free"):
+        save_model(load_model(folder), open_directory(folder), target)
+    assert list(target.iterdir()) == []

@@ -1,0 +1,87 @@
+"""Outputs are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distprune.checkpoint import check_output, writing
+from tests.worlds import run_threads
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_published_when_the_body_ends(tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        with writing(tmp_path / "deep" / "out") as staging:
+            (staging / f"file{rank}").write_text(str(rank))
+            assert not (tmp_path / "deep" / "out").exists()
+
+    run_threads(3, write)
+    assert content(tmp_path) == {f"deep/out/file{rank}": str(rank) for rank in range(3)}
+
+
+def test_an_empty_directory_may_be_there(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with writing(tmp_path / "out") as staging:
+        (staging / "new").write_text("new")
+    assert content(tmp_path) == {"out/new": "new"}
+
+
+def test_overwrite_replaces_everything(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with writing(tmp_path / "out", overwrite=True) as staging:
+        (staging / "new").write_text("new")
+        assert content(tmp_path / "out") == {"old": "old"}
+    assert content(tmp_path) == {"out/new": "new"}
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_nothing_changes_when_the_body_fails(tmp_path: Path, failing_rank: int) -> None:
+    from distprune.collectives import communicator, together
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+
+    def write(rank: int) -> None:
+        with writing(tmp_path / "out", overwrite=True) as staging:
+            with together(communicator()):
+                (staging / f"half{rank}").write_text("half")
+                if rank == failing_rank:
+                    raise OSError("disk full")
+
+    results = run_threads(2, write, catch=True)
+    assert [type(result) for result in results] == [OSError, OSError]
+    assert content(tmp_path) == {"out/old": "old"}
+
+
+def test_not_empty_without_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        check_output(tmp_path)
+
+
+def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        check_output(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        check_output(tmp_path / "file" / "below")
+
+
+def test_not_writable() -> None:
+    """/proc takes no directories, not even from root."""
+    with pytest.raises(PermissionError, match="cannot be"):
+        with writing("/proc/out"):
+            pass
+
+
+@pytest.mark.parametrize("target", ["model", "model/inside", "."])
+def test_inside_or_above_the_model(tmp_path: Path, target: str) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="inside each other"):
+        check_output(tmp_path / target, overwrite=True, source=tmp_path / "model")
