@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,3 +27,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool() -> Iterator[ProcessPool]:
     with process_pool(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a command on so many MPI ranks."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        pytest.skip("there is no mpiexec; pip install mpich brings one")
+
+    def run(num_ranks: int, *command: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [program, "-n", str(num_ranks), *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    return run

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune import PruneReport, prune_model
+from distprune.methods import Method, Scope
 from tests.layouts import LAYOUTS, Layout
 from tests.oracle import keep_highest, random_scores
 from tests.worlds import run_threads
 
 # Even; uneven; fewer rows than ranks; one element; a vector; three dims; empty; one row; a scalar.
 SHAPES = ((16, 8), (7, 5), (3, 4), (1, 1), (13,), (5, 2, 3), (0, 4), (1, 9), ())
-METHODS = ("magnitude", "random")
-SCOPES = ("global", "tensor")
+METHODS: tuple[Method, ...] = ("magnitude", "random")
+SCOPES: tuple[Scope, ...] = ("global", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SEED = 17
 # Values, amount, whether zeros are out.
@@ -128,7 +129,7 @@ def test_equals_single_process(layout: Layout, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_integer_amounts(method: str) -> None:
+def test_integer_amounts(method: Method) -> None:
     model = whole_model("ties", torch.float32, [(7, 5), (3, 4)])
     num_zeros = sum(int((whole == 0).sum()) for whole in model.values())
     cases = [

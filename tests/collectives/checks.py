@@ -1,0 +1,105 @@
+"""What every communicator does, checked on all its ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distprune.collectives import Communicator, Member, agree, exchange_roster, together
+
+__all__ = ["check_all"]
+
+
+def check_all(comm: Communicator) -> None:
+    """Run every check; all ranks of ``comm`` must call it."""
+    _check_reductions(comm)
+    _check_objects(comm)
+    _check_counts(comm)
+    _check_agreement(comm)
+    _check_together(comm)
+    _check_roster(comm)
+
+
+def _check_reductions(comm: Communicator) -> None:
+    big = 1 << 60
+    values = torch.tensor([[comm.rank, 1], [-comm.rank, big]])
+    total = comm.size * (comm.size - 1) // 2
+    wrapped = (big * comm.size + (1 << 63)) % (1 << 64) - (1 << 63)
+    assert comm.sum(values).tolist() == [[total, comm.size], [-total, wrapped]]
+    assert comm.max(values).tolist() == [[comm.size - 1, 1], [0, big]]
+    assert comm.sum(torch.tensor([0.5], dtype=torch.float64)).tolist() == [comm.size / 2]
+    assert comm.sum(torch.empty(0, dtype=torch.int64)).tolist() == []
+    assert values.tolist() == [[comm.rank, 1], [-comm.rank, big]]
+    with pytest.raises(TypeError, match="int64 or float64"):
+        comm.sum(torch.tensor([1.0]))
+
+
+def _check_objects(comm: Communicator) -> None:
+    for source in range(comm.size):
+        assert comm.broadcast({"from": comm.rank, "text": "é" * comm.rank}, source) == {
+            "from": source,
+            "text": "é" * source,
+        }
+    # Texts of different lengths, an empty one among them.
+    assert comm.gather(list(range(comm.rank))) == [list(range(rank)) for rank in range(comm.size)]
+
+
+def _check_counts(comm: Communicator) -> None:
+    before = comm.traffic.copy()
+    comm.sum(torch.zeros(10, dtype=torch.int64))
+    used = comm.traffic - before
+    assert (used.num_rounds, used.num_bytes) == (1, 80)
+    before = comm.traffic.copy()
+    comm.gather("abc")
+    used = comm.traffic - before
+    assert (used.num_rounds, used.num_bytes) == (2, 8 + 5 * comm.size)
+
+
+def _check_agreement(comm: Communicator) -> None:
+    before = comm.traffic.copy()
+    agree(comm, {"amount": 0.5, "names": ["a"] * 1000})
+    used = comm.traffic - before
+    assert (used.num_rounds, used.num_bytes) == (1, 72)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="different arguments") as caught:
+            agree(comm, {"amount": 0.5 if comm.rank else 0.25, "method": "magnitude"})
+        assert "amount: 0.25 on rank 0; 0.5 on rank" in str(caught.value)
+        assert "method" not in str(caught.value)
+
+
+def _check_together(comm: Communicator) -> None:
+    kinds = (FileNotFoundError, ValueError, NotImplementedError, KeyError)
+    for kind in kinds:
+        carried = RuntimeError if kind is KeyError and comm.rank != comm.size - 1 else kind
+        with pytest.raises(carried, match="no such thing"):
+            _fail_on_last(comm, kind)
+    with together(comm):
+        pass  # the ranks are still in step
+
+
+def _check_roster(comm: Communicator) -> None:
+    one = [Member("b", (2, 3), "torch.float32"), Member("a", (4,), "torch.float32")]
+    roster = exchange_roster(comm, one)
+    assert (list(roster.members), roster.first_holder, roster.num_holders) == (one, (0, 0), (comm.size,) * 2)
+    # A pipeline: every rank has two layers of its own, and all share the norm.
+    norm = Member("norm", (3,), "torch.float32")
+    own = [Member(f"layers.{2 * comm.rank + i}.w", (3,), "torch.float32") for i in range(2)]
+    roster = exchange_roster(comm, [*own, norm])
+    names = [f"layers.{i}.w" for i in range(2 * comm.size)] + ["norm"]
+    assert [member.name for member in roster.members] == names
+    assert roster.first_holder == (*(i // 2 for i in range(2 * comm.size)), 0)
+    assert roster.num_holders == ((1,) * 2 * comm.size) + (comm.size,)
+    with pytest.raises(ValueError, match="twice"):
+        exchange_roster(comm, [norm, norm])
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="different orders"):
+            exchange_roster(comm, one if comm.rank else one[::-1])
+        other = Member("b", (2, 3), "torch.float32" if comm.rank else "torch.bfloat16")
+        with pytest.raises(ValueError, match="disagree on parameter 'b'"):
+            exchange_roster(comm, [other])
+
+
+def _fail_on_last(comm: Communicator, kind: type[Exception]) -> None:
+    with together(comm):
+        if comm.rank == comm.size - 1:
+            raise kind("no such thing")

@@ -1,0 +1,60 @@
+"""The communicator's contract and the library's promise over MPI; run by mpiexec."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import distprune
+from distprune.collectives import communicator
+from tests.collectives.checks import check_all
+from tests.test_contract import KINDS, METHODS, SCOPES, SEED, oracle, whole_model
+
+
+def check_pruning(world: Any) -> None:
+    """Rows spread by hand, as an MPI program would; some ranks hold none."""
+    rank, size = world.Get_rank(), world.Get_size()
+    for method in METHODS:
+        for scope in SCOPES:
+            for kind, amount, again in KINDS:
+                for dtype in (torch.float32, torch.bfloat16):
+                    model = whole_model(kind, dtype, [(7, 5), (2, 3), (4, 2, 3)])
+                    expected = oracle(model, method, scope, amount, again)
+                    shards = []
+                    for name, whole in model.items():
+                        low, high = (whole.shape[0] * i // size for i in (rank, rank + 1))
+                        runs = (((low, high),), *(((0, n),) for n in whole.shape[1:]))
+                        geometry = distprune.Geometry(tuple(whole.shape), runs if low < high else ((), *runs[1:]))
+                        rows = whole[low:high].clone()
+                        shards.append(distprune.LocalShard(name, rows, geometry, owned=True, num_replicas=1))
+                    distprune.prune_shards(
+                        shards, method=method, scope=scope, amount=amount, seed=SEED, again=again, group=world
+                    )
+                    for shard, whole in zip(shards, expected.values(), strict=True):
+                        runs_of_rows = shard.geometry.dim_runs[0]
+                        wanted = whole[slice(*runs_of_rows[0])] if runs_of_rows else whole[:0]
+                        assert torch.equal(shard.local, wanted), (rank, method, scope, kind, shard.name)
+
+
+def main() -> None:
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    world = MPI.COMM_WORLD
+    try:
+        check_all(communicator(world))
+        check_pruning(world)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        world.Abort(1)
+    if world.Get_rank() == 0:
+        sys.stdout.write(json.dumps({"ranks": world.Get_size()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

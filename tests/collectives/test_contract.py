@@ -1,0 +1,79 @@
+"""One contract for every kind of ranks: alone, threads, gloo processes, and MPI (see mpi_program.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distprune.collectives import Alone, Communicator, ProcessGroup, communicator
+from tests.collectives.checks import check_all
+from tests.worlds import ProcessPool, run_threads
+
+
+def check_rank(_: int) -> None:
+    check_all(communicator())
+
+
+def check_on_part(rank: int) -> None:
+    """A group that is not the world, whose rank 0 is another global rank."""
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        check_all(communicator(group))
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            ProcessGroup(group)
+
+
+def test_alone() -> None:
+    assert isinstance(communicator(), Alone)
+    check_all(communicator())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_threads(world_size: int) -> None:
+    run_threads(world_size, check_rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gloo(pool: ProcessPool, world_size: int) -> None:
+    pool.run(world_size, check_rank)
+
+
+def test_part_of_the_world(pool: ProcessPool) -> None:
+    pool.run(3, check_on_part)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_mpi(mpiexec: Callable[..., subprocess.CompletedProcess[str]], num_ranks: int) -> None:
+    done = mpiexec(num_ranks, sys.executable, "-m", "tests.collectives.mpi_program")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"ranks": num_ranks}
+
+
+def test_what_is_no_group() -> None:
+    with pytest.raises(TypeError, match="must be a torch"):
+        communicator("world")  # type: ignore[arg-type]
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match="init_process_group first"):
+        ProcessGroup()
+
+
+def test_a_ready_communicator_is_taken_as_it_is() -> None:
+    comm: Communicator = Alone()
+    assert communicator(comm) is comm
+
+
+def test_alone_reductions_leave_their_argument() -> None:
+    values = torch.tensor([1, 2])
+    reduced = Alone().sum(values)
+    reduced += 1
+    assert values.tolist() == [1, 2]
