@@ -27,12 +27,16 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
     text_path = Path(path)
     if not text_path.is_file():
         raise FileNotFoundError(f"there is no text file {text_path}")
+    text, ids = "", []
     try:
-        text = text_path.read_text(encoding="utf-8")
+        with text_path.open(encoding="utf-8") as file:
+            # A token is seldom more than a dozen characters; reading a whole book for its first pages is slow.
+            while len(ids) < max_tokens and (more := file.read(max(16 * max_tokens, len(text)))):
+                text += more
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except UnicodeDecodeError as error:
         raise ValueError(f"{text_path} is not UTF-8 text: {error}") from error
-    # A token is seldom more than a dozen characters; tokenizing a whole book for its first pages is slow.
-    ids = tokenizer(text[: 16 * max_tokens], add_special_tokens=False)["input_ids"][:max_tokens]
+    ids = ids[:max_tokens]
     if len(ids) < sequence_length:
         raise ValueError(
             f"{text_path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
@@ -58,8 +62,8 @@ def perplexity(
     round of 8 bytes beyond the model's own.
 
     Raises:
-        ValueError: fewer tokens than one window, a window of fewer than two tokens, or a token id
-            outside the model's vocabulary.
+        ValueError: fewer tokens than one window, a window of fewer than two tokens or of more than the
+            model has positions for, or a token id outside the model's vocabulary.
     """
     comm = communicator(group)
     num_windows = token_ids.numel() // sequence_length
@@ -67,7 +71,10 @@ def perplexity(
         raise ValueError(
             f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more in a window"
         )
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    config = getattr(model, "config", None)
+    positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
+    if positions is not None and sequence_length > positions:
+        raise ValueError(f"{sequence_length=} is more than the model's {positions} positions; use shorter windows")
     if vocabulary is not None and int(token_ids.max()) >= vocabulary:
         raise ValueError(f"token id {int(token_ids.max())} is outside the model's vocabulary of {vocabulary}")
     windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
@@ -85,7 +92,7 @@ def perplexity(
     num_predicted = num_windows * (sequence_length - 1)
     total = comm.sum(torch.tensor([loss], dtype=torch.float64))
     mean = float(total) / num_predicted
-    return math.exp(mean) if mean < 700 else math.inf
+    return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
 
 
 def _negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:

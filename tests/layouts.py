@@ -90,6 +90,29 @@ def _sharded_stages(world_size: int) -> Spread:
     return spread
 
 
+def _copies(world_size: int) -> Spread:
+    """What tensor parallelism leaves alone in FSDP x TP: sharded over each of several meshes, side by side."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    return _on(mesh["dp"], Shard(0))
+
+
+def _last_half(world_size: int) -> Spread:
+    """A DTensor that all ranks have, on a mesh that only the last ranks are in."""
+    mesh = DeviceMesh("cpu", torch.arange(world_size // 2, world_size))
+    on_mesh = _on(mesh, Shard(0))
+    here = mesh.get_coordinate() is not None
+
+    def spread(i: int, whole: torch.Tensor) -> torch.Tensor:
+        if here:
+            held = on_mesh(i, whole)
+            assert held is not None
+            return held
+        placements = _fitting(whole, (Shard(0),))
+        return DTensor.from_local(whole.new_empty(0), mesh, placements, shape=whole.shape, stride=whole.stride())
+
+    return spread
+
+
 _ANY = tuple(range(1, 9))
 _EVEN = (2, 4, 6, 8)
 
@@ -104,6 +127,8 @@ LAYOUTS = (
     Layout("shard0-replicate", _EVEN, lambda n: _on(_mesh(n // 2, 2), Shard(0), Replicate())),
     Layout("3d", (8,), lambda _: _on(_mesh(2, 2, 2), Replicate(), Shard(1), Shard(0))),
     Layout("strided", _EVEN, _strided),
+    Layout("copies", _EVEN, _copies),
+    Layout("last-half", (2, 4), _last_half),
     Layout("stages", _ANY, _stages),
     Layout("sharded-stages", _EVEN, _sharded_stages),
 )

@@ -168,7 +168,8 @@ def _write_own(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     # A plain tensor is on every rank; the first one writes it.
-    own = {name: shard.owned_by(comm.rank, 0, comm.size) for name, shard in tensors.items()}
+    rank, first = comm.global_rank(comm.rank), comm.global_rank(0)
+    own = {name: shard.owned_by(rank, first, comm.size) for name, shard in tensors.items()}
     own = {name: shard for name, shard in own.items() if shard.owned and shard.local.numel()}
     num_total = sum(shard.local.numel() * shard.local.element_size() for shard in own.values())
     num_done = 0

@@ -13,6 +13,8 @@ __all__ = ["Display", "show_inspection"]
 
 Progress = Callable[[int, int], None]
 
+_WIDTH_OF_FILES = 200  # characters
+
 
 class Display:
     """Shows things on one rank, and nothing on the others."""
@@ -76,8 +78,10 @@ def show_inspection(report: InspectReport) -> None:
 
 
 def _console_and_table(title: str, columns: tuple[str, ...]) -> tuple[Any, Any]:
-    console = import_extra("rich.console", "hf").Console(highlight=False)
+    # In a file or a pipe there is no width to fit; on a screen names are folded, never cut.
+    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+    console = import_extra("rich.console", "hf").Console(highlight=False, width=width)
     table = import_extra("rich.table", "hf").Table(title=title, show_header=any(columns))
     for column in columns:
-        table.add_column(column, justify="right" if column in ("zeros", "sparsity") else "left")
+        table.add_column(column, justify="right" if column in ("zeros", "sparsity") else "left", overflow="fold")
     return console, table

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -18,12 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distprune.checkpoint import import_extra
 from distprune.collectives import Communicator, communicator
 
-__all__ = ["Ranks", "Start", "detect", "first_host", "started"]
+__all__ = ["Ranks", "Start", "check_size", "detect", "first_host", "likely_rank", "started"]
 
 Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
 
-# Set for every rank by MPICH and its kin (hydra), Open MPI, and PMIx launchers.
-_MPI_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+# Set for every rank by the mpiexec of Open MPI, of MPICH and its kin (hydra), and of MVAPICH; never by srun.
+_MPIEXEC_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+# Set by other launchers of MPI programs, and by srun where SLURM's default is --mpi=pmi2 or pmix.
+_PMI_VARIABLES = ("PMI_RANK", "PMIX_RANK")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _SLURM_PORTS = range(20000, 52000)
 
 
@@ -52,8 +58,9 @@ class Ranks:
 def detect(environment: Mapping[str, str]) -> Start:
     """Return how the process was started, from its environment alone.
 
-    torchrun goes first, since it may itself run under srun or mpirun; then MPI, since ``srun --mpi``
-    sets both; then SLURM.
+    torchrun goes first, since it may itself run under srun or mpiexec; then mpiexec, whose ranks inherit
+    SLURM's variables of the one task that started them; then srun, which needs no MPI; then other
+    launchers of MPI programs.
 
     Raises:
         ValueError: the launcher's variables are there in part, or make no sense.
@@ -70,42 +77,64 @@ def detect(environment: Mapping[str, str]) -> Start:
                 port=_int(environment, "MASTER_PORT"),
             )
         )
-    if any(name in environment for name in _MPI_VARIABLES):
+    if any(name in environment for name in _MPIEXEC_VARIABLES):
         return Start("mpi")  # the rest is read from MPI itself
-    if _int(environment, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environment:
+    # Of the step, not SLURM_NTASKS: a batch script has that of the whole job, and is one process.
+    if _int(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         nodes = environment.get("SLURM_STEP_NODELIST") or _needed(environment, "SLURM_JOB_NODELIST")
         job, step = _int(environment, "SLURM_JOB_ID"), _int(environment, "SLURM_STEP_ID", 0)
         # As good a choice as any that all tasks of a step, and no two steps on a node, come to alone.
         port = _SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]
-        per_node = environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
+        per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2),4
         leading_number = re.match(r"\d+", per_node)
         return _checked(
             Start(
                 "slurm",
                 rank=_int(environment, "SLURM_PROCID"),
-                size=_int(environment, "SLURM_NTASKS"),
+                size=_int(environment, "SLURM_STEP_NUM_TASKS"),
                 local_rank=_int(environment, "SLURM_LOCALID", 0),
                 local_size=int(leading_number.group()) if leading_number else 1,
                 host=first_host(nodes),
                 port=port,
             )
         )
+    if any(name in environment for name in _PMI_VARIABLES):
+        return Start("mpi")
     return Start("alone")
 
 
+def likely_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank the launcher gave this process, 0 where it gave none: to know before the ranks have met."""
+    said = next((environment[name] for name in _RANKS if name in environment), "0")
+    return int(said) if said.isdecimal() else 0
+
+
+def check_size(environment: Mapping[str, str], size: int) -> None:
+    """Raise unless MPI knows as many ranks as the launcher says it started.
+
+    An ``mpiexec`` of another MPI than mpi4py's starts ranks that each believe to be alone.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    for name in _MPI_SIZES:
+        if _int(environment, name, size) != size:
+            raise ValueError(
+                f"the launcher set {name}={environment[name]}, but mpi4py's MPI knows {size} rank(s): start the ranks "
+                "with the mpiexec of the MPI that mpi4py was built with"
+            )
+
+
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list such as ``gpu[003-004,7],login1``.
+    """Return the first host of a SLURM node list such as ``gpu[003-004,7],login1`` or ``rack[1-2]node[3,5]``.
 
     Raises:
         ValueError: the list is empty or its brackets do not match.
     """
-    match = re.match(r"^([^,\[\]]*)(?:\[([^\]]+)\]([^,\[\]]*))?", nodes.strip())
-    if match is None or not match.group(0):
+    match = re.match(r"((?:[^,\[\]]|\[\w[\w,-]*\])+)(?:,|$)", nodes.strip())
+    if match is None:
         raise ValueError(f"cannot read the SLURM node list {nodes!r}")
-    prefix, inside, suffix = match.groups()
-    if inside is None:
-        return str(prefix)
-    return f"{prefix}{re.split('[-,]', inside)[0]}{suffix or ''}"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group(1))
 
 
 @contextmanager
@@ -126,7 +155,8 @@ def started(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     chosen = _device(device, start.local_rank)
     _share_cores(start.local_size)
     if start.launcher == "alone" or (start.launcher == "mpi" and start.size == 1):
-        yield Ranks(communicator(), chosen, None)
+        with _orderly_termination():
+            yield Ranks(communicator(), chosen, None)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -138,26 +168,57 @@ def started(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         timeout=timedelta(seconds=timeout_seconds),
     )
     mesh = init_device_mesh(chosen.type, (start.size,), mesh_dim_names=("shard",))
-    yield Ranks(communicator(), chosen, mesh)
+    with _orderly_termination():
+        yield Ranks(communicator(), chosen, mesh)
     # Only after success: with a rank gone, taking the group down would wait for it.
     dist.destroy_process_group()
+
+
+@contextmanager
+def _orderly_termination() -> Iterator[None]:
+    """Let SIGTERM, with which launchers end the ranks that are left, unwind the stack, so that staging is removed."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ask_mpi() -> Start:
     """Return rank, size and a meeting point, from MPI itself; every rank of the MPI world must call it."""
     mpi = import_extra("mpi4py.MPI", "mpi")
     world = mpi.COMM_WORLD
+    check_size(os.environ, world.Get_size())
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_size = node.Get_rank(), node.Get_size()
     node.Free()
     host = port = None
     if world.Get_rank() == 0:
-        host = "127.0.0.1" if local_size == world.Get_size() else socket.gethostbyname(socket.gethostname())
+        host = "127.0.0.1" if local_size == world.Get_size() else _own_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
     host, port = world.bcast((host, port), root=0)
     return Start("mpi", world.Get_rank(), world.Get_size(), local_rank, local_size, str(host), int(port or 0))
+
+
+def _own_address() -> str:
+    """Return an address of this host that other hosts reach."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        if not address.startswith("127."):
+            return address
+        # Debian calls itself 127.0.1.1. Connecting a datagram socket sends nothing, and tells which address leads out.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return name  # the other hosts may know it
 
 
 def _device(device: str, local_rank: int) -> torch.device:
@@ -171,7 +232,7 @@ def _device(device: str, local_rank: int) -> torch.device:
 def _share_cores(local_size: int) -> None:
     """Give every rank of a node its part of the cores, unless the user has said otherwise."""
     if local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))  # until now: one for every core
 
 
 def _bracketed(host: str) -> str:

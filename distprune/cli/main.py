@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from distprune.checkpoint import BUNDLED, inspect_directory
 from distprune.cli.display import Display, show_inspection
-from distprune.cli.launchers import started
+from distprune.cli.launchers import likely_rank, started
 from distprune.cli.prune_job import PruneJob, run_job
 
 __all__ = ["app", "run"]
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 # What a user can mend; anything else is ours, and gets a traceback.
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+_AFTER_FIRST_RANK = 2.0  # seconds: launchers end the other ranks within one
 
 
 class MethodName(StrEnum):
@@ -78,23 +80,23 @@ def prune(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
+    job = PruneJob(
+        model=model,
+        output=str(output),
+        method=method.value,
+        scope=scope.value,
+        amount=_amount(amount),
+        seed=seed,
+        again=again,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        dtype=None if dtype is DtypeName.auto else getattr(torch, dtype.value),
+        overwrite=overwrite,
+        evaluate_on=None if evaluate_on is None else str(evaluate_on),
+        evaluation_tokens=eval_tokens,
+        evaluation_length=eval_length,
+    )
     with started(device.value, timeout) as ranks:
-        job = PruneJob(
-            model=model,
-            output=str(output),
-            method=method.value,
-            scope=scope.value,
-            amount=_amount(amount),
-            seed=seed,
-            again=again,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            dtype=None if dtype is DtypeName.auto else getattr(torch, dtype.value),
-            overwrite=overwrite,
-            evaluate_on=None if evaluate_on is None else str(evaluate_on),
-            evaluation_tokens=eval_tokens,
-            evaluation_length=eval_length,
-        )
         run_job(job, ranks, Display(visible=ranks.comm.rank == 0))
 
 
@@ -120,6 +122,12 @@ def run() -> None:
         _end(f"error: {error}\n")
     except Exception:
         _end(traceback.format_exc())
+    except SystemExit as leaving:
+        if leaving.code:  # wrong usage, or a signal: other ranks may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(leaving.code if isinstance(leaving.code, int) else 1)
+        raise
 
 
 def _amount(text: str) -> int | float:
@@ -134,25 +142,19 @@ def _amount(text: str) -> int | float:
 
 
 def _end(text: str) -> None:
-    """Say what went wrong once, and end at once: with a rank gone, an orderly end could wait for it."""
-    if _speaks(text):
-        sys.stderr.write(text)
-    sys.stderr.flush()
+    """Say what went wrong, and end at once: with a rank gone, an orderly end could wait for it.
+
+    Of a mistake all ranks know, so the first one speaks, and its launcher ends the others before it is
+    their turn. A rank that failed by itself still has its say.
+    """
+    rank = likely_rank(os.environ)
+    if text.startswith("error:") and rank > 0:
+        time.sleep(_AFTER_FIRST_RANK)
+        text = f"rank {rank}: {text}"
     sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not text.startswith("error:"):
         mpi.COMM_WORLD.Abort(1)
     os._exit(1)
-
-
-def _speaks(text: str) -> bool:
-    """Return whether this rank prints: all ranks fail with the same error, so one of them is enough."""
-    rank = next(
-        (
-            os.environ[name]
-            for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-            if name in os.environ
-        ),
-        "0",
-    )
-    return rank == "0" or not text.startswith("error:")

@@ -67,7 +67,8 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             mistakes: see the functions this calls.
     """
     comm = ranks.comm
-    with together(comm, **{f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}):
+    facts = {f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}
+    with together(comm, **facts, device=ranks.device.type):
         check_amount(job.amount)
         check_output(job.output, overwrite=job.overwrite)
     path = resolve_model(job.model, group=comm, log=display.say)

@@ -43,6 +43,10 @@ class Communicator(ABC):
         self.size = size
         self.traffic = Traffic()
 
+    def global_rank(self, rank: int) -> int:
+        """Return the number by which a device mesh knows rank ``rank`` of this group. Local."""
+        return rank
+
     @final
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the elementwise sum over ranks (one round, the tensor's bytes), on the CPU.

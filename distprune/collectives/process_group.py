@@ -33,6 +33,10 @@ class ProcessGroup(Communicator):
         self.device = _staging_device(resolved)
 
     @override
+    def global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    @override
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         staged = values.to(self.device)
         dist.all_reduce(staged, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
@@ -42,7 +46,7 @@ class ProcessGroup(Communicator):
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         staged = buffer.to(self.device)
-        dist.broadcast(staged, src=dist.get_global_rank(self.group, source), group=self.group)
+        dist.broadcast(staged, src=self.global_rank(source), group=self.group)
         if staged is not buffer:
             buffer.copy_(staged)
 

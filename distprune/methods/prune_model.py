@@ -29,7 +29,7 @@ from distprune.methods.report import ParameterReport, PruneReport
 from distprune.methods.targets import Pattern, find_targets, release_unsharded
 from distprune.scores import Magnitude, Random
 from distprune.selection import Competition, Entry, NonZero, Order, Scores, common_order, select_lowest
-from distprune.shards import LocalShard, local_shard, take_census
+from distprune.shards import LocalShard, is_held, local_shard, take_census
 
 __all__ = ["prune_model", "prune_shards"]
 
@@ -108,7 +108,7 @@ def prune_model(
     try:
         release_unsharded(model)
         targets, num_matches = find_targets(model, include, exclude)
-        shards = [local_shard(name, parameter) for name, parameter in targets.items()]
+        shards = [local_shard(name, parameter) for name, parameter in targets.items() if is_held(parameter)]
     except Exception as caught:
         error = caught
     request = _Request(method, amount, scope, seed, again, facts, [*facts["include"], *facts["exclude"]], num_matches)
@@ -180,10 +180,7 @@ def _prune(comm: Communicator, shards: Sequence[LocalShard], request: _Request, 
             error = caught
     roster = _agree(comm, shards, request, error)
     place = roster.index()
-    settled = [
-        shard.owned_by(comm.rank, roster.first_holder[place[shard.name]], roster.num_holders[place[shard.name]])
-        for shard in shards
-    ]
+    settled = [_settled(comm, shard, roster, place[shard.name]) for shard in shards]
     census = _take_census(comm, roster, settled, request)
     competitions, competition_of, first_position = _competitions(roster, census, request)
     entries = [
@@ -229,6 +226,11 @@ def _prune(comm: Communicator, shards: Sequence[LocalShard], request: _Request, 
         used.num_bytes,
         time.perf_counter() - started,
     )
+
+
+def _settled(comm: Communicator, shard: LocalShard, roster: Roster, index: int) -> LocalShard:
+    first_holder = comm.global_rank(roster.first_holder[index])
+    return shard.owned_by(comm.global_rank(comm.rank), first_holder, roster.num_holders[index])
 
 
 def _agree(comm: Communicator, shards: Sequence[LocalShard], request: _Request, error: Exception | None) -> Roster:
@@ -279,7 +281,7 @@ def _take_census(comm: Communicator, roster: Roster, shards: Sequence[LocalShard
         if int(row[2]) != numel:
             raise ValueError(
                 f"of the {numel} elements of {member.name!r} the ranks own {int(row[2])}: the group must span "
-                "every rank that holds a part of it, and copies of it must be of one mesh"
+                "every rank that holds a part of it, and copies of it must be laid out alike"
             )
         if int(row[3]):
             raise ValueError(

@@ -3,7 +3,7 @@
 from distprune.shards.census import Census, take_census
 from distprune.shards.decoder_blocks import decoder_blocks
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
-from distprune.shards.layouts import local_shard
+from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, flat_chunk, flat_chunks
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "decoder_blocks",
     "flat_chunk",
     "flat_chunks",
+    "is_held",
     "local_shard",
     "runs_of_splits",
     "take_census",

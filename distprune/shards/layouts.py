@@ -12,14 +12,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard
 
-__all__ = ["local_shard"]
+__all__ = ["is_held", "local_shard"]
 
 
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return this rank's part of ``tensor``.
 
-    A plain tensor is held whole, its owner left open (see :class:`LocalShard`); a DTensor's owner is
-    read off its mesh. A rank outside the mesh holds nothing.
+    A plain tensor is held whole, its owner left open (see :class:`LocalShard`); a DTensor's owner within
+    its mesh is read off the mesh. A rank outside the mesh holds nothing.
 
     Raises:
         NotImplementedError: a ``Partial`` placement, or one this library does not know.
@@ -30,6 +30,11 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape))
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return whether this rank takes part in holding ``tensor``: no, if it is outside of a DTensor's mesh."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
@@ -65,7 +70,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
     if local.numel() == 0 == geometry.local_numel:
         local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, owned, len(holders))
+    return LocalShard(name, local, geometry, owned, len(holders), mesh.mesh.flatten())
 
 
 def _replica_ranks(mesh: torch.Tensor, coordinate: list[int], replica_axes: list[int]) -> list[int]:

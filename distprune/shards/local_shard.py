@@ -26,8 +26,10 @@ class LocalShard:
     """One parameter on this rank. ``local`` shares storage with the parameter, gradients detached.
 
     ``owned`` says whether this rank counts these elements, ``num_replicas`` how many ranks hold the
-    very same ones. Both are ``None`` for a plain tensor, of which only the whole group can say who
-    else holds it; :meth:`owned_by` settles them.
+    very same ones. What only the group can say is settled by :meth:`owned_by`: a plain tensor leaves
+    both open (``None``); a DTensor speaks for the ranks of its own mesh, ``mesh_ranks``, and there may
+    be copies on other meshes (what tensor parallelism leaves alone is sharded once in every column of
+    an FSDP x TP mesh).
     """
 
     name: str
@@ -35,6 +37,7 @@ class LocalShard:
     geometry: Geometry
     owned: bool | None = None
     num_replicas: int | None = None
+    mesh_ranks: torch.Tensor | None = None  # global ranks, 1-D
 
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != self.geometry.local_shape:
@@ -44,10 +47,18 @@ class LocalShard:
             )
 
     def owned_by(self, rank: int, first_holder: int, num_holders: int) -> LocalShard:
-        """Return the shard with its owner settled: of ``num_holders`` equal copies the first one counts."""
-        if self.owned is not None and self.num_replicas is not None:
+        """Return the shard with its owner settled, on global rank ``rank``.
+
+        Of all copies the one counts that ``first_holder`` has a part in, the lowest of the
+        ``num_holders`` global ranks that hold some of the parameter.
+        """
+        if self.owned is None or self.num_replicas is None:
+            return dataclasses.replace(self, owned=rank == first_holder, num_replicas=num_holders)
+        if self.mesh_ranks is None:
             return self
-        return dataclasses.replace(self, owned=rank == first_holder, num_replicas=num_holders)
+        num_copies = max(num_holders // self.mesh_ranks.numel(), 1)
+        owned = self.owned and bool((self.mesh_ranks == first_holder).any())
+        return dataclasses.replace(self, owned=owned, num_replicas=self.num_replicas * num_copies, mesh_ranks=None)
 
 
 def chunk_size(device: torch.device) -> int:
