@@ -66,6 +66,12 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
     """
     if not competitions:
         return Selection([], [])
+    for competition in competitions:  # the same on every rank, so all of them raise
+        if not 0 <= competition.num_lowest <= competition.num_eligible:
+            raise ValueError(
+                f"{competition.name}: {competition.num_lowest} elements are to be pruned, "
+                f"{competition.num_eligible} are left"
+            )
     batched = len(competitions) > 1
     num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
     num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
@@ -157,9 +163,4 @@ def _check(comm: Communicator, tallies: Sequence[Tally], states: Sequence[Undeci
             raise ValueError(
                 f"{competition.name}: {num_eligible} elements compete, {competition.num_eligible} were announced; "
                 "every element must be owned by exactly one rank"
-            )
-        if competition.num_lowest > competition.num_eligible or competition.num_lowest < 0:
-            raise ValueError(
-                f"{competition.name}: {competition.num_lowest} elements are to be pruned, "
-                f"{competition.num_eligible} are left"
             )

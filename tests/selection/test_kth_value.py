@@ -1,0 +1,207 @@
+"""Exact selection: ties, NaN, missed brackets, many survivors, and what it costs on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from distprune.collectives import Alone, Communicator, Traffic, communicator
+from distprune.scores import Magnitude
+from distprune.selection import (
+    Competition,
+    Entry,
+    Selection,
+    WhereTrue,
+    common_order,
+    kth_value,
+    sampling,
+    select_lowest,
+    tally,
+)
+from distprune.shards import Geometry, LocalShard
+from tests.oracle import keep_highest
+from tests.worlds import run_threads
+
+
+def select(
+    comm: Communicator, parts: Sequence[torch.Tensor], numel: int, first: int, ks: Sequence[int], masks: bool = False
+) -> Selection:
+    """Select in one competition for each of ``parts``, of which this rank holds rows from ``first`` on."""
+    order = common_order([("magnitude", parts[0].dtype)])
+    competitions = [Competition(f"c{i}", order, numel, numel - masks, k) for i, k in enumerate(ks)]
+    entries = []
+    for i, part in enumerate(parts):
+        geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
+        shard = LocalShard(f"c{i}", part, geometry, True, 1)
+        eligible = None
+        if masks:  # the very first element is out
+            mask = torch.ones(part.shape)
+            mask[: 1 - first] = 0
+            eligible = WhereTrue(mask)
+        entries.append(Entry(f"c{i}", Magnitude(shard), geometry, True, i, 0, eligible))
+    return select_lowest(comm, competitions, entries)
+
+
+def check(values: torch.Tensor, k: int) -> None:
+    (mask,) = select(Alone(), [values], values.numel(), 0, [k]).masks
+    order = torch.sort(values.abs(), stable=True)[1]
+    wanted = torch.ones(values.shape, dtype=torch.bool)
+    wanted[order[:k]] = False
+    assert torch.equal(mask, wanted)
+
+
+def test_stated_order_by_value() -> None:
+    """Equal scores go from the lowest position up; -0.0 is 0.0; infinities are ordinary."""
+    values = torch.tensor([2.0, -1.0, 0.0, torch.inf, 1.0, -0.0, -2.0, -torch.inf])
+    pruned = []
+    for k in range(1, 9):
+        (mask,) = select(Alone(), [values], 8, 0, [k]).masks
+        pruned.append((~mask).nonzero().flatten().tolist())
+    assert [sorted(set(now) - set(before)) for before, now in zip([[], *pruned], pruned, strict=False)] == [
+        [2], [5], [1], [4], [0], [6], [3], [7],
+    ]  # fmt: skip
+
+
+def test_thresholds_are_the_last_pruned_score() -> None:
+    values = torch.tensor([3.0, -1.0, 2.0, 5.0])
+    assert select(Alone(), [values, values], 4, 0, [2, 0]).thresholds == [2.0, None]
+    assert select(Alone(), [values.bfloat16()], 4, 0, [4]).thresholds == [5.0]
+
+
+@pytest.mark.parametrize("k", [0, 1, 1000, 150_000, 299_999, 300_000])
+@pytest.mark.parametrize("kind", ["normal", "few values", "constant", "sorted", "tiny spread", "wide"])
+def test_hard_distributions(kind: str, k: int) -> None:
+    torch.manual_seed(1)
+    numel = 300_000
+    values = {
+        "normal": lambda: torch.randn(numel),
+        "few values": lambda: torch.randint(0, 7, (numel,)).float(),
+        "constant": lambda: torch.full((numel,), 0.1),
+        "sorted": lambda: torch.arange(numel).float(),
+        "tiny spread": lambda: 1 + torch.randint(0, 9, (numel,)).float() * 2**-23,
+        "wide": lambda: torch.randn(numel).mul(40).exp(),
+    }[kind]()
+    check(values, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    check(torch.randn(200_000).to(dtype), 77_777)
+
+
+def test_a_missed_bracket_costs_rounds_not_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    values = torch.randn(100_000)
+    monkeypatch.setattr(sampling, "_MARGIN", 0.0)  # the bracket is a point
+    for low_or_high in (-1, 1):
+        monkeypatch.setattr(sampling, "_fraction", lambda _, side=low_or_high: 0.5 + 0.4 * side)
+        comm = Alone()
+        (mask,) = select(comm, [values], 100_000, 0, [50_000]).masks
+        assert int((~mask).sum()) == 50_000
+        assert float(values[~mask].abs().max()) < float(values[mask].abs().min())
+        assert comm.traffic.num_rounds == 8 + 1  # the first key round again
+
+
+@pytest.mark.parametrize("kind", ["ties", "normal"])
+def test_survivors_that_do_not_fit_are_found_again(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    torch.manual_seed(4)
+    monkeypatch.setattr(tally, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(tally.Keep, "__init__", lambda self: setattr(self, "num_bytes", 1000))
+    values = torch.randn(300_000)
+    check(values if kind == "normal" else values.round(), 123_456)
+
+
+def test_many_threads_change_nothing() -> None:
+    torch.manual_seed(5)
+    values = torch.randn(3_000_000)
+    masks = []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            masks.append(select(Alone(), [values], values.numel(), 0, [1_234_567]).masks[0])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(*masks)
+    assert int((~masks[0]).sum()) == 1_234_567
+
+
+def test_ineligible_elements_are_out() -> None:
+    values = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    (mask,) = select(Alone(), [values], 4, 0, [1], masks=True).masks
+    assert mask.tolist() == [False, True, False, True]
+    (wanted,) = keep_highest([values.abs()], [torch.tensor([False, True, True, True])], 1)
+    assert torch.equal(mask, wanted)
+
+
+@pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
+def test_nan_raises_on_every_rank_and_names_the_tensor(nan: float) -> None:
+    def on_rank(rank: int) -> None:
+        part = torch.ones(10)
+        if rank == 1:
+            part[3:5] = nan
+        select(communicator(), [torch.ones(10), part], 20, 10 * rank, [3, 3])
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "'c1' (2)" in str(error)
+        assert "'c0'" not in str(error)
+
+
+def test_more_than_there_are() -> None:
+    with pytest.raises(ValueError, match="5 elements are to be pruned, 4 are left"):
+        select(Alone(), [torch.ones(4)], 4, 0, [5])
+
+
+def test_elements_owned_twice() -> None:
+    def on_rank(_: int) -> None:
+        select(communicator(), [torch.ones(4)], 4, 0, [1])
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "owned by exactly one rank" in str(error)
+
+
+def traffic_of(num_elements: int, num_tensors: int, dtype: torch.dtype, world_size: int) -> Traffic:
+    numel = num_elements // num_tensors
+
+    def on_rank(rank: int) -> Traffic:
+        generator = torch.Generator().manual_seed(rank)
+        local = numel // world_size
+        whole = torch.randn(local * num_tensors, generator=generator).to(dtype)
+        comm = communicator()
+        select(comm, torch.split(whole, local), local * world_size, rank * local, [numel // 2] * num_tensors)
+        return comm.traffic
+
+    traffics: list[Traffic] = run_threads(world_size, on_rank)
+    assert traffics == [traffics[0]] * world_size
+    return traffics[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tensors", [1, 500])
+def test_rounds_and_bytes_do_not_grow_with_elements(num_tensors: int, dtype: torch.dtype) -> None:
+    small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, 64))
+    assert small == large
+    num_key_rounds = 3 if dtype is torch.float32 else 2
+    assert small.num_rounds == 2 + num_key_rounds + 3 <= 10
+    if num_tensors == 1:
+        assert small.num_bytes == (2 + num_key_rounds) * (64 << 10) + 3 * (128 << 10) <= 1 << 20
+    else:
+        assert small.num_bytes == small.num_rounds * num_tensors * (16 << 10)
+
+
+def test_rounds_and_bytes_do_not_grow_with_ranks() -> None:
+    assert traffic_of(1 << 16, 1, torch.float32, 2) == traffic_of(1 << 16, 1, torch.float32, 7)
+
+
+def test_64_bit_scores_stay_within_ten_rounds() -> None:
+    alone = traffic_of(1 << 16, 1, torch.float64, 2)
+    assert (alone.num_rounds, alone.num_bytes) == (10, 7 * (64 << 10) + 3 * (128 << 10))
+    assert traffic_of(1 << 16, 4, torch.float64, 2).num_rounds == 11  # one more digit: stated in the docstring
+
+
+def test_nothing_to_do() -> None:
+    assert select_lowest(Alone(), [], []) == kth_value.Selection([], [])
