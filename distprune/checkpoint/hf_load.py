@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile, open_directory
+from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
-from distprune.collectives import Group, communicator, together
-from distprune.shards import LocalShard, decoder_blocks, local_shard
+from distprune.collectives import Group, agree, communicator, together
+from distprune.shards import LocalShard, Runs, decoder_blocks, local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,59 +54,45 @@ def load_model(
         group: the ranks that load together; every one of them must call it.
         progress: called with (bytes read so far, bytes to read) of this rank.
 
-    Communicates one round of 72 bytes for each of three steps, to raise together; reads otherwise.
+    Communicates four rounds of 72 bytes, to agree on the arguments and to raise together.
 
     Raises:
         FileNotFoundError, ValueError: on every rank: what :func:`open_directory` raises, a tensor
-            that is missing, unexpected, or of another shape than the config makes it.
-        NotImplementedError: on every rank: a model with a buffer that nothing can compute.
-        ImportError: the extra ``hf`` is not installed.
+            that is missing, unexpected, or of another shape than the config makes it, weights that the
+            config ties and the checkpoint holds twice with different values, a mesh of more than two
+            axes, ranks that were given different checkpoints, dtypes or meshes.
+        NotImplementedError: on every rank: a model with a buffer that nothing can compute, or whose
+            tensors the checkpoint holds in another form.
+        ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
     with together(comm):
+        if mesh is not None and mesh.ndim > 2:
+            raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
         directory = path if isinstance(path, HfDirectory) else open_directory(path)
-        model = _build_on_meta(directory, dtype)
+        model = build_on_meta(directory, dtype)
+        # Before sharding, which changes the names of the classes, by which transformers knows its renamings.
+        names = model_names(model, directory)
+        _check_tensors(model, directory, names)
+        facts = {"checkpoint": directory.fingerprint(), "dtype": str(dtype), "mesh": mesh and list(mesh.shape)}
+    agree(comm, facts)
     if mesh is not None:
         # Communicates inside torch (mesh set-up): outside of together().
         _shard(model, mesh)
     with together(comm):
         model.to_empty(device=device)
         _tie(model)
-        _fill(model, directory, progress)
+        _fill(model, directory, names, progress)
     with together(comm):
-        _compute_missing_buffers(model)
+        compute_buffers(model)
     return model.eval()
-
-
-def _build_on_meta(directory: HfDirectory, dtype: torch.dtype | None) -> nn.Module:
-    transformers = import_extra("transformers", "hf")
-    config = transformers.AutoConfig.from_pretrained(directory.path, local_files_only=True)
-    with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or _main_dtype(directory))
-    if dtype is None:
-        tensors, state = directory.tensors, model.state_dict(keep_vars=True)
-        for stored, name in model_names(model, directory).items():
-            state[name].data = state[name].data.to(tensors[stored][1].dtype)
-    if (directory.path / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory.path, local_files_only=True)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"transformers built a {type(model).__name__}, not a module")
-    return model
-
-
-def _main_dtype(directory: HfDirectory) -> torch.dtype:
-    """Return the floating dtype that most bytes of the checkpoint are in."""
-    sizes: dict[torch.dtype, int] = {}
-    for _, entry in directory.tensors.values():
-        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.stop - entry.start
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     for _, block in decoder_blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 def _tie(model: Any) -> None:
@@ -112,40 +100,66 @@ def _tie(model: Any) -> None:
     model.tie_weights()
 
 
-def _fill(model: nn.Module, directory: HfDirectory, progress: Callable[[int, int], None] | None) -> None:
-    names, held = model_names(model, directory), directory.tensors
-    stored_as = {name: stored for stored, name in names.items()}
-    by_alias = _tensors_by_alias(model)
-    missing = [aliases[0] for aliases in by_alias if not any(alias in stored_as for alias in aliases)]
+def _check_tensors(model: nn.Module, directory: HfDirectory, names: dict[str, str]) -> None:
+    """Compare what is stored with what the model wants, before any memory is taken."""
+    state = model.state_dict(keep_vars=True)
+    there = set(names.values())
+    missing = [aliases[0] for aliases in _names_by_tensor(state) if not there.intersection(aliases)]
     if missing:
         raise ValueError(
             f"{directory.path} lacks {len(missing)} tensors that its config calls for: missing {missing[:5]}"
         )
-    work = [
-        (local_shard(alias, tensor), *held[stored_as[alias]])
-        for aliases, tensor in by_alias.items()
-        for alias in aliases
-        if alias in stored_as
-    ]
+    for stored, name in names.items():
+        _, entry = directory.tensors[stored]
+        if entry.shape != tuple(state[name].shape):
+            raise ValueError(
+                f"tensor {stored!r} is {list(entry.shape)} in the checkpoint and {list(state[name].shape)} in the model"
+            )
+
+
+def _fill(
+    model: nn.Module,
+    directory: HfDirectory,
+    names: dict[str, str],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    state, held = model.state_dict(keep_vars=True), directory.tensors
+    stored_names = {name: stored for stored, name in names.items()}
+    # Of tied weights the first that is stored is read; any other must be the same.
+    stored_again = {}
+    work = []
+    for aliases in _names_by_tensor(state):
+        first, *others = [stored_names[alias] for alias in aliases if alias in stored_names]
+        shard = local_shard(aliases[0], state[aliases[0]])
+        work.append((shard, *held[first]))
+        stored_again.update(dict.fromkeys(others, (shard, first)))
     num_total = sum(shard.local.numel() * shard.local.element_size() for shard, _, _ in work)
     num_done = 0
     for file, of_file in _by_file(work):
         with _safe_open(file) as handle:
             for shard, entry in of_file:
-                _read_into(shard, entry, handle.get_slice(entry.name))
+                for target, part in _parts(shard, entry, handle.get_slice(entry.name)):
+                    target.copy_(part)
                 num_done += shard.local.numel() * shard.local.element_size()
                 if progress is not None:
                     progress(num_done, num_total)
+    for stored, (shard, first) in stored_again.items():
+        file, entry = held[stored]
+        with _safe_open(file) as handle:
+            for target, part in _parts(shard, entry, handle.get_slice(stored)):
+                if not torch.equal(target, part.to(target)):
+                    raise ValueError(
+                        f"{directory.path} holds {first!r} and {stored!r} with different values, and its config ties "
+                        'them; set "tie_word_embeddings" to false in its config.json'
+                    )
 
 
-def _tensors_by_alias(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return parameters and persistent buffers by all their names; tied ones have several."""
+def _names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names in groups; tied weights are one tensor under several."""
     names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return {tuple(aliases): tensors[key] for key, aliases in names.items()}
+    return list(names.values())
 
 
 def _by_file(
@@ -164,68 +178,29 @@ def _safe_open(file: WeightFile) -> Any:
         raise ValueError(f"{file.path} is corrupt: {error}") from error
 
 
-def _read_into(shard: LocalShard, entry: TensorEntry, stored: Any) -> None:
-    """Copy this rank's part of a stored tensor, a bounded number of rows at a time."""
-    if entry.shape != shard.geometry.global_shape:
-        raise ValueError(
-            f"tensor {entry.name!r} is {list(entry.shape)} in the checkpoint and "
-            f"{list(shard.geometry.global_shape)} in the model"
-        )
+def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (rows of the local tensor, what is stored there), a bounded number of rows at a time."""
     if shard.local.numel() == 0:
         return
-    with torch.no_grad():
-        if not entry.shape:
-            shard.local.copy_(stored[...])
-            return
-        row_bytes = max(1, shard.local[0].numel() * entry.dtype.itemsize)
-        step = max(1, _COPY_BYTES // row_bytes)
-        local_start = 0
-        for run_start, run_stop in shard.geometry.dim_runs[0]:
-            for start in range(run_start, run_stop, step):
-                stop = min(start + step, run_stop)
-                _copy_columns(shard, stored, (start, stop), local_start)
-                local_start += stop - start
+    if not entry.shape:
+        yield shard.local, stored[...]
+        return
+    row_bytes = max(1, shard.local[0].numel() * entry.dtype.itemsize)
+    step = max(1, _COPY_BYTES // row_bytes)
+    local_start = 0
+    for run_start, run_stop in shard.geometry.dim_runs[0]:
+        for start in range(run_start, run_stop, step):
+            stop = min(start + step, run_stop)
+            rows = shard.local[local_start : local_start + stop - start]
+            yield rows, _stored_rows(stored, (start, stop), shard.geometry.dim_runs[1:])
+            local_start += stop - start
 
 
-def _copy_columns(shard: LocalShard, stored: Any, rows: tuple[int, int], local_start: int) -> None:
-    target = shard.local[local_start : local_start + rows[1] - rows[0]]
-    runs = shard.geometry.dim_runs[1:]
-    # Slices where every dim is one run; the dims of several runs (strided shards of dim 1) are picked out.
-    bounds = [slice(*rows), *(slice(dim[0][0], dim[-1][1]) for dim in runs)]
-    part = stored[tuple(bounds)]
+def _stored_rows(stored: Any, rows: tuple[int, int], runs: tuple[Runs, ...]) -> torch.Tensor:
+    # Slices where a dim is one run; dims of several runs (strided shards of dim 1) are picked out of one.
+    part: torch.Tensor = stored[(slice(*rows), *(slice(dim[0][0], dim[-1][1]) for dim in runs))]
     for dim, dim_runs in enumerate(runs, start=1):
         if len(dim_runs) > 1:
             first = dim_runs[0][0]
             part = torch.cat([part.narrow(dim, low - first, high - low) for low, high in dim_runs], dim=dim)
-    target.copy_(part)
-
-
-def _compute_missing_buffers(model: Any) -> None:
-    """Let transformers compute the buffers that no checkpoint holds, and see that it did."""
-    spoilt: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        own = {key: module._buffers.get(key) for key in sorted(module._non_persistent_buffers_set)}
-        missing = {key: buffer for key, buffer in own.items() if buffer is not None}
-        if not missing:
-            continue
-        spoilt.update({f"{prefix}.{key}" if prefix else key: _spoil(buffer) for key, buffer in missing.items()})
-        # transformers leaves alone what is marked: all that was read from the checkpoint.
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor._is_hf_initialized = not any(tensor is buffer for buffer in missing.values())
-        model._init_weights(module)
-    for name, before in spoilt.items():
-        buffer = model.get_buffer(name)
-        if buffer.numel() and torch.equal(buffer, before):
-            raise NotImplementedError(
-                f"the buffer {name!r} of {type(model).__name__} is in no checkpoint and transformers does not compute "
-                "it for a model built on the meta device; this architecture cannot be loaded in shards"
-            )
-
-
-def _spoil(buffer: torch.Tensor) -> torch.Tensor:
-    """Fill a buffer with values no model uses, and return a copy to tell by."""
-    if buffer.is_floating_point():
-        buffer.fill_(torch.finfo(buffer.dtype).min)
-    elif buffer.dtype is not torch.bool:
-        buffer.fill_(torch.iinfo(buffer.dtype).min)
-    return buffer.clone()
+    return part

@@ -26,15 +26,17 @@ from distprune.checkpoint.hf_directory import (
     TensorEntry,
     WeightFile,
 )
+from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
-from distprune.collectives import Communicator, Group, communicator, together
+from distprune.collectives import Communicator, Group, agree, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
 
 __all__ = ["save_model"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
-_WRITE_BYTES = 8 << 20
+_WRITE_BYTES = 8 << 20  # written at a time
+_SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -52,11 +54,13 @@ def save_model(
     model's. The bytes are the same whatever the number of ranks and the layout. Config, tokenizer and
     the other small files are copied.
 
-    Every rank of ``group`` must call it. Communicates three rounds of 72 bytes, to raise together.
+    Every rank of ``group`` must call it. Communicates four rounds of 72 bytes, to agree
+    and to raise together.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
-        ValueError: on every rank: the model's tensors are not those of ``source``.
+        ValueError: on every rank: the model's tensors are not those of ``source`` in name or shape, or
+            ranks were given different sources or targets, or models of different dtypes.
     """
     comm = communicator(group)
     with together(comm):
@@ -64,6 +68,9 @@ def save_model(
         files = [_planned(target, file, tensors) for file in source.weight_files]
         if comm.rank == 0:
             _check_space(target, files)
+        dtypes = [str(entry.dtype) for file in files for entry in file.tensors]
+        facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes}
+    agree(comm, facts)
     with together(comm):
         if comm.rank == 0:
             for file in files:
@@ -75,8 +82,24 @@ def save_model(
 
 def _tensors(model: nn.Module, source: HfDirectory) -> dict[str, LocalShard]:
     """Return this rank's part of every tensor to write, by its name in the checkpoint."""
-    state = model.state_dict(keep_vars=True)
-    return {stored: local_shard(stored, state[name]) for stored, name in model_names(model, source).items()}
+    state, held = model.state_dict(keep_vars=True), source.tensors
+    names = {stored: stored for stored in held}
+    if any(stored not in state for stored in held):
+        # Asked of the config's own model: transformers does not know the classes of a sharded one.
+        names = model_names(build_on_meta(source), source)
+    absent = [name for name in names.values() if name not in state]
+    if absent:
+        raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
+    written = {id(state[name]) for name in names.values()}
+    unknown = [name for name, tensor in state.items() if id(tensor) not in written]
+    if unknown:
+        raise ValueError(f"the model has {unknown[:5]} ({len(unknown)} in all), which {source.path} does not hold")
+    for stored, name in names.items():
+        if tuple(state[name].shape) != held[stored][1].shape:
+            raise ValueError(
+                f"{name!r} is {list(state[name].shape)} in the model and {list(held[stored][1].shape)} in {source.path}"
+            )
+    return {stored: local_shard(stored, state[name]) for stored, name in names.items()}
 
 
 def _planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
@@ -134,6 +157,7 @@ def _allocate(file: WeightFile) -> None:
             if error.errno not in _NO_FALLOCATE:
                 raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
             handle.truncate(_size(file))
+        os.fsync(handle.fileno())
 
 
 def _write_small_files(
@@ -190,7 +214,8 @@ def _write_own(
 def _stretches(shard: LocalShard) -> Iterator[tuple[int, memoryview]]:
     """Yield (byte offset in the whole tensor, bytes) for stretches of elements that lie side by side in it."""
     itemsize = shard.local.element_size()
-    step = max(1, _WRITE_BYTES // itemsize)
+    # Scattered elements need eight bytes of place each, several times over.
+    step = max(1, _WRITE_BYTES // itemsize) if shard.geometry.flat_start is not None else _SCATTERED_ELEMENTS
     numel = shard.local.numel()
     for start in range(0, numel, step):
         stop = min(start + step, numel)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distprune.collectives import Group, communicator, together
+from distprune.collectives import Group, agree, communicator, together
 
 __all__ = ["check_output", "writing"]
 
@@ -25,17 +25,21 @@ def check_output(target: str | Path, *, overwrite: bool = False, source: str | P
         FileExistsError: it exists and is not empty, and ``overwrite`` is off.
         NotADirectoryError: it, or something above it, is a file.
         PermissionError: its parent, or the first one that exists, is not writable.
-        ValueError: it is the model's own directory ``source``, inside it, or above it.
+        ValueError: it is the model's own directory ``source``, inside it, or above it; or it is where a
+            file system is mounted, onto which nothing can be renamed.
     """
-    path = Path(target).absolute()
+    # Links are followed: what is beside the target must be beside the directory itself.
+    path = Path(target).resolve()
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"the output {path} is a file; name a directory")
     if source is not None:
-        ours, theirs = path.resolve(), Path(source).resolve()
-        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        theirs = Path(source).resolve()
+        if path == theirs or path in theirs.parents or theirs in path.parents:
             raise ValueError(f"the output {path} and the model {theirs} lie inside each other; write elsewhere")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise FileExistsError(f"the output directory {path} exists and is not empty; name another or pass --overwrite")
+    if os.path.ismount(path):
+        raise ValueError(f"the output {path} is a mount point and cannot be replaced; name a directory inside it")
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"the output {path} cannot be made: {parent} is a file")
@@ -46,20 +50,24 @@ def check_output(target: str | Path, *, overwrite: bool = False, source: str | P
 
 @contextmanager
 def writing(
-    target: str | Path, *, overwrite: bool = False, source: str | Path | None = None, group: Group = None
+    target: str | Path, group: Group = None, *, overwrite: bool = False, source: str | Path | None = None
 ) -> Iterator[Path]:
     """Yield an empty directory beside ``target``; rename it onto ``target`` when the body ends on every rank.
 
-    Every rank of ``group`` must enter it. The body may communicate, and must raise on all ranks or on
-    none. If it raises, what was written is removed, and ``target`` is as it was.
+    Every rank of ``group`` must enter it. The body may communicate. If it raises, on all ranks or on one
+    that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is
+    as it was.
 
-    Communicates a name once (two rounds) and three rounds of 72 bytes.
+    Communicates a name once (two rounds) and four rounds of 72 bytes.
 
     Raises:
-        OSError, ValueError: on every rank: what :func:`check_output` raises, or writing fails.
+        OSError, ValueError: on every rank: what :func:`check_output` raises, writing fails, or ranks were
+            given different arguments.
+        FileExistsError: on every rank: another job has filled ``target`` meanwhile and ``overwrite`` is off.
     """
     comm = communicator(group)
     token = comm.broadcast(secrets.token_hex(4))
+    agree(comm, {"output": str(target), "overwrite": overwrite})
     with together(comm):
         path = check_output(target, overwrite=overwrite, source=source)
         staging = path.parent / f".{path.name}.partial-{token}"
@@ -70,10 +78,18 @@ def writing(
         with together(comm):
             if not staging.is_dir():
                 raise FileNotFoundError(f"{staging} is not visible here; the output must be on storage all ranks share")
-        yield staging
+        failed: Exception | None = None
+        try:
+            yield staging
+        except Exception as error:
+            # torch reports a lost rank as a RuntimeError; to ask it would be to wait for it once more.
+            if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+                raise
+            failed = error
+        agree(comm, {}, failed)
         with together(comm):
             if comm.rank == 0:
-                _publish(staging, path, token)
+                _publish(staging, path, token, overwrite)
     except BaseException:
         # Also when this process is interrupted; what was renamed already is no longer here.
         if comm.rank == 0:
@@ -91,17 +107,21 @@ def _make_writable(staging: Path) -> None:
         raise PermissionError(f"the output cannot be written beside {staging.parent}: {error}") from error
 
 
-def _publish(staging: Path, path: Path, token: str) -> None:
+def _publish(staging: Path, path: Path, token: str, overwrite: bool) -> None:
     _sync(staging)
     aside: Path | None = None
-    if path.exists():
+    if overwrite and path.exists():
         aside = path.parent / f".{path.name}.replaced-{token}"
         path.rename(aside)
     try:
-        staging.rename(path)
-    except OSError:
+        staging.rename(path)  # onto nothing or an empty directory; the system refuses any other
+    except OSError as error:
         if aside is not None:
             aside.rename(path)
+        elif path.is_dir() and any(path.iterdir()):
+            raise FileExistsError(
+                f"the output directory {path} has been filled by someone else meanwhile; name another"
+            ) from error
         raise
     _sync(path.parent)
     if aside is not None:

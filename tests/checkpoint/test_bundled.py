@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +55,33 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match=r"converting broken\.gguf failed"):
         resolve_model(BUNDLED)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_importing_the_package_imports_no_transformers() -> None:
+    program = "import sys, distprune.checkpoint; assert not {'transformers', 'safetensors', 'gguf'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_converted_once_by_one_rank_unless_another_job_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("DISTPRUNE_CACHE", str(cache))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(bundled, "_gguf_file", lambda: tmp_path / "fake.gguf")
+    commands: list[list[str]] = []
+
+    def convert(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        assert "RANK" not in env
+        staging = Path(command[-1].rpartition("Path('")[2].partition("'")[0])
+        for folder, name in ((staging, "ours"), (cache / BUNDLED, "theirs")):
+            folder.mkdir()
+            (folder / name).touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    assert run_threads(3, lambda _: resolve_model(BUNDLED)) == [cache / BUNDLED] * 3
+    assert len(commands) == 1
+    assert [path.name for path in cache.iterdir()] == [BUNDLED]
+    assert [path.name for path in (cache / BUNDLED).iterdir()] == ["theirs"]

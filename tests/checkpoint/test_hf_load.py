@@ -117,10 +117,10 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path, change: str) -
 
 
 def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
     folder = make_model(tmp_path)
-    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda *_: None)
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", lambda *_: None)
     with pytest.raises(NotImplementedError, match="inv_freq"):
         load_model(folder)
 
@@ -132,3 +132,51 @@ def test_generation_config_comes_along(tmp_path: Path) -> None:
     model: Any = load_model(folder)
     assert model.generation_config.max_new_tokens == 7
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_weights_that_are_stored_twice(tmp_path: Path, equal: bool) -> None:
+    folder = make_model(tmp_path, tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if equal else 1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if equal:
+        model = load_model(folder)
+        assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+    else:
+        with pytest.raises(ValueError, match=r"different values.*tie_word_embeddings"):
+            load_model(folder)
+
+
+def test_parameters_are_shards_also_after_a_forward(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+
+    def check(_: int) -> None:
+        model = load_model(folder, mesh=init_device_mesh("cpu", (2,)))
+        with torch.no_grad():
+            model(torch.arange(3, 15).view(1, 12))
+        assert [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)] == []
+
+    run_threads(2, check)
+
+
+def test_ranks_given_different_dtypes(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+
+    def load(rank: int) -> None:
+        load_model(folder, dtype=None if rank else torch.float32)
+
+    for error in run_threads(2, load, catch=True):
+        assert isinstance(error, ValueError)
+        assert "dtype" in str(error)
+
+
+def test_mesh_of_three_axes(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+
+    def load(_: int) -> None:
+        load_model(folder, mesh=init_device_mesh("cpu", (1, 1, 2)))
+
+    for error in run_threads(2, load, catch=True):
+        assert isinstance(error, ValueError)
+        assert "not of 3" in str(error)

@@ -133,3 +133,39 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path, mo
     with pytest.raises(OSError, match="10 bytes free"):
         save_model(load_model(folder), open_directory(folder), target)
     assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["absent", "added", "shape"])
+def test_a_model_that_is_not_the_sources(tmp_path: Path, change: str) -> None:
+    folder = make_model(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    model = load_model(folder)
+    layer: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+    if change == "absent":
+        del layer.weight
+    elif change == "added":
+        layer.register_buffer("weight_mask", torch.ones(2))
+    else:
+        layer.weight = torch.nn.Parameter(layer.weight[:-1])
+    message = {"absent": "the model has no", "added": "weight_mask", "shape": "in the model and"}[change]
+    with pytest.raises(ValueError, match=message):
+        save_model(model, open_directory(folder), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["target", "dtypes"])
+def test_ranks_that_disagree(tmp_path: Path, what: str) -> None:
+    folder = make_model(tmp_path / "model")
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+
+    def save(rank: int) -> None:
+        model = load_model(folder)
+        if what == "dtypes" and rank:
+            model = model.bfloat16()
+        save_model(model, open_directory(folder), tmp_path / (str(rank) if what == "target" else "0"))
+
+    for error in run_threads(2, save, catch=True):
+        assert isinstance(error, ValueError)
+        assert what in str(error)
+    assert [*(tmp_path / "0").iterdir(), *(tmp_path / "1").iterdir()] == []

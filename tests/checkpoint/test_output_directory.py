@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,91 @@ def test_inside_or_above_the_model(tmp_path: Path, target: str) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="inside each other"):
         check_output(tmp_path / target, overwrite=True, source=tmp_path / "model")
+
+
+def test_filled_by_another_job_meanwhile(tmp_path: Path) -> None:
+    def write() -> None:
+        with writing(tmp_path / "out") as staging:
+            (staging / "new").write_text("new")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").write_text("theirs")
+
+    with pytest.raises(FileExistsError, match="meanwhile"):
+        write()
+    assert content(tmp_path) == {"out/theirs": "theirs"}
+
+
+def test_link_to_a_directory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "old").write_text("old")
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    with writing(tmp_path / "out", overwrite=True) as staging:
+        (staging / "new").write_text("new")
+    assert (tmp_path / "out").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
+    assert content(tmp_path / "real") == {"new": "new"}
+
+
+def test_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(ValueError, match="mount point"):
+        check_output(tmp_path / "out")
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_one_rank_fails_outside_of_any_exchange(tmp_path: Path, failing_rank: int) -> None:
+    def write(rank: int) -> None:
+        with writing(tmp_path / "out"):
+            if rank == failing_rank:
+                raise OSError("disk full")
+
+    for error in run_threads(2, write, catch=True):
+        assert isinstance(error, OSError)
+        assert "disk full" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    def write() -> None:
+        with writing(tmp_path / "out") as staging:
+            (staging / "half").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_directory_comes_back_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+
+    def write() -> None:
+        with writing(tmp_path / "out", overwrite=True):
+            pass
+
+    with pytest.raises(OSError, match="no"):
+        write()
+    assert content(tmp_path) == {"out/old": "old"}
+
+
+def test_ranks_with_different_targets(tmp_path: Path) -> None:
+    def write(rank: int) -> None:
+        with writing(tmp_path / str(rank)):
+            pass
+
+    for error in run_threads(2, write, catch=True):
+        assert isinstance(error, ValueError)
+        assert "output" in str(error)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,121 @@
+"""What every benchmark needs: ranks of one thread in fresh processes, peak memory, and a report's heading."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import platform
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "table"]
+
+_SAMPLE_SECONDS = 0.001
+
+
+def anonymous_bytes() -> int:
+    """Return this process's anonymous resident memory; files it maps are not in it (Linux)."""
+    text = Path("/proc/self/status").read_text()
+    match = re.search(r"RssAnon:\s+(\d+) kB", text)
+    if match is None:
+        raise RuntimeError("this kernel does not tell RssAnon; run on Linux 4.5 or later")
+    return 1024 * int(match.group(1))
+
+
+@dataclass
+class Peak:
+    """Bytes above what was there at the start."""
+
+    num_bytes: int = 0
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """Sample anonymous memory while the body runs."""
+    start, peak, done = anonymous_bytes(), Peak(), threading.Event()
+
+    def sample() -> None:
+        while not done.wait(_SAMPLE_SECONDS):
+            peak.num_bytes = max(peak.num_bytes, anonymous_bytes() - start)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+        peak.num_bytes = max(peak.num_bytes, anonymous_bytes() - start)
+
+
+def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], None] | None = None) -> float:
+    """Return the median time of ``run`` over ``repeats``, after one that does not count if there are several."""
+    times = []
+    for i in range(repeats + (repeats > 1)):
+        if before is not None:
+            before()
+        started = time.perf_counter()
+        run()
+        if i or repeats == 1:
+            times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``fn(rank, *args)`` in ``num_ranks`` fresh processes of one thread with a gloo group; results by rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs, rank, num_ranks, f"{folder}/store", fn, args))
+            process.start()
+            theirs.close()
+            pipes.append((ours, process))
+        results = [pipe.recv() for pipe, _ in pipes]
+        for _, process in pipes:
+            process.join()
+    return results
+
+
+def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    pipe.send(fn(rank, *args))
+    dist.destroy_process_group()
+
+
+def heading(title: str, command: str) -> str:
+    """Return the first lines of a report: what, when, on what, with which versions."""
+    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("distprune", "torch", "numpy"))
+    return (
+        f"# {title}\n\n"
+        f"- Date: {datetime.date.today().isoformat()}\n"
+        f"- Hardware: {cpu}, {os.cpu_count()} cores, one thread for each rank\n"
+        f"- Versions: Python {platform.python_version()}, {versions}\n"
+        f"- Command: `{command}`\n"
+    )
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"

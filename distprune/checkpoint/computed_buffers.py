@@ -1,0 +1,64 @@
+"""Buffers that no checkpoint holds: rotary frequencies, causal masks, ALiBi slopes.
+
+A model built on the meta device has lost them. Transformers computes them again in the ``_init_weights``
+of the model, beside the weights; what is marked ``_is_hf_initialized`` it leaves alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["compute_buffers"]
+
+
+def compute_buffers(model: Any) -> None:
+    """Let transformers compute the non-persistent buffers of ``model``, and see that it did.
+
+    Parameters and persistent buffers stay as they are. Local; nothing is communicated.
+
+    Raises:
+        NotImplementedError: a buffer is not computed.
+    """
+    names = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in sorted(module._non_persistent_buffers_set)
+        if module._buffers.get(key) is not None
+    ]
+    if not names:
+        return
+    # What is computed does not depend on what was there before.
+    low, high = (_computed_over(model, names, spoil_with_largest) for spoil_with_largest in (False, True))
+    for name in names:
+        if not torch.equal(low[name], high[name]):
+            raise NotImplementedError(
+                f"the buffer {name!r} of {type(model).__name__} is in no checkpoint and transformers does not compute "
+                "it for a model built on the meta device; this architecture cannot be loaded in shards"
+            )
+
+
+def _computed_over(model: Any, names: list[str], spoil_with_largest: bool) -> dict[str, torch.Tensor]:
+    """Compute the buffers after filling them with an extreme value, and return their bytes."""
+    wanted = {id(model.get_buffer(name)) for name in names}
+    modules = {name.rpartition(".")[0] for name in names}
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        tensor._is_hf_initialized = id(tensor) not in wanted
+    for prefix, module in model.named_modules():
+        module._is_hf_initialized = prefix not in modules
+    for name in names:
+        _spoil(model.get_buffer(name), spoil_with_largest)
+    model.initialize_weights()
+    for tensor in tensors:
+        del tensor._is_hf_initialized
+    return {name: model.get_buffer(name).clone().reshape(-1).view(torch.uint8) for name in names}
+
+
+def _spoil(buffer: torch.Tensor, with_largest: bool) -> None:
+    if buffer.dtype is torch.bool:
+        buffer.fill_(with_largest)
+        return
+    limits = torch.finfo(buffer.dtype) if buffer.is_floating_point() else torch.iinfo(buffer.dtype)
+    buffer.fill_(limits.max if with_largest else limits.min)
