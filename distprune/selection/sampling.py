@@ -112,7 +112,7 @@ def _bracket_of_slots(state: Undecided, row: Words) -> Range:
 def _count_strides(row: Words, entry: Entry, state: Undecided) -> None:
     numel = entry.geometry.local_numel
     # Odd, so that it walks through the columns of matrices whose width is a power of two.
-    stride = min(max(numel // _STRIDE_SAMPLE, _MIN_STRIDE), _MAX_STRIDE) | 1
+    stride = min(max(state.competition.num_positions // _STRIDE_SAMPLE, _MIN_STRIDE), _MAX_STRIDE) | 1
     step = stride * _STRIDE_SAMPLE
     num_bins = len(row) - _NUM_STRIDE_HEADER
     for start in range(0, numel, step):
