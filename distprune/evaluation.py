@@ -27,7 +27,8 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
     text_path = Path(path)
     if not text_path.is_file():
         raise FileNotFoundError(f"there is no text file {text_path}")
-    text, ids = "", []
+    text = ""
+    ids: list[int] = []
     try:
         with text_path.open(encoding="utf-8") as file:
             # A token is seldom more than a dozen characters; reading a whole book for its first pages is slow.
@@ -66,7 +67,7 @@ def perplexity(
             model has positions for, or a token id outside the model's vocabulary.
     """
     comm = communicator(group)
-    num_windows = token_ids.numel() // sequence_length
+    num_windows = token_ids.numel() // max(sequence_length, 1)
     if sequence_length < 2 or num_windows == 0:
         raise ValueError(
             f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more in a window"

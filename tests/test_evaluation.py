@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from typing_extensions import override
 
 from distprune.checkpoint import load_model
 from distprune.evaluation import perplexity, tokenize_file
@@ -69,3 +72,106 @@ def test_tokenize_file(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)
+
+
+VOCABULARY = 11
+
+
+class Bigram(nn.Module):
+    """A language model that looks at one token; counts its forwards."""
+
+    def __init__(self, positions: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=positions)
+        self.num_forwards = 0
+
+    @override
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        assert not use_cache
+        self.num_forwards += 1
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+def make_bigram() -> Bigram:
+    torch.manual_seed(0)
+    return Bigram()
+
+
+def make_tokens(num_tokens: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(model: Bigram, tokens: torch.Tensor, length: int) -> float:
+    """Every window's tokens but its first, each from the one before it."""
+    log_p = model.table.weight.detach().double().log_softmax(dim=1)
+    predicted = [log_p[tokens[i - 1], tokens[i]] for i in range(len(tokens) // length * length) if i % length != 0]
+    return math.exp(-float(torch.stack(predicted).mean()))
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(60, 6), (64, 6), (6, 6), (7, 2), (1300, 600)])
+def test_equals_the_sum_by_hand(num_tokens: int, length: int) -> None:
+    model, tokens = make_bigram(), make_tokens(num_tokens)
+    assert perplexity(model, tokens, sequence_length=length) == pytest.approx(by_hand(model, tokens, length), rel=1e-6)
+
+
+def test_uniform_model_is_as_perplexed_as_its_vocabulary_is_large() -> None:
+    model = make_bigram()
+    nn.init.zeros_(model.table.weight)
+    assert perplexity(model, make_tokens(60), sequence_length=6) == pytest.approx(VOCABULARY)
+
+
+def test_leaves_no_gradient_and_reports_progress() -> None:
+    model, seen = make_bigram(), []
+    perplexity(model, make_tokens(60), sequence_length=20, progress=lambda *done: seen.append(done))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert model.table.weight.grad is None
+
+
+def test_overflow_and_nan_are_said_as_they_are() -> None:
+    model = make_bigram()
+    nn.init.zeros_(model.table.weight)
+    with torch.no_grad():
+        model.table.weight[:, 0] = 1e4
+    assert perplexity(model, torch.full((6,), 1), sequence_length=6) == math.inf
+    nn.init.constant_(model.table.weight, math.nan)
+    assert math.isnan(perplexity(model, make_tokens(60), sequence_length=6))
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(5, 6), (0, 6), (60, 1), (60, 0)])
+def test_no_window(num_tokens: int, length: int) -> None:
+    with pytest.raises(ValueError, match="make no window of sequence_length"):
+        perplexity(make_bigram(), make_tokens(num_tokens), sequence_length=length)
+
+
+def test_window_longer_than_the_model_has_positions_for() -> None:
+    assert perplexity(Bigram(positions=6), make_tokens(60), sequence_length=6) > 1
+    with pytest.raises(ValueError, match="sequence_length=7 is more than the model's 6 positions"):
+        perplexity(Bigram(positions=6), make_tokens(60), sequence_length=7)
+
+
+def replicated(_: int, num_windows: int) -> tuple[float, int]:
+    model = make_bigram()
+    return perplexity(model, make_tokens(6 * num_windows), sequence_length=6), model.num_forwards
+
+
+# More windows than ranks, unevenly; fewer windows than ranks.
+@pytest.mark.parametrize("num_windows", [1, 2, 7])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_over_any_number_of_ranks(pool: ProcessPool, world_size: int, num_windows: int) -> None:
+    wanted, _ = replicated(0, num_windows)
+    results = pool.run(world_size, replicated, num_windows)
+    for value, num_forwards in results:
+        assert value == results[0][0]
+        assert value == pytest.approx(wanted, rel=1e-12)
+        assert num_forwards == -(-num_windows // world_size)  # the same on every rank: a sharded forward needs all
+
+
+def test_reads_on_where_tokens_are_long(tmp_path: Path) -> None:
+    def words_of_a_hundred(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": list(range(len(text) // 100))}
+
+    path = tmp_path / "text"
+    path.write_text("x" * 10_000)
+    assert tokenize_file(words_of_a_hundred, path, max_tokens=70, sequence_length=8).tolist() == list(range(70))

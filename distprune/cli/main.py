@@ -119,9 +119,9 @@ def run() -> None:
     try:
         app(prog_name="distprune", standalone_mode=True)
     except _USERS_MISTAKES as error:
-        _end(f"error: {error}\n")
+        _end(f"error: {error}\n", known_to_all=True)
     except Exception:
-        _end(traceback.format_exc())
+        _end(traceback.format_exc(), known_to_all=False)
     except SystemExit as leaving:
         if leaving.code:  # wrong usage, or a signal: other ranks may be gone
             sys.stdout.flush()
@@ -141,20 +141,20 @@ def _amount(text: str) -> int | float:
         raise typer.BadParameter(f"{text!r} is neither a fraction such as 0.3 nor a count such as 1000") from None
 
 
-def _end(text: str) -> None:
+def _end(text: str, *, known_to_all: bool) -> None:
     """Say what went wrong, and end at once: with a rank gone, an orderly end could wait for it.
 
-    Of a mistake all ranks know, so the first one speaks, and its launcher ends the others before it is
-    their turn. A rank that failed by itself still has its say.
+    Of a mistake all ranks know, as a rule: the first one speaks, and its launcher ends the others before
+    it is their turn. A rank that failed by itself still has its say.
     """
     rank = likely_rank(os.environ)
-    if text.startswith("error:") and rank > 0:
+    if known_to_all and rank > 0:
         time.sleep(_AFTER_FIRST_RANK)
         text = f"rank {rank}: {text}"
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and not text.startswith("error:"):
+    if mpi is not None and not known_to_all:
         mpi.COMM_WORLD.Abort(1)
     os._exit(1)

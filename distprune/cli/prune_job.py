@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import platform
 import time
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
         written = _report(job, directory, ranks, report, seconds, (before, after))
         with together(comm):
             if comm.rank == 0:
-                (staging / REPORT_NAME).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+                (staging / REPORT_NAME).write_text(
+                    json.dumps(_strict(written), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+                )
     display.summary(written)
     return written
 
@@ -130,6 +133,15 @@ def _open(job: PruneJob, path: Path, ranks: Ranks) -> tuple[HfDirectory, torch.T
     with together(ranks.comm, **seen):
         pass
     return directory, tokens
+
+
+def _strict(value: Any) -> Any:
+    """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _evaluate(

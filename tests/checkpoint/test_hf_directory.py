@@ -60,7 +60,7 @@ def test_directory_without_weights(tmp_path: Path) -> None:
 def test_truncated_file(tmp_path: Path, size: int) -> None:
     path = make_model(tmp_path) / "model.safetensors"
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="truncated"):
+    with pytest.raises(ValueError, match="is truncated"):
         open_directory(tmp_path)
 
 
@@ -68,7 +68,7 @@ def test_file_with_more_than_its_header_says(tmp_path: Path) -> None:
     path = make_model(tmp_path) / "model.safetensors"
     with path.open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(ValueError, match="corrupt"):
+    with pytest.raises(ValueError, match="is corrupt"):
         open_directory(tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_corrupt_header(tmp_path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place : place + 6] = b"\xff" * 6
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"corrupt|truncated"):
+    with pytest.raises(ValueError, match="is corrupt"):
         open_directory(tmp_path)
 
 
@@ -100,7 +100,7 @@ def write_header(path: Path, header: dict[str, object], num_data: int) -> None:
 def test_header_that_contradicts_itself(tmp_path: Path, entry: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_header(tmp_path / "model.safetensors", {"w": entry}, 8)
-    with pytest.raises(ValueError, match="corrupt"):
+    with pytest.raises(ValueError, match="is corrupt"):
         open_directory(tmp_path)
 
 

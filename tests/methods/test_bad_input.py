@@ -78,11 +78,12 @@ def test_more_than_what_an_earlier_call_left() -> None:
         prune_model(model, method="magnitude", amount=69, again=True)
 
 
-def test_nan_weights_are_named_and_counted() -> None:
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_nan_weights_are_named_and_counted(method: str) -> None:
     def change(_: int, model: nn.Module) -> dict[str, Any]:
         with torch.no_grad():
             model.get_parameter("layers.1.down.weight")[2, :3] = torch.nan
-        return {}
+        return {"method": method}
 
     for world_size in (0, 3):
         for error in failing(world_size, change):

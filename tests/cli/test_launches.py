@@ -1,0 +1,181 @@
+"""Real launchers, a few times: the same bytes under each, and an end for everyone when one rank is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distprune.cli.launchers import detect
+
+# One worker runs them, one after the other: they are several processes each.
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
+
+PYTHON = [sys.executable, "-m", "distprune"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distprune"]
+SECONDS = 120
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", **more}
+
+
+def mpiexec() -> str:
+    pytest.importorskip("mpi4py", reason="needs the extra mpi")
+    found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        pytest.skip("needs mpiexec")
+    return found
+
+
+def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_file: Path) -> bytes:
+    """The weights one process writes, without a launcher."""
+    output = tmp_path_factory.mktemp("alone") / "out"
+    done = finish([*PYTHON, *arguments(model_folder, output, text_file)])
+    assert done.returncode == 0, done.stderr
+    return (output / "model.safetensors").read_bytes()
+
+
+def arguments(model: Path, output: Path, text: Path, num_tokens: int = 320) -> list[str]:
+    line = f"--amount 0.3 --eval-tokens {num_tokens} --eval-length 16 --timeout 60"
+    return ["prune", str(model), "--output", str(output), "--eval", str(text), *line.split()]
+
+
+def check_output(output: Path, expected: bytes) -> None:
+    assert (output / "model.safetensors").read_bytes() == expected
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+def test_torchrun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes) -> None:
+    done = finish([*TORCHRUN, *arguments(model_folder, tmp_path / "out", text_file)])
+    assert done.returncode == 0, done.stderr
+    assert "2 on cpu" in done.stdout
+    assert done.stdout.count("perplexity") == 1  # the first rank speaks for all
+    check_output(tmp_path / "out", expected)
+
+
+def test_mpiexec(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes) -> None:
+    done = finish([mpiexec(), "-n", "2", *PYTHON, *arguments(model_folder, tmp_path / "out", text_file)])
+    assert done.returncode == 0, done.stderr
+    assert "2 on cpu" in done.stdout
+    check_output(tmp_path / "out", expected)
+
+
+class Started:
+    """Two ranks by hand, with the variables a launcher would set and nobody to look after them."""
+
+    def __init__(self, variables: list[dict[str, str]], command: list[str]) -> None:
+        self.processes = [
+            subprocess.Popen(command, env=environment(**own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for own in variables
+        ]
+
+    def finish(self, rank: int) -> tuple[int, str, str]:
+        out, error = self.processes[rank].communicate(timeout=SECONDS)
+        return self.processes[rank].returncode, out, error
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[list[Started]]:
+    running: list[Started] = []
+    yield running
+    for started in running:
+        started.close()
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_srun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes, start: list[Started]) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
+    for job_id in range(os.getpid(), os.getpid() + 100):
+        variables = [
+            {**step, "SLURM_JOB_ID": str(job_id), "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")
+        ]
+        if is_free(detect(variables[0]).port):
+            break
+    else:
+        pytest.fail("no free port")
+    start.append(Started(variables, [*PYTHON, *arguments(model_folder, tmp_path / "out", text_file)]))
+    for rank in (0, 1):
+        code, _, error = start[0].finish(rank)
+        assert code == 0, error
+    check_output(tmp_path / "out", expected)
+
+
+def wait_for(folder: Path, pattern: str, started: Started) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in started.processes), started.finish(0)
+        time.sleep(0.02)
+
+
+def test_a_killed_rank_ends_the_other(
+    tmp_path: Path, model_folder: Path, text_file: Path, start: list[Started]
+) -> None:
+    long_text = tmp_path / "long.txt"
+    long_text.write_text(text_file.read_text() * 100)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    folder = tmp_path / "outputs"
+    start.append(Started(variables, [*PYTHON, *arguments(model_folder, folder / "out", long_text, 250_000)]))
+    wait_for(folder, ".out.partial-*", start[0])  # the job is under way
+    killed = time.monotonic()
+    start[0].processes[1].kill()
+    code, _, error = start[0].finish(0)
+    assert code == 1
+    assert "RuntimeError" in error  # gloo's: the connection is gone
+    assert time.monotonic() - killed < 60
+    assert list(folder.iterdir()) == []
+
+
+def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    long_text = tmp_path / "long.txt"
+    long_text.write_text(text_file.read_text() * 100)
+    folder = tmp_path / "outputs"
+    started = Started([{}], [*TORCHRUN, *arguments(model_folder, folder / "out", long_text, 250_000)])
+    try:
+        wait_for(folder, ".out.partial-*", started)
+        workers = psutil.Process(started.processes[0].pid).children()
+        next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
+        code, _, _ = started.finish(0)
+        assert code != 0
+        assert psutil.wait_procs(workers, timeout=SECONDS)[1] == []
+    finally:
+        started.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_mpiexec_with_different_arguments(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
+    line = arguments(model_folder, tmp_path / "out", text_file)
+    done = finish([mpiexec(), "-n", "1", *PYTHON, *line, ":", "-n", "1", *PYTHON, *line, "--seed", "9"])
+    assert done.returncode != 0
+    assert done.stderr.count("error: ranks were called with different arguments: --seed: 0 on rank 0; 9 on rank 1") == 1
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,181 @@
+"""The job, from directory to directory: the same bytes over any ranks, and all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from distprune.cli.display import Display
+from distprune.cli.launchers import Ranks
+from distprune.cli.prune_job import REPORT_NAME, PruneJob, _strict, run_job
+from distprune.collectives import communicator
+from distprune.methods import Method, Scope
+from tests.worlds import ProcessPool
+
+CPU = torch.device("cpu")
+QUIET = Display(visible=False)
+
+
+def run_alone(job: PruneJob) -> dict[str, object]:
+    return run_job(job, Ranks(communicator(), CPU, None), QUIET)
+
+
+def run_on_rank(rank: int, world_size: int, jobs: list[PruneJob]) -> str:
+    """Run this rank's job; return the error as text, or nothing."""
+    ranks = Ranks(communicator(), CPU, init_device_mesh("cpu", (world_size,)))
+    try:
+        run_job(jobs[rank % len(jobs)], ranks, QUIET)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file's bytes, but for the report, which holds times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != REPORT_NAME}
+
+
+@pytest.fixture
+def job(model_folder: Path, tmp_path: Path) -> PruneJob:
+    return PruneJob(str(model_folder), str(tmp_path / "out"), "magnitude", "global", 0.3, 5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("method", "scope"), [("magnitude", "global"), ("random", "tensor")])
+def test_same_bytes_over_any_number_of_ranks(
+    pool: ProcessPool, tmp_path: Path, job: PruneJob, method: Method, scope: Scope, world_size: int
+) -> None:
+    asked = dataclasses.replace(job, method=method, scope=scope)
+    run_alone(asked)
+    spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
+    assert pool.run(world_size, run_on_rank, world_size, [spread]) == [""] * world_size
+    alone, over_ranks = contents(tmp_path / "out"), contents(tmp_path / "spread")
+    assert "model.safetensors" in alone
+    assert alone == over_ranks
+    assert alone["model.safetensors"] != (Path(job.model) / "model.safetensors").read_bytes()
+
+
+def test_report_says_what_was_done(job: PruneJob, text_file: Path) -> None:
+    evaluated = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_tokens=200, evaluation_length=16)
+    returned = run_alone(evaluated)
+    written = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert written == json.loads(json.dumps(returned))
+    assert written["arguments"]["amount"] == 0.3
+    assert written["pruning"]["num_zeros"] == round(0.3 * written["pruning"]["num_elements"])
+    assert written["num_ranks"] == 1
+    assert written["perplexity_before"] > 1
+    assert written["perplexity_after"] != written["perplexity_before"]
+
+
+def test_without_a_text_nothing_is_evaluated(job: PruneJob) -> None:
+    report = run_alone(job)
+    assert report["perplexity_before"] is None
+    assert report["perplexity_after"] is None
+
+
+def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
+    run_alone(job)
+    before = contents(tmp_path / "out")
+    more = dataclasses.replace(job, amount=0.6)
+    with pytest.raises(FileExistsError, match="pass --overwrite"):
+        run_alone(more)
+    assert contents(tmp_path / "out") == before
+    run_alone(dataclasses.replace(more, overwrite=True))
+    assert contents(tmp_path / "out") != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_full_disk_leaves_nothing(job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="1000 bytes free"):
+        run_alone(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_checked_before_the_model_is_loaded(
+    job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distprune.cli.prune_job.load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(FileExistsError):
+        run_alone(job)
+
+
+def test_model_without_tokenizer(job: PruneJob, tmp_path: Path, text_file: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(job.model, bare)
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    asked = dataclasses.replace(job, model=str(bare), evaluate_on=str(text_file))
+    with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
+        run_alone(asked)
+    assert not Path(job.output).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"amount": 0.4}, "--amount: 0.3 on rank 0; 0.4 on rank 1"),
+        ({"method": "random"}, '--method: "magnitude" on rank 0; "random" on rank 1'),
+        ({"seed": 6}, "--seed: 5 on rank 0; 6 on rank 1"),
+        ({"exclude": ("*k_proj*",)}, "--exclude"),
+        ({"model": "elsewhere"}, "--model"),
+        ({"evaluation_length": 8}, "--evaluation-length"),
+    ],
+)
+def test_ranks_with_different_arguments(
+    pool: ProcessPool, tmp_path: Path, job: PruneJob, change: dict[str, object], shown: str
+) -> None:
+    other = dataclasses.replace(job, **change)  # type: ignore[arg-type]
+    for error in pool.run(2, run_on_rank, 2, [job, other]):
+        assert error.startswith("ValueError: ranks were called with different arguments")
+        assert shown in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_in_own_folder(rank: int, folder: Path, job: PruneJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        return run_on_rank(rank, 2, [job])
+
+
+@pytest.mark.parametrize("what", ["model files", "evaluation tokens"])
+def test_ranks_that_see_different_files(
+    pool: ProcessPool, tmp_path: Path, model_folder: Path, text_file: Path, what: str
+) -> None:
+    # The same names on every rank, and other files behind them: storage that is not shared.
+    for rank in ("0", "1"):
+        shutil.copytree(model_folder, tmp_path / rank / "model")
+        shutil.copyfile(text_file, tmp_path / rank / "text.txt")
+    if what == "model files":
+        config = tmp_path / "1" / "model" / "config.json"
+        config.write_text(config.read_text() + "\n")
+    else:
+        (tmp_path / "1" / "text.txt").write_text("a" * 400)
+    output = str(tmp_path / "out")
+    job = PruneJob("model", output, "magnitude", "global", 0.3, 0, evaluate_on="text.txt", evaluation_length=16)
+    for error in pool.run(2, run_in_own_folder, tmp_path, job):
+        assert error.startswith(f"ValueError: ranks were called with different arguments: {what}: ")
+    assert not Path(output).exists()
+
+
+def test_what_one_rank_cannot_read_fails_on_all(pool: ProcessPool, tmp_path: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "0" / "model")
+    (tmp_path / "1").mkdir()
+    job = PruneJob("model", str(tmp_path / "out"), "magnitude", "global", 0.3, 0)
+    first, second = pool.run(2, run_in_own_folder, tmp_path, job)
+    assert first.startswith("FileNotFoundError: rank 1 of 2: there is no model directory 'model'")
+    assert second.startswith("FileNotFoundError: there is no model directory 'model'")
+
+
+def test_reports_are_strict_json() -> None:
+    report = {"a": [1, float("inf")], "b": {"c": float("nan"), "d": None}, "e": (0.5, "x")}
+    assert _strict(report) == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}
