@@ -81,8 +81,8 @@ def prune_model(
             every rank that holds a part of the model.
 
     Every rank of ``group`` must call it, with equal arguments. Communicates, in rounds: one to agree,
-    one for the census of the weights (32 bytes a parameter), those of ``select_lowest`` (8 for float32,
-    7 for bfloat16), one for the report; on pipelines, where ranks hold different parameters, up to six
+    one for the census of the weights (32 bytes a parameter), those of ``select_lowest`` (7 for float32,
+    6 for bfloat16), one for the report; on pipelines, where ranks hold different parameters, up to six
     more, once. Nothing that travels grows with the number of elements.
 
     Raises:

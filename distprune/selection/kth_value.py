@@ -8,8 +8,8 @@ one read of the scores decides nearly all of the mask and sets few survivors asi
 not in the bracket, the counts say on which side it is, and the rounds over the keys start again
 there: the result is exact either way.
 
-The number of rounds and their size depend on the order of the scores and on the number of
-competitions alone, not on the number of elements or their values, a missed bracket excepted.
+What travels does not grow with the number of elements: the size of a round depends on the number of
+competitions alone, the number of rounds on the kind of the scores.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
     of ``comm`` must call it with the same ``competitions``; ``entries`` are the rank's own, replicas
     included, and every eligible element must be owned exactly once.
 
-    Communicates sums only. Rounds: 2 to sample, over keys 2 for 16-bit scores, 3 for 32-bit, 5 for
-    64-bit (6 when batched), then 3 over positions; a missed bracket adds the key rounds again. Bytes a
-    round: 16 KiB for each of several competitions; alone, 64 KiB, over positions 128 KiB (704 KiB in
-    all for 32-bit scores).
+    Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
+    64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
+    two (at most 2, 3, and 5 or 6), or when a bracket missed; 3 over positions. Bytes a round: 16 KiB
+    for each of several competitions; alone, 64 KiB, over positions 128 KiB (640 KiB in all for 32-bit
+    scores).
 
     Local work: one read of the scores, one write of the mask, a sample; temporaries stay under 64 MiB.
 
@@ -85,7 +86,7 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
     span = max(c.order.last - c.order.first + 1 for c in competitions)
     num_key_rounds = _num_rounds(span, num_key_words - NUM_HEADER_WORDS)
     num_left = num_key_rounds
-    while num_left:
+    while num_left and not all(state.is_key_known for state in states):
         num_left -= 1
         counts = _reduce(comm, tallies, len(states), num_key_words, lambda tally, row: tally.count_keys(row))
         _check(comm, tallies, states, counts)

@@ -138,12 +138,9 @@ def _scan_host(
         inside &= competes
         above &= competes
     offsets = np.flatnonzero(inside)
-    counts = Counts(
-        num_below=int(np.count_nonzero(below)),
-        num_inside=len(offsets),
-        num_above=int(np.count_nonzero(above)),
-        num_nans=num_nans,
-    )
+    num_below = int(np.count_nonzero(below))
+    num_above = len(keys) - num_below - len(offsets) if eligible is None else int(np.count_nonzero(above))
+    counts = Counts(num_below, len(offsets), num_above, num_nans)
     survivors = Survivors(offsets + start, keys[offsets])
     if len(offsets):
         above[offsets] = True

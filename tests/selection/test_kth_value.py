@@ -102,7 +102,7 @@ def test_a_missed_bracket_costs_rounds_not_exactness(monkeypatch: pytest.MonkeyP
         (mask,) = select(comm, [values], 100_000, 0, [50_000]).masks
         assert int((~mask).sum()) == 50_000
         assert float(values[~mask].abs().max()) < float(values[mask].abs().min())
-        assert comm.traffic.num_rounds == 8 + 1  # the first key round again
+        assert comm.traffic.num_rounds > 7  # the key rounds again, over a wider range
 
 
 @pytest.mark.parametrize("kind", ["ties", "normal"])
@@ -185,7 +185,7 @@ def traffic_of(num_elements: int, num_tensors: int, dtype: torch.dtype, world_si
 def test_rounds_and_bytes_do_not_grow_with_elements(num_tensors: int, dtype: torch.dtype) -> None:
     small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, 64))
     assert small == large
-    num_key_rounds = 3 if dtype is torch.float32 else 2
+    num_key_rounds = 2 if dtype is torch.float32 else 1
     assert small.num_rounds == 2 + num_key_rounds + 3 <= 10
     if num_tensors == 1:
         assert small.num_bytes == (2 + num_key_rounds) * (64 << 10) + 3 * (128 << 10) <= 1 << 20
@@ -199,8 +199,8 @@ def test_rounds_and_bytes_do_not_grow_with_ranks() -> None:
 
 def test_64_bit_scores_stay_within_ten_rounds() -> None:
     alone = traffic_of(1 << 16, 1, torch.float64, 2)
-    assert (alone.num_rounds, alone.num_bytes) == (10, 7 * (64 << 10) + 3 * (128 << 10))
-    assert traffic_of(1 << 16, 4, torch.float64, 2).num_rounds == 11  # one more digit: stated in the docstring
+    assert (alone.num_rounds, alone.num_bytes) == (9, 6 * (64 << 10) + 3 * (128 << 10))
+    assert traffic_of(1 << 16, 4, torch.float64, 2).num_rounds == 10
 
 
 def test_nothing_to_do() -> None:
