@@ -92,11 +92,12 @@ def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks <= len(cores):
-        # Ranks that talk are otherwise drawn to one core by the kernel, which takes them for one task.
+        # Ranks that talk are otherwise drawn to one core by the kernel, which takes them for one task. Only
+        # this thread: gloo's own, made by now, must not wait for it.
         os.sched_setaffinity(0, {cores[rank]})
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     pipe.send(fn(rank, *args))
     dist.destroy_process_group()
 
@@ -108,7 +109,7 @@ def heading(title: str, command: str) -> str:
     return (
         f"# {title}\n\n"
         f"- Date: {datetime.date.today().isoformat()}\n"
-        f"- Hardware: {cpu}, {os.cpu_count()} cores, one thread for each rank, on a core of its own where there are enough\n"
+        f"- Hardware: {cpu}, {os.cpu_count()} cores; ranks of one thread, each on its own core where there are enough\n"
         f"- Versions: Python {platform.python_version()}, {versions}\n"
         f"- Command: `{command}`\n"
     )

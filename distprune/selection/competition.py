@@ -49,8 +49,9 @@ def histogram(values: npt.NDArray[np.signedinteger], within: Range, num_bins: in
     """Count ``values``, all of them inside ``within``, in its bins (int64, ``num_bins`` long)."""
     # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
     above_low = values.astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
-    bins = (above_low // np.uint64(within.bin_width(num_bins))).astype(np.int64)
-    return np.bincount(bins, minlength=num_bins).astype(np.int64, copy=False)
+    width = within.bin_width(num_bins)
+    bins = above_low if width == 1 else above_low // np.uint64(width)
+    return np.bincount(bins.view(np.int64), minlength=num_bins).astype(np.int64, copy=False)
 
 
 @dataclass
