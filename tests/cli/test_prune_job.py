@@ -48,11 +48,19 @@ def job(model_folder: Path, tmp_path: Path) -> PruneJob:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("method", "scope"), [("magnitude", "global"), ("random", "tensor")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("method", ["magnitude", "random"])
 def test_same_bytes_over_any_number_of_ranks(
-    pool: ProcessPool, tmp_path: Path, job: PruneJob, method: Method, scope: Scope, world_size: int
+    pool: ProcessPool,
+    tmp_path: Path,
+    job: PruneJob,
+    method: Method,
+    scope: Scope,
+    dtype: torch.dtype,
+    world_size: int,
 ) -> None:
-    asked = dataclasses.replace(job, method=method, scope=scope)
+    asked = dataclasses.replace(job, method=method, scope=scope, dtype=dtype)
     run_alone(asked)
     spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
     assert pool.run(world_size, run_on_rank, world_size, [spread]) == [""] * world_size
