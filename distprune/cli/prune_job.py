@@ -27,7 +27,7 @@ from distprune.checkpoint import (
 )
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.collectives import together
+from distprune.collectives import agree, together
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.methods import Method, PruneReport, Scope, check_amount, prune_model
 
@@ -117,7 +117,6 @@ def _open(job: PruneJob, path: Path, ranks: Ranks) -> tuple[HfDirectory, torch.T
     seen: dict[str, str] = {}
     tokens: torch.Tensor | None = None
     with together(ranks.comm):
-        check_output(job.output, overwrite=job.overwrite, source=path)
         directory = open_directory(path)
         seen["model files"] = directory.fingerprint()
         if job.evaluate_on is not None:
@@ -130,8 +129,7 @@ def _open(job: PruneJob, path: Path, ranks: Ranks) -> tuple[HfDirectory, torch.T
                 tokenizer, job.evaluate_on, max_tokens=job.evaluation_tokens, sequence_length=job.evaluation_length
             )
             seen["evaluation tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    with together(ranks.comm, **seen):
-        pass
+    agree(ranks.comm, seen)
     return directory, tokens
 
 

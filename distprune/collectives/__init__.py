@@ -12,7 +12,7 @@ from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
-from distprune.collectives.roster import Member, Roster, exchange_roster, roster_of_all, roster_of_one
+from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,7 +28,6 @@ __all__ = [
     "Traffic",
     "agree",
     "communicator",
-    "exchange_roster",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distprune.collectives.agree import same_everywhere
 from distprune.collectives.base import Communicator
 
-__all__ = ["Member", "Roster", "exchange_roster", "roster_of_all", "roster_of_one"]
+__all__ = ["Member", "Roster", "roster_of_all", "roster_of_one"]
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,6 @@ class Roster:
         return {member.name: i for i, member in enumerate(self.members)}
 
 
-def exchange_roster(comm: Communicator, members: Sequence[Member]) -> Roster:
-    """Return the union of all ranks' lists; every rank of ``comm`` must call it.
-
-    One round of 72 bytes where all ranks hold the same list. Where they hold different ones, the lists
-    travel once (two more rounds; bytes: ranks x the longest list as text). The order keeps every
-    rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that the
-    stages of a pipeline come out in the order of the whole model.
-
-    Raises:
-        ValueError: on every rank, when a name stands twice in one list, ranks give one name different
-            shapes or dtypes, or list the same parameters in different orders.
-    """
-    own = [[member.name, list(member.global_shape), member.dtype] for member in members]
-    all_same, _ = same_everywhere(comm, own)
-    return roster_of_all(comm, members) if not all_same else roster_of_one(comm, members)
-
-
 def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
     roster = _merge([list(members)])
@@ -64,7 +46,16 @@ def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
-    """Gather all lists (two rounds) and merge them: :func:`exchange_roster` without its first round."""
+    """Return the union of all ranks' lists; every rank of ``comm`` must call it.
+
+    The lists travel once (two rounds; bytes: ranks x the longest list as text). The order keeps every
+    rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that the
+    stages of a pipeline come out in the order of the whole model.
+
+    Raises:
+        ValueError: on every rank, when a name stands twice in one list, ranks give one name different
+            shapes or dtypes, or list the same parameters in different orders.
+    """
     lists = comm.gather([[member.name, list(member.global_shape), member.dtype] for member in members])
     # From here on every rank works on the same lists, so every rank raises the same error.
     return _merge([[Member(name, tuple(shape), dtype) for name, shape, dtype in entries] for entries in lists])

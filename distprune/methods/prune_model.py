@@ -93,15 +93,6 @@ def prune_model(
         NotImplementedError: on every rank: a ``Partial`` placement, or FSDP1.
     """
     comm = communicator(group)
-    facts = {
-        "method": repr(method),
-        "amount": repr(amount),
-        "scope": repr(scope),
-        "seed": repr(seed),
-        "again": repr(again),
-        "include": [_shown(pattern) for pattern in include],
-        "exclude": [_shown(pattern) for pattern in exclude],
-    }
     shards: list[LocalShard] = []
     num_matches: list[int] = []
     error: Exception | None = None
@@ -111,7 +102,8 @@ def prune_model(
         shards = [local_shard(name, parameter) for name, parameter in targets.items() if is_held(parameter)]
     except Exception as caught:
         error = caught
-    request = _Request(method, amount, scope, seed, again, facts, [*facts["include"], *facts["exclude"]], num_matches)
+    shown = {"include": [*map(_shown, include)], "exclude": [*map(_shown, exclude)]}
+    request = _Request(method, amount, scope, seed, again, shown, num_matches)
     return _prune(comm, shards, request, error)
 
 
@@ -132,14 +124,7 @@ def prune_shards(
     must call it, with its own shards in the same order; communication and errors are those of
     :func:`prune_model`.
     """
-    facts = {
-        "method": repr(method),
-        "amount": repr(amount),
-        "scope": repr(scope),
-        "seed": repr(seed),
-        "again": repr(again),
-    }
-    return _prune(communicator(group), shards, _Request(method, amount, scope, seed, again, facts, [], []), None)
+    return _prune(communicator(group), shards, _Request(method, amount, scope, seed, again, {}, []), None)
 
 
 @dataclass(frozen=True)
@@ -149,9 +134,13 @@ class _Request:
     scope: str
     seed: int | None
     again: bool
-    facts: Mapping[str, object]  # what all ranks must agree on, as it is shown when they do not
-    patterns: list[str]
-    num_matches: list[int]  # on this rank, of each pattern
+    patterns: Mapping[str, list[str]]  # by the argument's name, as they are shown
+    num_matches: list[int]  # on this rank, of each pattern, in that order
+
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks must agree on, as it is shown when they do not."""
+        arguments = ("method", "amount", "scope", "seed", "again")
+        return {**{name: repr(getattr(self, name)) for name in arguments}, **self.patterns}
 
     def check(self) -> None:
         if self.method not in _METHODS:
@@ -237,15 +226,16 @@ def _agree(comm: Communicator, shards: Sequence[LocalShard], request: _Request, 
     """Return the roster, or raise on all ranks: one round where all ranks say the same."""
     members = [Member(s.name, s.geometry.global_shape, str(s.local.dtype)) for s in shards]
     described = [[m.name, list(m.global_shape), m.dtype] for m in members]
-    said = [request.facts, request.num_matches, described]
+    said = [request.facts(), request.num_matches, described]
     all_same, any_failed = same_everywhere(comm, said, failed=error is not None)
     if all_same and not any_failed:
         roster, num_matches = roster_of_one(comm, members), request.num_matches
     else:
-        agree(comm, request.facts, error)
+        agree(comm, request.facts(), error)
         roster = roster_of_all(comm, members)
         num_matches = comm.sum(torch.tensor(request.num_matches, dtype=torch.int64)).tolist()
-    for pattern, num in zip(request.patterns, num_matches, strict=True):
+    patterns = itertools.chain.from_iterable(request.patterns.values())
+    for pattern, num in zip(patterns, num_matches, strict=True):
         if num == 0:
             raise ValueError(f"the pattern {pattern} matches no parameter of the model")
     if not roster.members:

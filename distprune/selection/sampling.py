@@ -29,19 +29,13 @@ _NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket
 
 def sample_brackets(comm: Communicator, states: Sequence[Undecided], entries: Sequence[Entry], num_words: int) -> None:
     """Set the key range of every state to its bracket: two rounds of ``num_words`` int64 a competition."""
-    slots = np.zeros((len(states), num_words), dtype=np.int64)
-    for entry in entries:
-        if entry.owned and entry.geometry.local_numel:
-            _fill_slots(slots[entry.competition], entry, states[entry.competition])
-    for state, row in zip(states, comm.sum(torch.from_numpy(slots)).numpy(), strict=True):
-        state.keys = _bracket_of_slots(state, row)
-
-    strides = np.zeros((len(states), num_words), dtype=np.int64)
-    for entry in entries:
-        if entry.owned and entry.geometry.local_numel:
-            _count_strides(strides[entry.competition], entry, states[entry.competition])
-    for state, row in zip(states, comm.sum(torch.from_numpy(strides)).numpy(), strict=True):
-        state.keys = _bracket_of_strides(state, row)
+    for fill, bracket in ((_fill_slots, _bracket_of_slots), (_count_strides, _bracket_of_strides)):
+        rows = np.zeros((len(states), num_words), dtype=np.int64)
+        for entry in entries:
+            if entry.owned and entry.geometry.local_numel:
+                fill(rows[entry.competition], entry, states[entry.competition])
+        for state, row in zip(states, comm.sum(torch.from_numpy(rows)).numpy(), strict=True):
+            state.keys = bracket(state, row)
 
 
 def _fill_slots(row: Words, entry: Entry, state: Undecided) -> None:

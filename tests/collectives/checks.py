@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.collectives import Communicator, Member, agree, exchange_roster, together
+from distprune.collectives import Communicator, Member, agree, roster_of_all, roster_of_one, together
 
 __all__ = ["check_all"]
 
@@ -79,24 +79,25 @@ def _check_together(comm: Communicator) -> None:
 
 def _check_roster(comm: Communicator) -> None:
     one = [Member("b", (2, 3), "torch.float32"), Member("a", (4,), "torch.float32")]
-    roster = exchange_roster(comm, one)
+    roster = roster_of_all(comm, one)
+    assert roster_of_one(comm, one) == roster
     assert (list(roster.members), roster.first_holder, roster.num_holders) == (one, (0, 0), (comm.size,) * 2)
     # A pipeline: every rank has two layers of its own, and all share the norm.
     norm = Member("norm", (3,), "torch.float32")
     own = [Member(f"layers.{2 * comm.rank + i}.w", (3,), "torch.float32") for i in range(2)]
-    roster = exchange_roster(comm, [*own, norm])
+    roster = roster_of_all(comm, [*own, norm])
     names = [f"layers.{i}.w" for i in range(2 * comm.size)] + ["norm"]
     assert [member.name for member in roster.members] == names
     assert roster.first_holder == (*(i // 2 for i in range(2 * comm.size)), 0)
     assert roster.num_holders == ((1,) * 2 * comm.size) + (comm.size,)
     with pytest.raises(ValueError, match="twice"):
-        exchange_roster(comm, [norm, norm])
+        roster_of_all(comm, [norm, norm])
     if comm.size > 1:
         with pytest.raises(ValueError, match="different orders"):
-            exchange_roster(comm, one if comm.rank else one[::-1])
+            roster_of_all(comm, one if comm.rank else one[::-1])
         other = Member("b", (2, 3), "torch.float32" if comm.rank else "torch.bfloat16")
         with pytest.raises(ValueError, match="disagree on parameter 'b'"):
-            exchange_roster(comm, [other])
+            roster_of_all(comm, [other])
 
 
 def _fail_on_last(comm: Communicator, kind: type[Exception]) -> None:
