@@ -1,6 +1,59 @@
-"""Prune sharded PyTorch models in the layout they are already in."""
+"""Prune sharded PyTorch models in the layout they are already in.
 
-from distprune.methods import ParameterReport, PruneReport, prune_model, prune_shards
+``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
+"""
+
+from distprune.methods import (
+    BasePruningMethod,
+    CustomFromMask,
+    Identity,
+    L1Unstructured,
+    LnStructured,
+    ParameterReport,
+    PruneReport,
+    PruningContainer,
+    RandomStructured,
+    RandomUnstructured,
+    custom_from_mask,
+    global_unstructured,
+    identity,
+    is_pruned,
+    l1_unstructured,
+    ln_structured,
+    prune_each,
+    prune_model,
+    prune_shards,
+    random_structured,
+    random_unstructured,
+    remove,
+    shard_masks,
+)
 from distprune.shards import Geometry, LocalShard
 
-__all__ = ["Geometry", "LocalShard", "ParameterReport", "PruneReport", "prune_model", "prune_shards"]
+__all__ = [
+    "BasePruningMethod",
+    "CustomFromMask",
+    "Geometry",
+    "Identity",
+    "L1Unstructured",
+    "LnStructured",
+    "LocalShard",
+    "ParameterReport",
+    "PruneReport",
+    "PruningContainer",
+    "RandomStructured",
+    "RandomUnstructured",
+    "custom_from_mask",
+    "global_unstructured",
+    "identity",
+    "is_pruned",
+    "l1_unstructured",
+    "ln_structured",
+    "prune_each",
+    "prune_model",
+    "prune_shards",
+    "random_structured",
+    "random_unstructured",
+    "remove",
+    "shard_masks",
+]

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
+import numbers
 
-__all__ = ["check_amount", "num_to_prune"]
+__all__ = ["check_amount", "check_seed", "num_to_prune"]
 
 
 def check_amount(amount: int | float) -> None:
     """Raise unless ``amount`` is an int >= 0 or a float in [0, 1]; the rule of ``torch.nn.utils.prune``.
 
     Raises:
-        TypeError: it is no number, or a bool.
+        TypeError: it is no real number, or a bool.
         ValueError: it is out of range.
     """
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
+    if isinstance(amount, bool) or not isinstance(amount, numbers.Real):
         raise TypeError(f"amount must be an int (how many) or a float (which fraction), not {amount!r}")
-    if isinstance(amount, int) and amount < 0:
-        raise ValueError(f"amount={amount} is negative; an int says how many elements to prune")
-    if isinstance(amount, float) and not (math.isfinite(amount) and 0.0 <= amount <= 1.0):
+    if isinstance(amount, numbers.Integral):
+        if amount < 0:
+            raise ValueError(f"amount={amount} is negative; an int says how many elements to prune")
+    elif not (math.isfinite(amount) and 0.0 <= amount <= 1.0):
         raise ValueError(f"amount={amount} is outside [0.0, 1.0]; a float says which fraction to prune")
+
+
+def check_seed(seed: int | None) -> None:
+    """Raise unless ``seed`` is an int or ``None``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or None, not {seed!r}")
 
 
 def num_to_prune(amount: int | float, num_unpruned: int, where: str) -> int:
@@ -28,7 +40,7 @@ def num_to_prune(amount: int | float, num_unpruned: int, where: str) -> int:
     Raises:
         ValueError: more than there are; ``where`` names them.
     """
-    wanted = amount if isinstance(amount, int) else round(amount * num_unpruned)
+    wanted = int(amount) if isinstance(amount, numbers.Integral) else round(float(amount) * num_unpruned)
     if wanted > num_unpruned:
         raise ValueError(f"amount={amount} is more than the {num_unpruned} unpruned elements left in {where}")
     return wanted

@@ -12,21 +12,23 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from distprune.shards import decoder_blocks
+from distprune.shards import FlatPart, LocalShard, decoder_blocks, find_flat_parts, is_held, local_shard
 
-__all__ = ["Pattern", "find_targets", "release_unsharded"]
+__all__ = ["Pattern", "find_targets"]
 
 Pattern = str | nn.Module
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
+# A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
+_Held = torch.Tensor | FlatPart
+
 
 def find_targets(
     model: nn.Module, include: Sequence[Pattern], exclude: Sequence[Pattern]
-) -> tuple[dict[str, nn.Parameter], list[int]]:
-    """Return the parameters to prune by name, in the model's order, and how many each pattern matched.
+) -> tuple[list[LocalShard], list[int]]:
+    """Return this rank's parts of the parameters to prune, in the model's order, and how many each pattern matched.
 
     Without ``include``: the weights (two dims or more) of all layers but embeddings inside the decoder
     blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name
@@ -34,43 +36,52 @@ def find_targets(
     ``exclude`` takes away. A tied weight counts once, under its first name, and matches by any of its
     names. The counts are of ``include``, then of ``exclude``.
 
+    Parameters that FSDP left unsharded after a forward are put back to their shards first. No communication.
+
     Raises:
-        NotImplementedError: the model is wrapped in FSDP1.
+        NotImplementedError: a ``Partial`` placement.
         TypeError: a pattern that is neither a string nor a module.
     """
     for pattern in (*include, *exclude):
         if not isinstance(pattern, str | nn.Module):
             raise TypeError(f"a pattern is a string or a module, not {type(pattern).__name__}: {pattern!r}")
-    if any(isinstance(module, FSDP1) for module in model.modules()):
-        raise NotImplementedError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1); shard it with torch.distributed.fsdp."
-            "fully_shard (FSDP2) to prune it"
-        )
-    bare = _bare(model)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in bare.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(_clean(name))
-    num_matches = [0] * (len(include) + len(exclude))
-    targets: dict[str, nn.Parameter] = {}
-    by_default = _weights_of(_blocks_or_all(bare)) if not include else set()
-    weights_inside = [_weights_of([p]) if isinstance(p, nn.Module) else set() for p in (*include, *exclude)]
-    for parameter, aliases in names.items():
-        hits = [
-            parameter in inside if isinstance(pattern, nn.Module) else any(fnmatchcase(a, pattern) for a in aliases)
-            for pattern, inside in zip((*include, *exclude), weights_inside, strict=True)
-        ]
-        num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
-        wanted = any(hits[: len(include)]) if include else parameter in by_default
-        if wanted and not any(hits[len(include) :]):
-            targets[aliases[0]] = parameter
-    return targets, num_matches
-
-
-def release_unsharded(model: nn.Module) -> None:
-    """Put FSDP2 modules that are still unsharded after a forward back to their shards. No communication."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    flat_parts = find_flat_parts(model)
+    bare = _bare(model)
+    names: dict[_Held, list[str]] = {}
+    for prefix, module in bare.named_modules(remove_duplicate=False):
+        for name, held in _held_by(module, flat_parts):
+            names.setdefault(held, []).append(_clean(f"{prefix}.{name}" if prefix else name))
+    num_matches = [0] * (len(include) + len(exclude))
+    targets: dict[str, _Held] = {}
+    by_default = _weights_of(_blocks_or_all(bare), flat_parts) if not include else set()
+    weights_inside = [_weights_of([p], flat_parts) if isinstance(p, nn.Module) else set() for p in (*include, *exclude)]
+    for held, aliases in names.items():
+        hits = [
+            held in inside if isinstance(pattern, nn.Module) else any(fnmatchcase(a, pattern) for a in aliases)
+            for pattern, inside in zip((*include, *exclude), weights_inside, strict=True)
+        ]
+        num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
+        wanted = any(hits[: len(include)]) if include else held in by_default
+        if wanted and not any(hits[len(include) :]):
+            targets[aliases[0]] = held
+    shards = []
+    for name, held in targets.items():
+        if isinstance(held, FlatPart):
+            shards.append(held.local_shard(name))
+        elif is_held(held):
+            shards.append(local_shard(name, held))
+    return shards, num_matches
+
+
+def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], FlatPart]) -> list[tuple[str, _Held]]:
+    """Return the parameters of ``module`` itself, FSDP1's under their original names."""
+    own: dict[str, _Held] = {name: p for name, p in module._parameters.items() if p is not None}
+    own.pop("_flat_param", None)
+    own.update({name: part for (key, name), part in flat_parts.items() if key == id(module)})
+    return list(own.items())
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -91,12 +102,12 @@ def _blocks_or_all(model: nn.Module) -> list[nn.Module]:
         return [model]
 
 
-def _weights_of(modules: Sequence[nn.Module]) -> set[torch.Tensor]:
+def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[tuple[int, str], FlatPart]) -> set[_Held]:
     return {
-        parameter
+        held
         for root in modules
         for module in root.modules()
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for parameter in module.parameters(recurse=False)
-        if parameter.ndim >= 2
+        for _, held in _held_by(module, flat_parts)
+        if len(held.shape) >= 2
     }

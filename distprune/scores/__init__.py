@@ -1,6 +1,16 @@
-"""How much each element matters. Higher = keep."""
+"""How much each element, or each channel, matters. Higher = keep."""
 
+from distprune.scores.channel_norm import ChannelPart, Norm, channel_norms, check_norm, unpruned_channels
 from distprune.scores.magnitude import Magnitude
-from distprune.scores.random import Random
+from distprune.scores.random import Random, random_channels
 
-__all__ = ["Magnitude", "Random"]
+__all__ = [
+    "ChannelPart",
+    "Magnitude",
+    "Norm",
+    "Random",
+    "channel_norms",
+    "check_norm",
+    "random_channels",
+    "unpruned_channels",
+]

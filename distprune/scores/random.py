@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from distprune.shards import LocalShard, flat_chunk
+from distprune.shards import Geometry, LocalShard, flat_chunk
 
-__all__ = ["Random"]
+__all__ = ["Random", "random_channels"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class Random:
         hashed += self._keys[1]
         _mix(hashed)
         return hashed.bitwise_and_(0x7FFFFFFF)
+
+
+def random_channels(name: str, num_channels: int, seed: int) -> torch.Tensor:
+    """Return the scores of a parameter's channels, int32 on the CPU: those of a vector of that name."""
+    vector = LocalShard(name, torch.empty(num_channels), Geometry.whole((num_channels,)))
+    return Random(vector, seed).values(0, num_channels)
 
 
 def _mix(hashed: torch.Tensor) -> None:

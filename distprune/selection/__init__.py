@@ -1,7 +1,7 @@
 """Which k: the exact choice of the lowest among competitors that no rank holds together."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.eligible import Eligible, NonZero, WhereTrue
+from distprune.selection.eligible import Eligible, NonZero
 from distprune.selection.kth_value import Selection, select_lowest
 from distprune.selection.order import Order, common_order
 from distprune.selection.scan import Entry, Scores
@@ -14,7 +14,6 @@ __all__ = [
     "Order",
     "Scores",
     "Selection",
-    "WhereTrue",
     "common_order",
     "select_lowest",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from distprune.shards import flat_chunk
 
-__all__ = ["Eligible", "NonZero", "WhereTrue"]
+__all__ = ["Eligible", "NonZero"]
 
 
 class Eligible(Protocol):
@@ -21,7 +21,7 @@ class Eligible(Protocol):
 
 @dataclass(frozen=True)
 class NonZero:
-    """Elements of ``local`` that are not exactly zero: weights pruned in place carry no other mark."""
+    """Elements of ``local`` that are not exactly zero: a mask, or weights that were pruned in place."""
 
     local: torch.Tensor
 
@@ -30,16 +30,3 @@ class NonZero:
 
     def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
         return torch.take(self.local, offsets) != 0
-
-
-@dataclass(frozen=True)
-class WhereTrue:
-    """Elements at which ``mask`` (local shape, any dtype) is not zero."""
-
-    mask: torch.Tensor
-
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        return flat_chunk(self.mask, start, stop).to(torch.bool)
-
-    def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
-        return torch.take(self.mask, offsets).to(torch.bool)

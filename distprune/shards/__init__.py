@@ -1,21 +1,27 @@
 """Where my elements sit: every layout reduced to flat indices. No communication."""
 
-from distprune.shards.census import Census, take_census
+from distprune.shards.census import Census, checksum, take_census
 from distprune.shards.decoder_blocks import decoder_blocks
+from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
 from distprune.shards.layouts import is_held, local_shard
-from distprune.shards.local_shard import LocalShard, chunk_size, flat_chunk, flat_chunks
+from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
 
 __all__ = [
     "Census",
+    "FlatPart",
     "Geometry",
     "LocalShard",
     "Runs",
     "Split",
+    "checksum",
     "chunk_size",
+    "cut",
     "decoder_blocks",
+    "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
+    "is_flattened",
     "is_held",
     "local_shard",
     "runs_of_splits",

@@ -15,7 +15,7 @@ import torch
 
 from distprune.shards.geometry import Geometry
 
-__all__ = ["LocalShard", "chunk_size", "flat_chunk", "flat_chunks"]
+__all__ = ["LocalShard", "chunk_size", "cut", "flat_chunk", "flat_chunks"]
 
 _CPU_CHUNK = 1 << 16  # elements: the temporaries of one chunk stay in a core's second-level cache
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
@@ -81,3 +81,17 @@ def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     size = chunk_size(tensor.device)
     for start in range(0, tensor.numel(), size):
         yield start, flat_chunk(tensor, start, min(start + size, tensor.numel()))
+
+
+def cut(whole: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Return the local part of ``whole`` that ``geometry`` names: a view where every dim is one run."""
+    if tuple(whole.shape) != geometry.global_shape:
+        raise ValueError(f"{tuple(whole.shape)=} is not the global shape {geometry.global_shape}")
+    if geometry.local_numel == 0:
+        return whole.new_empty(geometry.local_shape)
+    for dim, runs in enumerate(geometry.dim_runs[: whole.ndim]):
+        if len(runs) == 1:
+            whole = whole.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
+        else:
+            whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return whole

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import prune_model
@@ -62,16 +62,3 @@ def test_real_wrappers_equal_one_process(pool: ProcessPool, layout: str, world_s
         for name, whole in model.named_parameters():
             flat, values = parts[name]
             assert torch.equal(whole.detach().flatten()[flat.long()].double(), values), name
-
-
-def refused_on_rank(_: int) -> str:
-    model = FullyShardedDataParallel(decoder(), use_orig_params=True, device_id=torch.device("cpu"))
-    try:
-        prune_model(model, method="magnitude", amount=0.5)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
-def test_fsdp1_is_refused(pool: ProcessPool) -> None:
-    assert all("FSDP2" in text for text in pool.run(2, refused_on_rank))

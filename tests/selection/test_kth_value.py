@@ -12,8 +12,8 @@ from distprune.scores import Magnitude
 from distprune.selection import (
     Competition,
     Entry,
+    NonZero,
     Selection,
-    WhereTrue,
     common_order,
     kth_value,
     sampling,
@@ -39,7 +39,7 @@ def select(
         if masks:  # the very first element is out
             mask = torch.ones(part.shape)
             mask[: 1 - first] = 0
-            eligible = WhereTrue(mask)
+            eligible = NonZero(mask)
         entries.append(Entry(f"c{i}", Magnitude(shard), geometry, True, i, 0, eligible))
     return select_lowest(comm, competitions, entries)
 

@@ -1,0 +1,25 @@
+"""A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
+
+from distprune.masks.fsdp2 import Fsdp2Params, Managed
+from distprune.masks.in_place import num_zeros_once_pruned, zero_where_pruned
+from distprune.masks.reparametrized import (
+    DropProduct,
+    Snapshot,
+    product,
+    reparametrize,
+    restore,
+    undo_reparametrization,
+)
+
+__all__ = [
+    "DropProduct",
+    "Fsdp2Params",
+    "Managed",
+    "Snapshot",
+    "num_zeros_once_pruned",
+    "product",
+    "reparametrize",
+    "restore",
+    "undo_reparametrization",
+    "zero_where_pruned",
+]

@@ -1,0 +1,210 @@
+"""The mask inside FSDP2: multiplied into the shard before the all-gather.
+
+Nouns are torch's (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): the *sharded parameter* is
+the DTensor an optimizer holds, the *sharded data* its padded local values, from which every all-gather
+is filled. A pruned parameter hands out its sharded data already masked. So no rank ever holds a whole
+mask, the product costs 1/N, and everything after it (mixed precision, resharding to a smaller mesh,
+prefetching, CPU offload) is FSDP2's own.
+
+This is the only file that knows private names of FSDP2. They are looked up when it is imported, and
+their absence is reported when a parameter that FSDP2 manages is pruned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+__all__ = ["Fsdp2Params", "Managed", "missing_names"]
+
+# What this file reads and overrides, as torch 2.11 to 2.15 name it.
+_PARAM_NAMES = ("_module_info", "_sharded_param_data", "sharded_param", "reset_sharded_param", "sharded_state")
+
+
+def missing_names(param_class: type) -> list[str]:
+    """Return the names this file relies on that ``param_class`` no longer mentions."""
+    try:
+        source = inspect.getsource(param_class)
+    except (OSError, TypeError):  # torch without its sources: the tests of that build have to tell
+        return []
+    return [name for name in _PARAM_NAMES if name not in source]
+
+
+_MISSING = missing_names(FSDPParam)
+
+
+class _MaskedParam(FSDPParam):
+    """An ``FSDPParam`` whose all-gathers start from masked data. Instances change into it and back."""
+
+    _watched: tuple[weakref.ReferenceType[torch.Tensor], RemovableHandle] | None
+
+    @property  # type: ignore[explicit-override]
+    def _sharded_param_data(self) -> torch.Tensor:
+        """The product of data and mask, 1-D and padded, made anew for every all-gather."""
+        data: torch.Tensor = self.__dict__["_sharded_param_data"]
+        local_mask = _local_mask(self)
+        if local_mask.numel() == data.numel():
+            return data * local_mask.view(-1).to(data.device)
+        masked = data.clone()
+        masked[: local_mask.numel()].mul_(local_mask.reshape(-1).to(data.device))  # the rest is padding
+        return masked
+
+    @_sharded_param_data.setter
+    def _sharded_param_data(self, data: torch.Tensor) -> None:
+        self.__dict__["_sharded_param_data"] = data
+
+    @override
+    def reset_sharded_param(self) -> None:
+        """Look for a new sharded parameter, as after ``.to()`` or ``load_state_dict(assign=True)``."""
+        param: Any = self
+        param.__class__ = FSDPParam  # it compares storages: let it see the data themselves
+        try:
+            param.reset_sharded_param()
+        finally:
+            param.__class__ = _MaskedParam
+            _watch_gradient(self)
+
+
+def _local_mask(param: FSDPParam) -> torch.Tensor:
+    info = param._module_info
+    mask = info.module.get_buffer(info.param_name.removesuffix("_orig") + "_mask")
+    if not isinstance(mask, DTensor):
+        raise ValueError(
+            f"the mask of {info.param_name!r} is a plain tensor of shape {tuple(mask.shape)}, its parameter is sharded "
+            "by FSDP2; call distprune.shard_masks(model) after loading or moving masks"
+        )
+    return mask._local_tensor
+
+
+def _watch_gradient(param: Any) -> None:
+    """Mask the sharded gradient as FSDP2 accumulates it: the unsharded weight's is dense."""
+    sharded: Any = param.sharded_param
+    if getattr(param, "_watched", None) is not None:
+        watched, handle = param._watched
+        if watched() is sharded and sharded.requires_grad:
+            return
+        handle.remove()
+        param._watched = None
+    if not sharded.requires_grad:
+        return
+    reference = weakref.ref(param)
+
+    def mask_gradient(parameter: torch.Tensor) -> None:
+        param = reference()
+        if param is not None and parameter.grad is not None:
+            gradient = cast(DTensor, parameter.grad)._local_tensor
+            gradient.mul_(_local_mask(param).to(gradient.device))
+
+    param._watched = weakref.ref(sharded), sharded.register_post_accumulate_grad_hook(mask_gradient)
+
+
+@dataclass(frozen=True)
+class Managed:
+    """One parameter that FSDP2 manages."""
+
+    param: Any  # FSDPParam
+    group: Any  # FSDPParamGroup
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several modules use this one parameter (tied weights)."""
+        return bool(self.param._module_info.shared_modules)
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in its module."""
+        return str(self.param._module_info.param_name)
+
+    @property
+    def is_masked(self) -> bool:
+        return isinstance(self.param, _MaskedParam)
+
+    def release(self) -> None:
+        """Put the parameter's group back to its shards. No communication."""
+        self.group.reshard()
+
+    def rename(self, name: str, *, masked: bool) -> None:
+        """Follow the parameter to its new ``name`` in its module; mask it from now on, or no longer."""
+        param = self.param
+        param._module_info.param_name = name
+        param.__class__ = _MaskedParam if masked else FSDPParam
+        if masked:
+            _watch_gradient(param)
+        elif getattr(param, "_watched", None) is not None:
+            param._watched[1].remove()
+            param._watched = None
+
+
+class Fsdp2Params:
+    """Finds what FSDP2 manages; made once for a call, after which modules must not be sharded."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], Managed] = {}
+        for state in _states():
+            for group in _groups(state):
+                for param in group.fsdp_params:
+                    info, managed = param._module_info, Managed(param, group)
+                    self._found[id(info.module), info.param_name] = managed
+                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                        self._found[id(module), name] = managed
+
+    def find(self, module: nn.Module, name: str) -> Managed | None:
+        """Return what FSDP2 manages under ``name`` in ``module``, if it does.
+
+        Raises:
+            NotImplementedError: it does, but this torch names its parts differently.
+        """
+        managed = self._found.get((id(module), name))
+        if managed is not None:
+            check_names(_MISSING)
+        return managed
+
+
+def check_names(missing: list[str]) -> None:
+    """Raise if names that this file relies on are ``missing``.
+
+    Raises:
+        NotImplementedError: saying which.
+    """
+    if missing:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found in FSDPParam), "
+            "so a mask cannot be put before its all-gather; use a torch this version of distprune was tested with, "
+            "or prune in place with distprune.prune_model"
+        )
+
+
+def _states() -> Iterator[FSDPState]:
+    seen: set[int] = set()
+    for reference in _snapshot():
+        state = reference()
+        if isinstance(state, FSDPState) and id(state) not in seen:
+            seen.add(id(state))
+            yield state
+
+
+def _snapshot() -> list[weakref.ReferenceType[Any]]:
+    while True:  # another thread may be sharding its own model
+        try:
+            return list(_module_state_mapping.values())
+        except RuntimeError:
+            continue
+
+
+def _groups(state: FSDPState) -> list[Any]:
+    if "_fsdp_param_groups" in state.__dict__:  # torch 2.13 on
+        return list(state._fsdp_param_groups)
+    group = state.__dict__.get("_fsdp_param_group")
+    return [] if group is None else [group]

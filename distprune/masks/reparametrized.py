@@ -1,0 +1,229 @@
+"""A parameter as a product: the contract of ``torch.nn.utils.prune``.
+
+Nouns: ``name_orig`` is the *original*, the parameter itself under a new name, the same object as
+before; ``name_mask`` is a buffer in the original's layout (bool where that is a DTensor, else of the
+original's dtype); ``name`` is the *product* of the two. The product lives in the module during its
+forward, where a pre-hook puts it and a post-hook takes it away, and is computed on demand outside. So
+it is never stale, holds no memory between steps, and modules can be copied and pickled.
+
+Under FSDP2 the original is masked before it is gathered (see ``fsdp2``), and during forward the
+product is the gathered original itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distprune.masks.fsdp2 import Managed
+from distprune.masks.in_place import zero_where_pruned
+from distprune.shards import cut, local_shard
+
+__all__ = ["DropProduct", "Snapshot", "product", "reparametrize", "restore", "undo_reparametrization"]
+
+
+def product(module: nn.Module, name: str) -> torch.Tensor:
+    """Return mask times original, in the layout the original is in now. No communication.
+
+    The gathered original of FSDP2 is masked already; a view of it is returned.
+    """
+    original: torch.Tensor = getattr(module, name + "_orig")
+    mask: torch.Tensor = getattr(module, name + "_mask")
+    if isinstance(mask, DTensor):
+        if _same_layout(original, mask):
+            return original * mask
+        return original.view_as(original)
+    if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
+        return original * _dtensor_like(original, _local_mask(name, original, mask).to(original.dtype))
+    return mask.to(dtype=original.dtype) * original
+
+
+def _same_layout(tensor: torch.Tensor, mask: DTensor) -> bool:
+    return (
+        isinstance(tensor, DTensor) and tensor.placements == mask.placements and tensor.device_mesh == mask.device_mesh
+    )
+
+
+def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``mask``, a whole or a DTensor like ``parameter``."""
+    if isinstance(mask, DTensor):
+        return mask.to_local()
+    return cut(mask, local_shard(name, parameter).geometry).reshape(parameter.to_local().shape)
+
+
+def _dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class _Product:
+    """What ``module.name`` is outside of the module's forward."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        parameters = module._parameters
+        if self._name in parameters:  # the class may outlive the pruning
+            return parameters[self._name]
+        if self._name + "_orig" not in parameters:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+        return product(module, self._name)
+
+
+class DropProduct:
+    """A forward hook that takes the product out of the module again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        module.__dict__.pop(self.name, None)
+
+
+_CLASSES: dict[tuple[type, frozenset[str]], type] = {}
+
+
+def _class_with_products(base: type, names: frozenset[str]) -> type:
+    """Return the subclass of ``base`` whose attributes ``names`` are products."""
+    if not names:
+        return base
+    if (base, names) not in _CLASSES:
+        members = {
+            **{name: _Product(name) for name in names},
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__reduce_ex__": _reduce,
+            "_pruned_base": base,
+            "_pruned_names": names,
+        }
+        _CLASSES[base, names] = type(base.__name__, (base,), members)
+    return _CLASSES[base, names]
+
+
+def _reduce(module: nn.Module, _: int) -> tuple[Any, ...]:
+    """Pickle and copy without products: they follow from the original and the mask."""
+    cls = cast(Any, type(module))
+    getstate = cast(Any, module).__getstate__
+    state: dict[str, Any] = dict(getstate() or {})
+    products = [state.pop(name) for name in cls._pruned_names if name in state]
+    if isinstance(module, nn.RNNBase):  # it lists its weights a second time
+        state["_flat_weights"] = [
+            None if name in cls._pruned_names else weight
+            for name, weight in zip(module._flat_weights_names, module._flat_weights, strict=True)
+        ]
+    del products
+    return _rebuild, (cls._pruned_base, tuple(sorted(cls._pruned_names))), state
+
+
+def _rebuild(base: type, names: tuple[str, ...]) -> Any:
+    cls: Any = _class_with_products(base, frozenset(names))
+    return cls.__new__(cls)
+
+
+def _set_products(module: nn.Module, name: str, *, present: bool) -> None:
+    cls = cast(Any, type(module))
+    if "_pruned_names" in cls.__dict__:
+        base, names = cls._pruned_base, cls._pruned_names
+    else:
+        base, names = cls, frozenset[str]()
+    module.__class__ = _class_with_products(base, names | {name} if present else names - {name})
+
+
+def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Managed | None) -> None:
+    """Turn ``name`` into the product of its original and ``mask``; a mask it has is replaced. Local.
+
+    The pre-hook is the caller's to register. ``mask`` is in the parameter's layout.
+    """
+    original = name + "_orig"
+    if original not in module._parameters:
+        parameter = module._parameters.pop(name)
+        module.register_parameter(original, parameter)
+    module.__dict__.pop(name, None)
+    module._buffers.pop(name + "_mask", None)
+    module.register_buffer(name + "_mask", mask)
+    _set_products(module, name, present=True)
+    if not any(isinstance(hook, DropProduct) and hook.name == name for hook in module._forward_hooks.values()):
+        module.register_forward_hook(DropProduct(name), always_call=True)
+    if managed is not None:
+        managed.rename(original, masked=isinstance(mask, DTensor))
+    if isinstance(module, nn.RNNBase):
+        # Its own list of weights must not keep the original.
+        module._flat_weights[module._flat_weights_names.index(name)] = product(module, name)
+
+
+@torch.no_grad()
+def undo_reparametrization(module: nn.Module, name: str, managed: Managed | None) -> None:
+    """Write the product into the original and give it its name back: pruned for good. Local."""
+    parameter = cast(nn.Parameter, module._parameters[name + "_orig"])
+    mask = cast(torch.Tensor, module._buffers[name + "_mask"])
+    if isinstance(parameter, DTensor):
+        zero_where_pruned(parameter.to_local(), _local_mask(name, parameter, mask).bool())
+    else:
+        parameter.data = product(module, name).data
+    restore(module, name, managed)
+
+
+def restore(module: nn.Module, name: str, managed: Managed | None) -> None:
+    """Give the original its name back, as it is, and take the mask and the product away. Local."""
+    parameter = cast(nn.Parameter, module._parameters.pop(name + "_orig"))
+    module._buffers.pop(name + "_mask", None)
+    module._non_persistent_buffers_set.discard(name + "_mask")
+    module.__dict__.pop(name, None)
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, DropProduct) and hook.name == name:
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+    _set_products(module, name, present=False)
+    if managed is not None:
+        managed.rename(name, masked=False)
+    setattr(module, name, parameter)
+
+
+@dataclass
+class Snapshot:
+    """What a failed call puts back: the registries of one module, and FSDP2's view of one parameter."""
+
+    module: nn.Module
+    managed: Managed | None
+
+    def __post_init__(self) -> None:
+        module = self.module
+        self._class = type(module)
+        self._attributes = dict(module.__dict__)
+        self._registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
+        self._flat_weights = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
+        if self.managed is not None:
+            self._name, self._masked = self.managed.name, self.managed.is_masked
+
+    def put_back(self) -> None:
+        module = self.module
+        module.__class__ = self._class
+        module.__dict__.clear()
+        module.__dict__.update(self._attributes)
+        for name, saved in self._registries.items():
+            registry = module.__dict__[name]
+            registry.clear()
+            registry.update(saved)
+        if self._flat_weights is not None:
+            cast(nn.RNNBase, module)._flat_weights[:] = self._flat_weights
+        if self.managed is not None:
+            self.managed.rename(self._name, masked=self._masked)
+
+
+_REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+)

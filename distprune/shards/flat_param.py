@@ -1,0 +1,72 @@
+"""FSDP1 (``FullyShardedDataParallel``): parameters as runs of a flattened one. No communication.
+
+Every wrapped module's parameters are flattened and joined, and each rank holds one stretch of the
+whole; so a rank's part of a parameter is a run of its flat indices, which may cut a row or be empty.
+Read off ``FlatParameter`` (``torch/distributed/fsdp/_flat_param.py``), whose layout is documented there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
+
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
+
+__all__ = ["FlatPart", "find_flat_parts", "is_flattened"]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPart:
+    """This rank's part of one original parameter of a ``FlatParameter``."""
+
+    shape: tuple[int, ...]  # of the original parameter
+    local: torch.Tensor  # 1-D, shares storage with the flat parameter
+    geometry: Geometry  # of the flattened original
+    mesh_ranks: torch.Tensor | None  # global ranks the flat parameter is sharded over; None: whole on every rank
+
+    def local_shard(self, name: str) -> LocalShard:
+        """Return the part as a shard; the flattened parameter is its global shape."""
+        if self.mesh_ranks is None:
+            return LocalShard(name, self.local, self.geometry)
+        return LocalShard(name, self.local, self.geometry, owned=True, num_replicas=1, mesh_ranks=self.mesh_ranks)
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP1 holds this parameter in a flat one (``use_orig_params=True``)."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], FlatPart]:
+    """Return this rank's parts by (id of the module, name in it), tied weights under all their names.
+
+    Flat parameters that are still unsharded after a forward are put back to their shards first.
+    """
+    parts: dict[tuple[int, str], FlatPart] = {}
+    for wrapped in model.modules():
+        if not isinstance(wrapped, FullyShardedDataParallel) or wrapped._handle is None:
+            continue
+        handle: Any = wrapped._handle
+        flat: Any = handle.flat_param
+        is_sharded = handle.uses_sharded_strategy
+        if is_sharded and "_local_shard" in flat.__dict__:  # set up by the first forward
+            _reshard(wrapped, handle, free_unsharded_flat_param=True)
+        ranks = torch.tensor(dist.get_process_group_ranks(handle.process_group)) if is_sharded else None
+        data = flat.detach()
+        for info, shape, numel, place in zip(
+            flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
+        ):
+            start, stop = (place.intra_param_start_idx, place.intra_param_end_idx + 1) if place.in_shard else (0, 0)
+            local = data[place.offset_in_shard :][: stop - start] if place.in_shard else data[:0]
+            geometry = Geometry((numel,), ((((start, stop),) if stop > start else ()),))
+            parts[id(info.module), info.param_name] = FlatPart(tuple(shape), local, geometry, ranks)
+        for shared in flat._shared_param_infos:
+            first = parts[id(shared.prim_module), shared.prim_param_name]
+            parts[id(shared.module), shared.param_name] = first
+    return parts
