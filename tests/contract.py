@@ -1,0 +1,220 @@
+"""What is promised: which methods work in which layouts. Contract tests run the list, the README's table shows it.
+
+Nouns: a *script* is a sequence of pruning calls on one model, each on top of the last; a *step* is one
+of them, with the oracle's answer beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.utils.prune as torch_prune
+from torch import nn
+
+import distprune as prune
+from tests.oracle import keep_highest, random_scores
+
+__all__ = ["COLUMNS", "ROWS", "SCRIPTS", "SEED", "Script", "Step", "readme_table"]
+
+SEED = 17
+
+Wholes = dict[str, torch.Tensor]
+Pairs = list[tuple[nn.Module, str]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """``call(pairs, amount)`` prunes; ``oracle(values, masks, amount)`` gives the whole masks after it."""
+
+    row: str
+    call: Callable[[Pairs, Wholes], None]
+    oracle: Callable[[Wholes, Wholes], Wholes]
+
+
+@dataclass(frozen=True)
+class Script:
+    name: str
+    steps: tuple[Step, ...]
+    needs_matrices: bool = False  # structured methods do
+
+
+def count(amount: int | float, num_left: int) -> int:
+    return amount if isinstance(amount, int) else round(amount * num_left)
+
+
+def _each(make: Callable[[int, str, torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Wholes, Wholes], Wholes]:
+    return lambda values, masks: {
+        name: masks[name] & make(i, name, value, masks[name]) for i, (name, value) in enumerate(values.items())
+    }
+
+
+def _by_scores(
+    scores: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], amount: int | float
+) -> list[torch.Tensor]:
+    return keep_highest(scores, masks, count(amount, sum(int(mask.sum()) for mask in masks)))
+
+
+def l1(amount: float) -> Step:
+    return Step(
+        "l1_unstructured",
+        lambda pairs, _: prune.prune_each(pairs, prune.L1Unstructured, amount=amount),
+        _each(lambda _, __, value, mask: _by_scores([value.abs()], [mask], amount)[0]),
+    )
+
+
+def random(amount: float) -> Step:
+    return Step(
+        "random_unstructured",
+        lambda pairs, _: prune.prune_each(pairs, prune.RandomUnstructured, amount=amount, seed=SEED),
+        _each(lambda i, name, v, mask: _by_scores([random_scores(f"{i}.{name}", v.shape, SEED)], [mask], amount)[0]),
+    )
+
+
+def _channels(mask: torch.Tensor, dim: int, amount: float, score: Callable[[int], float]) -> torch.Tensor:
+    """Prune channels of those that have something left; ties from the first up."""
+    left = [c for c in range(mask.shape[dim]) if bool(mask.select(dim, c).any())]
+    keep = torch.ones_like(mask)
+    for channel in sorted(left, key=lambda c: (score(c), c))[: count(amount, len(left))]:
+        keep.select(dim, channel).fill_(False)
+    return keep
+
+
+def _norm(values: torch.Tensor, n: float | str) -> float:
+    """What orders as the L_n norm does, summed exactly."""
+    sizes = [abs(float(v)) for v in values.flatten().double()]
+    if n == math.inf:
+        return max(sizes, default=-math.inf)
+    if n == -math.inf:
+        return min(sizes, default=math.inf)
+    power = 2.0 if n == "fro" else float(n)
+    if power == 0:
+        return float(sum(size != 0 for size in sizes))
+    if power < 0:
+        return -sum(math.inf if size == 0 else size**power for size in sizes)
+    return math.fsum(size**power for size in sizes) if all(map(math.isfinite, sizes)) else math.inf
+
+
+def ln(amount: float, n: float | str, dim: int) -> Step:
+    def oracle(_: int, __: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        pruned = value.masked_fill(~mask, 0)
+        return _channels(mask, dim, amount, lambda c: _norm(pruned.select(dim, c), n))
+
+    return Step(
+        "ln_structured",
+        lambda pairs, _: prune.prune_each(pairs, prune.LnStructured, amount=amount, n=n, dim=dim),
+        _each(oracle),
+    )
+
+
+def random_channels(amount: float, dim: int) -> Step:
+    def oracle(i: int, name: str, _: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = random_scores(f"{i}.{name}", (mask.shape[dim],), SEED)
+        return _channels(mask, dim, amount, lambda c: int(scores[c]))
+
+    return Step(
+        "random_structured",
+        lambda pairs, _: prune.prune_each(pairs, prune.RandomStructured, amount=amount, dim=dim, seed=SEED),
+        _each(oracle),
+    )
+
+
+def identity() -> Step:
+    return Step(
+        "identity",
+        lambda pairs, _: prune.prune_each(pairs, prune.Identity),
+        _each(lambda _, __, ___, mask: mask),
+    )
+
+
+def _checkered(whole: torch.Tensor) -> torch.Tensor:
+    return torch.arange(whole.numel()).view(whole.shape) % 3 != 1
+
+
+def custom() -> Step:
+    def call(pairs: Pairs, values: Wholes) -> None:
+        for module, name in pairs:
+            prune.custom_from_mask(module, name, _checkered(values[name]))
+
+    return Step("custom_from_mask", call, _each(lambda _, __, value, ___: _checkered(value)))
+
+
+def together(method: type[torch_prune.BasePruningMethod], amount: int | float) -> Step:
+    is_random = method is prune.RandomUnstructured
+
+    def oracle(values: Wholes, masks: Wholes) -> Wholes:
+        scores = [
+            random_scores(f"{i}.{name}", value.shape, SEED) if is_random else value.abs()
+            for i, (name, value) in enumerate(values.items())
+        ]
+        kept = _by_scores(scores, list(masks.values()), amount)
+        return {name: mask & keep for (name, mask), keep in zip(masks.items(), kept, strict=True)}
+
+    seed: dict[str, Any] = {"seed": SEED} if is_random else {}
+    return Step(
+        "global_unstructured",
+        lambda pairs, _: prune.global_unstructured(pairs, method, amount=amount, **seed),
+        oracle,
+    )
+
+
+def scored(amount: float) -> Step:
+    """By importance scores that are nothing like the weights, whole on every rank."""
+
+    def scores_of(whole: torch.Tensor) -> torch.Tensor:
+        return ((torch.arange(whole.numel()).view(whole.shape) * 7919) % 13).to(torch.float32)
+
+    def call(pairs: Pairs, values: Wholes) -> None:
+        given = {(module, name): scores_of(values[name]) for module, name in pairs}
+        prune.prune_each(pairs, prune.L1Unstructured, given, amount=amount)
+
+    return Step("l1_unstructured", call, _each(lambda _, __, v, mask: _by_scores([scores_of(v)], [mask], amount)[0]))
+
+
+SCRIPTS = (
+    Script("unstructured", (l1(0.5), l1(0.3), random(0.4), scored(0.5))),
+    Script("from-random", (random(0.37), l1(0.5), identity())),
+    Script("global", (custom(), together(prune.L1Unstructured, 0.5), together(prune.RandomUnstructured, 3))),
+    Script("channels-of-rows", (ln(0.5, 2, 0), l1(0.3), random_channels(0.4, 1)), needs_matrices=True),
+    Script("channels-of-columns", (l1(0.4), ln(0.3, 1, -1), ln(0.5, math.inf, 0)), needs_matrices=True),
+    Script("norms", (ln(0.2, 3, 1), ln(0.3, -math.inf, 0), ln(0.3, 0.5, -1), ln(0.3, 0, 0)), needs_matrices=True),
+    Script("more-norms", (ln(0.3, "fro", 1), ln(0.4, -1, 0), ln(0.3, 2.5, 1), random_channels(0.5, 0)), True),
+)
+
+# Columns of the README's table, and what stands for them among the synthetic layouts (tests/layouts.py).
+COLUMNS = {
+    "plain": ("plain",),
+    "DDP": ("plain",),
+    "FSDP1": (),
+    "FSDP2": ("shard0", "shard1", "last-half"),
+    "HSDP": ("hsdp",),
+    "TP": ("shard0", "shard1", "replicate"),
+    "FSDP x TP": ("strided", "shard0-shard1", "shard0-shard0", "shard0-replicate", "copies", "3d"),
+    "stages": ("stages", "sharded-stages"),
+    "MPI": (),
+}
+
+IN_PLACE = tuple(COLUMNS)
+REPARAMETRIZED = tuple(column for column in COLUMNS if column not in ("FSDP1", "stages", "MPI"))
+
+# Rows: the columns a method works in.
+ROWS = {
+    "`prune_model`, magnitude": IN_PLACE,
+    "`prune_model`, random": IN_PLACE,
+    **{f"`{row}`": REPARAMETRIZED for row in dict.fromkeys(step.row for script in SCRIPTS for step in script.steps)},
+    "`remove`": REPARAMETRIZED,
+}
+
+
+def readme_table() -> str:
+    """Return the table methods x layouts as the README shows it."""
+    lines = [
+        "| | " + " | ".join(COLUMNS).replace(" x ", " \N{MULTIPLICATION SIGN} ") + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for row, columns in ROWS.items():
+        lines.append(f"| {row} | " + " | ".join("✓" if column in columns else "" for column in COLUMNS) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""The same promise as torch wraps a model: every method in every layout of the table gives one process's masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.shards import find_flat_parts
+from tests.contract import COLUMNS, ROWS, SEED
+from tests.worlds import ProcessPool
+from tests.wrapped import WRAPPERS, Wrapped, batches, pairs_of, transformer, whole, wrap
+
+Pairs = list[tuple[nn.Module, str]]
+
+
+def _mask(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.arange(parameter.numel()).view(parameter.shape) % 5 != 2
+
+
+def _custom(pairs: Pairs) -> None:
+    for module, name in pairs:
+        shape = module.get_parameter(name if name in module._parameters else f"{name}_orig").shape
+        prune.custom_from_mask(module, name, _mask(torch.empty(shape)))
+
+
+def _remove(pairs: Pairs) -> None:
+    prune.prune_each(pairs, prune.L1Unstructured, amount=0.4)
+    for module, name in pairs:
+        prune.remove(module, name)
+
+
+def _each(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Pairs], None]:
+    def run(pairs: Pairs) -> None:
+        for module, name in pairs:
+            call(module, name, *args, **kwargs)
+
+    return run
+
+
+# By row of the table: the call on (module, name) pairs.
+CALLS: dict[str, Callable[[Pairs], None]] = {
+    "`identity`": _each(prune.identity),
+    "`l1_unstructured`": _each(prune.l1_unstructured, 0.5),
+    "`random_unstructured`": _each(prune.random_unstructured, 0.3, seed=SEED),
+    "`ln_structured`": _each(prune.ln_structured, 3, 1, 0),
+    "`random_structured`": _each(prune.random_structured, 0.3, dim=1, seed=SEED),
+    "`custom_from_mask`": _custom,
+    "`global_unstructured`": lambda pairs: prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.6),
+    "`remove`": _remove,
+}
+IN_PLACE: dict[str, dict[str, Any]] = {
+    "`prune_model`, magnitude": {"method": "magnitude", "amount": 0.5},
+    "`prune_model`, random": {"method": "random", "amount": 0.3, "seed": SEED},
+}
+Parameters = dict[str, torch.Tensor]
+
+
+def reparametrized(model: nn.Module, row: str) -> Parameters:
+    """Return the whole weights after two calls, the second on top of the first."""
+    pairs = pairs_of(model)
+    if row != "`remove`":
+        CALLS["`l1_unstructured`"](pairs)
+    CALLS[row](pairs)
+    return {f"{i}": whole(getattr(module, name)) for i, (module, name) in enumerate(pairs)}
+
+
+def used(layout: str) -> Wrapped:
+    """Return a wrapped model after a forward, which leaves some of its parameters unsharded."""
+    wrapped = wrap(layout, transformer())
+    wrapped.model(batches(1)[0])
+    return wrapped
+
+
+def reparametrized_on_rank(_: int, layout: str, row: str) -> Parameters:
+    return reparametrized(used(layout).model, row)
+
+
+def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.PruneReport:
+    prune.prune_model(model, method="random", amount=7, seed=3, include=["layers.*"])
+    return prune.prune_model(model, scope=scope, again=True, include=["layers.*"], **options)  # type: ignore[arg-type]
+
+
+def in_place_on_rank(_: int, layout: str, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:
+    wrapped = used(layout)
+    report = in_place(wrapped.model, scope, options)
+    if layout == "fsdp1":
+        return report.parameters, _flat_values(wrapped.model)
+    bare = getattr(wrapped.model, "module", wrapped.model)
+    return report.parameters, {name: whole(parameter) for name, parameter in bare.named_parameters()}
+
+
+def _flat_values(model: nn.Module) -> Parameters:
+    """Return by name the flat indices and values this rank holds, as two rows."""
+    names = {id(module): name.replace("_fsdp_wrapped_module", "").strip(".") for name, module in model.named_modules()}
+    return {
+        f"{names[key]}.{name}".strip("."): torch.stack(
+            [torch.from_numpy(part.geometry.flat_indices(0, part.local.numel())).double(), part.local.double()]
+        )
+        for (key, name), part in find_flat_parts(model).items()
+    }
+
+
+CASES = [
+    (name, n, row)
+    for row, columns in ROWS.items()
+    for column in columns
+    for name, (_, world_sizes) in WRAPPERS.get(column, {}).items()
+    for n in world_sizes[-1:]
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "row"), [case for case in CASES if case[2] in CALLS])
+def test_reparametrized(pool: ProcessPool, layout: str, world_size: int, row: str) -> None:
+    expected = reparametrized(transformer(), row)
+    for weights in pool.run(world_size, reparametrized_on_rank, layout, row):
+        assert all(torch.equal(weights[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize(("layout", "world_size", "row"), [case for case in CASES if case[2] in IN_PLACE])
+def test_in_place(pool: ProcessPool, layout: str, world_size: int, row: str, scope: str) -> None:
+    model = transformer()
+    report = in_place(model, scope, IN_PLACE[row])
+    for parameters, weights in pool.run(world_size, in_place_on_rank, layout, scope, IN_PLACE[row]):
+        assert [(p.name, p.num_zeros) for p in parameters] == [(p.name, p.num_zeros) for p in report.parameters]
+        for name, values in model.named_parameters():
+            if layout == "fsdp1":
+                flat, local = weights[name]
+                assert torch.equal(values.detach().flatten()[flat.long()].double(), local), name
+            else:
+                assert torch.equal(weights[name], values), name
+
+
+def test_every_row_is_run() -> None:
+    assert set(CALLS) | set(IN_PLACE) == set(ROWS)
+    assert set(WRAPPERS) == set(COLUMNS) - {"stages", "MPI"}  # those have tests of their own
