@@ -24,7 +24,6 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 __all__ = ["Fsdp2Params", "Managed", "missing_names"]
@@ -47,8 +46,6 @@ _MISSING = missing_names(FSDPParam)
 
 class _MaskedParam(FSDPParam):
     """An ``FSDPParam`` whose all-gathers start from masked data. Instances change into it and back."""
-
-    _watched: tuple[weakref.ReferenceType[torch.Tensor], RemovableHandle] | None
 
     @property  # type: ignore[explicit-override]
     def _sharded_param_data(self) -> torch.Tensor:
@@ -91,12 +88,9 @@ def _local_mask(param: FSDPParam) -> torch.Tensor:
 def _watch_gradient(param: Any) -> None:
     """Mask the sharded gradient as FSDP2 accumulates it: the unsharded weight's is dense."""
     sharded: Any = param.sharded_param
-    if getattr(param, "_watched", None) is not None:
-        watched, handle = param._watched
-        if watched() is sharded and sharded.requires_grad:
-            return
-        handle.remove()
-        param._watched = None
+    # No reference to the tensor is kept: module.to() would refuse to swap it.
+    if param.__dict__.get("_watch") is not None and param._watch.id in (sharded._post_accumulate_grad_hooks or {}):
+        return
     if not sharded.requires_grad:
         return
     reference = weakref.ref(param)
@@ -107,7 +101,7 @@ def _watch_gradient(param: Any) -> None:
             gradient = cast(DTensor, parameter.grad)._local_tensor
             gradient.mul_(_local_mask(param).to(gradient.device))
 
-    param._watched = weakref.ref(sharded), sharded.register_post_accumulate_grad_hook(mask_gradient)
+    param._watch = sharded.register_post_accumulate_grad_hook(mask_gradient)
 
 
 @dataclass(frozen=True)
@@ -142,9 +136,9 @@ class Managed:
         param.__class__ = _MaskedParam if masked else FSDPParam
         if masked:
             _watch_gradient(param)
-        elif getattr(param, "_watched", None) is not None:
-            param._watched[1].remove()
-            param._watched = None
+        elif param.__dict__.get("_watch") is not None:
+            (param.sharded_param._post_accumulate_grad_hooks or {}).pop(param._watch.id, None)
+            param._watch = None
 
 
 class Fsdp2Params:

@@ -117,7 +117,7 @@ def _is_whole(mask: torch.Tensor) -> bool:
 
 def _plain_mask(target: Target) -> int:
     assert target.whole_mask is not None
-    return checksum(_local(target.whole_mask))
+    return 0 if target.whole_mask.is_meta else checksum(_local(target.whole_mask))
 
 
 def _brought_over(target: Target) -> Change:
@@ -129,7 +129,10 @@ def _brought_over(target: Target) -> Change:
 
 
 def _check_binary(label: str, mask: torch.Tensor | None) -> None:
-    if mask is not None and not bool(((_local(mask) == 0) | (_local(mask) == 1)).all()):
+    if mask is None or mask.is_meta:
+        return
+    local = _local(mask)
+    if not bool(((local == 0) | (local == 1)).all()):
         raise ValueError(f"the mask of sharded parameter {label!r} holds values other than 0 and 1")
 
 
