@@ -38,14 +38,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rule:
-    """``zeros``: whether what was pruned before is out, or goes first and counts toward the amount."""
+    """``zeros``: whether what was pruned before is out, or goes first and counts toward the amount.
+
+    ``reads``: which values the census reads, for NaNs and to compare replicas. The selection finds NaNs
+    by itself where it ranks values; a random one may leave them alone.
+    """
 
     method: Method
     amount: int | float
     scope: Scope
     seed: int | None = None
     zeros: Literal["out", "first"] = "out"
-    reads_values: bool = True  # a random rule may leave the values alone
+    reads: Literal["all", "replicas", "nothing"] = "all"
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candid
     place = roster.index()
     for candidate in candidates:
         shard = candidate.shard
-        census = take_census(shard, zeros_of=candidate.zeros_of, reads_values=rule.reads_values)
+        reads_values = rule.reads == "all" or (rule.reads == "replicas" and shard.num_replicas != 1)
+        census = take_census(shard, zeros_of=candidate.zeros_of, reads_values=reads_values)
         row = words[place[shard.name]]
         if shard.owned:
             row[:3] = torch.tensor([census.num_nans, census.num_zeros, shard.geometry.local_numel])

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
-    """Reparametrize ``name`` with a mask of ones. ``torch.nn.utils.prune.identity``; two rounds."""
+    """Reparametrize ``name`` with a mask of ones. ``torch.nn.utils.prune.identity``; 2 rounds."""
     Identity.apply(module, name, group=group)
     return module
 
@@ -49,7 +49,7 @@ def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
 def random_unstructured(
     module: nn.Module, name: str, amount: int | float, *, group: Group = None, seed: int | None = None
 ) -> nn.Module:
-    """Prune ``amount`` elements of ``name`` at random. ``torch.nn.utils.prune.random_unstructured``; 9 rounds.
+    """Prune ``amount`` elements of ``name`` at random. ``torch.nn.utils.prune.random_unstructured``; 11 rounds.
 
     The same elements in every layout; ``seed=None``: the first rank draws one from the default generator.
     """

@@ -57,7 +57,7 @@ class RandomUnstructured(Selecting):
     def local_masks(
         self, comm: Communicator, roster: Roster, parts: Sequence[Part], scope: Scope
     ) -> list[torch.Tensor]:
-        rule = Rule("random", self.amount, scope, self.seed, reads_values=False)
+        rule = Rule("random", self.amount, scope, self.seed, reads="nothing")
         return _decided(comm, roster, parts, rule)
 
     @classmethod
@@ -81,7 +81,7 @@ class L1Unstructured(Selecting):
     def local_masks(
         self, comm: Communicator, roster: Roster, parts: Sequence[Part], scope: Scope
     ) -> list[torch.Tensor]:
-        return _decided(comm, roster, parts, Rule("magnitude", self.amount, scope))
+        return _decided(comm, roster, parts, Rule("magnitude", self.amount, scope, reads="replicas"))
 
     @classmethod
     @override

@@ -23,6 +23,7 @@ __all__ = ["Counts", "Entry", "Scores", "Survivors", "scan"]
 
 Array = npt.NDArray[Any]
 
+_LAST_SHORT_START = (1 << 32) - (1 << 22)  # a chunk that starts here or before ends below 2**32
 _SPAN = 1 << 20  # elements: below this a second thread costs more than it brings
 
 
@@ -75,7 +76,7 @@ class Counts:
 class Survivors:
     """Undecided local elements: their offsets in the shard and their keys, in ascending offset order."""
 
-    offsets: Array  # int64
+    offsets: Array  # uint32, or int64 where that is too short
     keys: Array  # the order's key dtype
 
 
@@ -141,10 +142,19 @@ def _scan_host(
     num_below = int(np.count_nonzero(below))
     num_above = len(keys) - num_below - len(offsets) if eligible is None else int(np.count_nonzero(above))
     counts = Counts(num_below, len(offsets), num_above, num_nans)
-    survivors = Survivors(offsets + start, keys[offsets])
+    survivors = Survivors(_shortened(offsets, start), keys[offsets])
     if len(offsets):
         above[offsets] = True
     return counts, survivors
+
+
+def _shortened(offsets: Array, start: int) -> Array:
+    """Return offsets in the shard, in four bytes each wherever the chunk's do not need more."""
+    if start > _LAST_SHORT_START:
+        return offsets + start
+    short = offsets.astype(np.uint32)
+    short += np.uint32(start)
+    return short
 
 
 def _num_nans_host(order: Order, keys: Array) -> int:
@@ -182,4 +192,4 @@ def _scan_device(
     offsets = inside.nonzero().view(-1)
     above |= inside
     counts = Counts(num_below, offsets.numel(), num_above, num_nans)
-    return counts, Survivors((offsets + start).cpu().numpy(), keys[offsets].cpu().numpy())
+    return counts, Survivors(_shortened(offsets.cpu().numpy(), start), keys[offsets].cpu().numpy())

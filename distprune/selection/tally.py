@@ -15,7 +15,7 @@ __all__ = ["NUM_HEADER_WORDS", "Keep", "Tally"]
 
 NUM_HEADER_WORDS = 4  # a row of key counts begins: below the bracket, inside, above, NaNs
 
-_KEPT_BYTES = 16 << 20  # survivors set aside on one rank; beyond that they are found again when needed
+_KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
 
 @dataclass
@@ -135,14 +135,14 @@ class Tally:
             yield self._positions_of(found.offsets)
 
     def _positions_of(self, offsets: Words) -> Words:
-        return self.entry.first_position + self.entry.geometry.flat_indices_at(offsets)
+        return self.entry.first_position + self.entry.geometry.flat_indices_at(offsets.astype(np.int64, copy=False))
 
     def _prune(self, offsets: Words) -> None:
         flat = self.mask.view(-1)
         if flat.device.type == "cpu":
             flat.numpy()[offsets] = False  # a third of the time that torch's indexing takes
         else:
-            flat[torch.from_numpy(offsets).to(flat.device)] = False
+            flat[torch.from_numpy(offsets.astype(np.int64, copy=False)).to(flat.device)] = False
 
 
 def _num_bytes(survivors: Survivors) -> int:
@@ -151,5 +151,5 @@ def _num_bytes(survivors: Survivors) -> int:
 
 def _joined(kept: list[Survivors]) -> Survivors:
     if not kept:
-        return Survivors(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        return Survivors(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
     return Survivors(np.concatenate([s.offsets for s in kept]), np.concatenate([s.keys for s in kept]))
