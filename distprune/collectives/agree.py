@@ -22,6 +22,9 @@ _CARRIED: tuple[type[Exception], ...] = (
     PermissionError,
     ValueError,
     TypeError,
+    AssertionError,
+    AttributeError,
+    IndexError,
     OSError,
     RuntimeError,
 )

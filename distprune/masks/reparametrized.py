@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -75,7 +76,16 @@ class _Product:
             return parameters[self._name]
         if self._name + "_orig" not in parameters:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
-        return product(module, self._name)
+        return _product_of_hook(module, self._name)
+
+
+def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
+    """Return the product as the pruning hook makes it: a user's own may have a rule of its own."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, torch_prune.BasePruningMethod) and hook._tensor_name == name:
+            made: torch.Tensor = cast(Any, hook).apply_mask(module)
+            return made
+    return product(module, name)
 
 
 class DropProduct:
@@ -102,6 +112,8 @@ def _class_with_products(base: type, names: frozenset[str]) -> type:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "__reduce_ex__": _reduce,
+            "__delattr__": _delete,
+            "register_parameter": _register,
             "_pruned_base": base,
             "_pruned_names": names,
         }
@@ -122,6 +134,20 @@ def _reduce(module: nn.Module, _: int) -> tuple[Any, ...]:
         ]
     del products
     return _rebuild, (cls._pruned_base, tuple(sorted(cls._pruned_names))), state
+
+
+def _delete(module: nn.Module, name: str) -> None:
+    """Deleting a product that is not there at the moment is no mistake: PyTorch's own ``remove`` does it."""
+    cls = cast(Any, type(module))
+    if not (name in cls._pruned_names and name not in module.__dict__ and name not in module._parameters):
+        nn.Module.__delattr__(module, name)
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """A parameter under a product's name, and no original any more: PyTorch's ``remove`` was at work."""
+    if name in cast(Any, type(module))._pruned_names and name + "_orig" not in module._parameters:
+        _forget_product(module, name)
+    nn.Module.register_parameter(module, name, parameter)
 
 
 def _rebuild(base: type, names: tuple[str, ...]) -> Any:
@@ -148,8 +174,10 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
         parameter = module._parameters.pop(name)
         module.register_parameter(original, parameter)
     module.__dict__.pop(name, None)
-    module._buffers.pop(name + "_mask", None)
-    module.register_buffer(name + "_mask", mask)
+    if name + "_mask" in module._buffers:
+        module._buffers[name + "_mask"] = mask  # where it is: the order of buffers is PyTorch's
+    else:
+        module.register_buffer(name + "_mask", mask)
     _set_products(module, name, present=True)
     if not any(isinstance(hook, DropProduct) and hook.name == name for hook in module._forward_hooks.values()):
         module.register_forward_hook(DropProduct(name), always_call=True)
@@ -168,7 +196,7 @@ def undo_reparametrization(module: nn.Module, name: str, managed: Managed | None
     if isinstance(parameter, DTensor):
         zero_where_pruned(parameter.to_local(), _local_mask(name, parameter, mask).bool())
     else:
-        parameter.data = product(module, name).data
+        parameter.data = _product_of_hook(module, name).data
     restore(module, name, managed)
 
 
@@ -177,15 +205,19 @@ def restore(module: nn.Module, name: str, managed: Managed | None) -> None:
     parameter = cast(nn.Parameter, module._parameters.pop(name + "_orig"))
     module._buffers.pop(name + "_mask", None)
     module._non_persistent_buffers_set.discard(name + "_mask")
+    _forget_product(module, name)
+    if managed is not None:
+        managed.rename(name, masked=False)
+    setattr(module, name, parameter)
+
+
+def _forget_product(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
     for key, hook in list(module._forward_hooks.items()):
         if isinstance(hook, DropProduct) and hook.name == name:
             del module._forward_hooks[key]
             module._forward_hooks_always_called.pop(key, None)
     _set_products(module, name, present=False)
-    if managed is not None:
-        managed.rename(name, masked=False)
-    setattr(module, name, parameter)
 
 
 @dataclass

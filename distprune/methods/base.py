@@ -13,6 +13,7 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from distprune.collectives import Alone, Communicator, Group, Roster, communicator
@@ -185,7 +186,7 @@ class Selecting(BasePruningMethod):
         return default_mask * reparametrize.dtensor_like(t, local)
 
 
-class PruningContainer(BasePruningMethod):
+class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
     """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``.
 
     Raises:
@@ -200,6 +201,7 @@ class PruningContainer(BasePruningMethod):
         for method in args:
             self.add_pruning_method(method)
 
+    @override
     def add_pruning_method(self, method: Any) -> None:
         """Append ``method``, which must act on the parameter of the same name."""
         if method is not None and not isinstance(method, torch_prune.BasePruningMethod):
@@ -211,12 +213,15 @@ class PruningContainer(BasePruningMethod):
             )
         self._pruning_methods += (method,)  # type: ignore[operator]
 
+    @override
     def __len__(self) -> int:
         return len(self._pruning_methods)
 
+    @override
     def __iter__(self) -> Iterator[torch_prune.BasePruningMethod]:
         return iter(self._pruning_methods)
 
+    @override
     def __getitem__(self, idx: Any) -> Any:
         return self._pruning_methods[idx]
 
@@ -234,8 +239,10 @@ class PruningContainer(BasePruningMethod):
         method = self._pruning_methods[-1]
         check_type(method)
         if isinstance(method, Selecting) and not method.is_overridden:
-            mask = method.mask_among(t, default_mask, None if pruning_type(method) == "global" else default_mask == 1)
-            if isinstance(t, DTensor) or pruning_type(method) != "unstructured":
+            kind = pruning_type(method)
+            left = {"unstructured": default_mask == 1, "structured": default_mask != 0}
+            mask = method.mask_among(t, default_mask, left.get(kind))
+            if isinstance(t, DTensor) or kind != "unstructured":
                 return mask
             return torch.where(default_mask == 1, mask, default_mask).to(t.dtype)
         return mask_by_user(method, t, default_mask, again=True)
@@ -295,6 +302,16 @@ def _place_of_type(method: torch_prune.BasePruningMethod, t: torch.Tensor, mask:
     return (slice(None),) * (dim % t.dim()) + (mask.sum(dim=others) != 0,)
 
 
+class _NoScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to turn a DTensor into a number: what a rank would get is its own part's."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            raise RuntimeError("item() of a DTensor is a number of this rank's shard alone")
+        return func(*args, **(kwargs or {}))
+
+
 def _on_shards(method: torch_prune.BasePruningMethod, t: DTensor, default_mask: DTensor) -> torch.Tensor:
     name = type(method).__name__
     advice = (
@@ -305,7 +322,7 @@ def _on_shards(method: torch_prune.BasePruningMethod, t: DTensor, default_mask: 
     try:
         # DTensor would gather the parameter without a word; that is not what anybody wants here.
         context = cast("AbstractContextManager[None]", ExplicitRedistributionContext())
-        with context, torch.no_grad():
+        with context, _NoScalars(), torch.no_grad():  # type: ignore[no-untyped-call]
             mask = cast(Any, method).compute_mask(t, default_mask=default_mask)
     except (ValueError, TypeError, AssertionError):
         raise

@@ -175,17 +175,24 @@ def _selected(
     scope: Scope,
 ) -> list[torch.Tensor]:
     """Decide by a method of ours, on all shards at once."""
-    among_all = pruning_type(method) == "global"
     held = [(i, target) for i, target in enumerate(targets) if target.label in settled]
-    parts = [
-        Part(settled[target.label], None if among_all else target.mask, target.scores is not None, i)
-        for i, target in held
-    ]
+    parts = [_part(target, settled[target.label], pruning_type(method), i) for i, target in held]
     kept = dict(zip((target.label for _, target in held), method.local_masks(comm, roster, parts, scope), strict=True))
-    return [_on_top(target, kept.get(target.label)) for target in targets]
+    return [_on_top(target, kept.get(target.label), pruning_type(method)) for target in targets]
 
 
-def _on_top(target: Target, keep: torch.Tensor | None) -> torch.Tensor:
+def _part(target: Target, shard: LocalShard, kind: str, index: int) -> Part:
+    if kind == "global":
+        return Part(shard, None, True, index)
+    if kind == "structured" and target.whole_mask is not None and not isinstance(target.original, DTensor):
+        # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
+        if target.scores is None:
+            shard = dataclasses.replace(shard, local=getattr(target.module, target.name).detach())
+        return Part(shard, target.whole_mask != 0, True, index)
+    return Part(shard, target.mask, target.scores is not None, index)
+
+
+def _on_top(target: Target, keep: torch.Tensor | None, kind: str) -> torch.Tensor:
     """Return the target's next mask: the one it has, without what is not in ``keep`` (bool, local shape)."""
     if keep is None:  # this rank holds no part of it
         assert isinstance(target.original, DTensor)
@@ -195,8 +202,9 @@ def _on_top(target: Target, keep: torch.Tensor | None) -> torch.Tensor:
     if isinstance(target.original, DTensor):
         return dtensor_like(target.original, target.mask & keep)
     assert target.whole_mask is not None
-    # Masks need not be binary on plain modules: what is neither 0 nor 1 was not up for selection.
-    return target.whole_mask.detach() * (keep | ~target.mask).to(target.whole_mask.dtype)
+    if kind == "unstructured":
+        keep = keep | ~target.mask  # what is neither 0 nor 1 was not up for selection
+    return target.whole_mask.detach() * keep.to(target.whole_mask.dtype)
 
 
 def _computed(

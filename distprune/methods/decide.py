@@ -102,7 +102,7 @@ def decide(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], 
 
 def check_replicas(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> None:
     """Raise, on every rank alike, if ranks that hold the same elements hold different values (one round)."""
-    _take_census(comm, roster, [Candidate(shard) for shard in shards], Rule("magnitude", 0, "tensor"))
+    _take_census(comm, roster, [Candidate(shard) for shard in shards], Rule("magnitude", 0, "tensor", reads="replicas"))
 
 
 def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], rule: Rule) -> _Census:

@@ -93,8 +93,8 @@ def ln_structured(
 ) -> nn.Module:
     """Prune the ``amount`` channels of ``name`` along ``dim`` with the smallest L_n norm.
 
-    ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Six rounds at most; 32 bytes
-    a channel travel.
+    ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Seven rounds at most; 32
+    bytes a channel travel.
     """
     LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores, group=group)
     return module
@@ -157,7 +157,12 @@ def _prune_many(
         error = TypeError(f"{caller}(): importance_scores must be of type dict")
     if seed is not None:
         kwargs = {**kwargs, "seed": seed}
-    pairs = list(cast(Pairs, parameters)) if error is None else []
+    pairs: Pairs = []
+    if error is None:
+        try:
+            pairs = list(cast(Pairs, parameters))
+        except Exception as caught:  # the caller's own: the other ranks must hear of it
+            error = caught
     prune_targets(
         comm,
         pairs,

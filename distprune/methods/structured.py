@@ -16,7 +16,7 @@ from typing_extensions import override
 from distprune.collectives import Communicator, Group, Roster
 from distprune.methods.amount import check_amount, check_seed, num_to_prune
 from distprune.methods.base import Part, Selecting
-from distprune.methods.decide import Scope
+from distprune.methods.decide import Scope, check_replicas
 from distprune.scores import ChannelPart, Norm, channel_norms, check_norm, random_channels, unpruned_channels
 
 __all__ = ["LnStructured", "RandomStructured"]
@@ -136,6 +136,7 @@ class LnStructured(_Structured):
         self, comm: Communicator, roster: Roster, parts: Sequence[Part], scope: Scope
     ) -> list[torch.Tensor]:
         num_channels, sizes = self._shapes(roster)
+        check_replicas(comm, roster, [part.shard for part in parts])
         scores = channel_norms(comm, self._channel_parts(parts), num_channels, sizes, self.n)
         return self._masks(comm, roster, parts, scores)
 

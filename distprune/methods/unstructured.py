@@ -115,10 +115,10 @@ class CustomFromMask(BasePruningMethod):
             raise AssertionError(
                 f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
             )
+        shard = local_shard("mask", default_mask) if is_held(default_mask) else None
         if isinstance(default_mask, DTensor):
-            shard = local_shard("mask", default_mask) if is_held(default_mask) else None
             return default_mask * dtensor_like(default_mask, local_part(self.mask, default_mask, shard, "mask"))
-        return default_mask * self.mask.to(dtype=default_mask.dtype)
+        return default_mask * local_part(self.mask, default_mask, shard, "mask").to(dtype=default_mask.dtype)
 
     @classmethod
     @override

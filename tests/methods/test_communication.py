@@ -59,8 +59,8 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
         ("custom_from_mask", 4),  # between: the computed masks, and whether replicas' are equal
         ("l1_unstructured", 10),
         ("random_unstructured", 11),
-        ("ln_structured", 5),
-        ("ln_structured, inf", 4),
+        ("ln_structured", 6),
+        ("ln_structured, inf", 5),
         ("random_structured", 4),
     ],
 )
