@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, table
@@ -28,20 +29,34 @@ NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
 WAYS = ("dense", "distprune", "torch before fully_shard")
 
 
-def build(way: str) -> Any:
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(SIZE), nn.LayerNorm(SIZE)
+        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+        self.up, self.down = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + torch.as_tensor(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + torch.as_tensor(self.down(nn.functional.gelu(self.up(self.norm2(x)))))
+
+
+def build(way: str) -> nn.Sequential:
     torch.manual_seed(0)
-    layer: Any = nn.TransformerEncoderLayer(SIZE, NUM_HEADS, 4 * SIZE, dropout=0.0, batch_first=True)
-    model: Any = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
-    pairs: list[tuple[nn.Module, str]] = []
-    for block in model.layers:
-        attention = block.self_attn
-        pairs += [(attention, "in_proj_weight"), (attention.out_proj, "weight")]
-        pairs += [(block.linear1, "weight"), (block.linear2, "weight")]
+    model = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+    pairs: list[tuple[nn.Module, str]] = [
+        (module, "weight") for module in model.modules() if isinstance(module, nn.Linear)
+    ]
     if way == "torch before fully_shard":
         for module, name in pairs:
             cast(Any, torch_prune).l1_unstructured(module, name, 0.5)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.layers:
+    for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if way == "distprune":
@@ -49,7 +64,7 @@ def build(way: str) -> Any:
     return model
 
 
-def mask_bytes(model: Any) -> int:
+def mask_bytes(model: nn.Module) -> int:
     return sum(
         (buffer.to_local() if isinstance(buffer, DTensor) else buffer).nbytes
         for name, buffer in model.named_buffers()
@@ -121,10 +136,11 @@ def main() -> None:
     columns = ("ranks", "way", "step ms", "over dense", "masks MiB a rank", "peak MiB a rank")
     text = (
         heading("A training step with half of the weights masked, on FSDP2", "python -m benchmarks.bench_training")
-        + f"\n{NUM_LAYERS} encoder layers of width {SIZE}, float32, AdamW, {NUM_SAMPLES} x {NUM_TOKENS} tokens a rank; "
-        f"medians of {arguments.steps} steps,\nthe slower rank's; the three models take turns in one process, and each "
-        "step is compared with the dense\nstep of its turn. Peaks are of building and training alone in a process of "
-        "its own.\n\n" + table(columns, rows)
+        + f"\n{NUM_LAYERS} transformer blocks of width {SIZE}, float32, AdamW, "
+        f"{NUM_SAMPLES} x {NUM_TOKENS} tokens a rank.\n"
+        f"Medians of {arguments.steps} steps, the slower rank's. The three models take turns in one process,\n"
+        "and each step is compared with the dense step of its turn. Peaks are of building and training alone\n"
+        "in a process of its own.\n\n" + table(columns, rows)
     )
     print(text)
     if arguments.output is not None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -189,9 +189,7 @@ class Selecting(BasePruningMethod):
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
     """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``.
 
-    Raises:
-        TypeError: an argument that is no pruning method.
-        ValueError: methods that act on parameters of different names.
+    Adding a method raises ``TypeError`` if it is none, and ``ValueError`` if it acts on another name.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -307,7 +305,8 @@ class _NoScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+        is_number = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor)
+        if is_number and not all(isinstance(placement, Replicate) for placement in args[0].placements):
             raise RuntimeError("item() of a DTensor is a number of this rank's shard alone")
         return func(*args, **(kwargs or {}))
 
@@ -321,7 +320,7 @@ def _on_shards(method: torch_prune.BasePruningMethod, t: DTensor, default_mask: 
     )
     try:
         # DTensor would gather the parameter without a word; that is not what anybody wants here.
-        context = cast("AbstractContextManager[None]", ExplicitRedistributionContext())
+        context = cast("AbstractContextManager[None]", ExplicitRedistributionContext(strict=True))
         with context, _NoScalars(), torch.no_grad():  # type: ignore[no-untyped-call]
             mask = cast(Any, method).compute_mask(t, default_mask=default_mask)
     except (ValueError, TypeError, AssertionError):

@@ -129,7 +129,7 @@ def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candid
     nans = [(m.name, int(row[0])) for m, row in zip(roster.members, words, strict=False) if row[0]]
     if nans:
         shown = ", ".join(f"{name!r} ({num_nans})" for name, num_nans in nans)
-        raise ValueError(f"weights are NaN in {shown}; NaN has no place in the order, mend the model first")
+        raise ValueError(f"values are NaN in {shown}; NaN has no place in the order, mend them first")
     for member, row in zip(roster.members, words, strict=False):
         numel = math.prod(member.global_shape)
         if int(row[2]) != numel:

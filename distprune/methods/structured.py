@@ -137,7 +137,8 @@ class LnStructured(_Structured):
     ) -> list[torch.Tensor]:
         num_channels, sizes = self._shapes(roster)
         check_replicas(comm, roster, [part.shard for part in parts])
-        scores = channel_norms(comm, self._channel_parts(parts), num_channels, sizes, self.n)
+        names = [member.name for member in roster.members]
+        scores = channel_norms(comm, self._channel_parts(parts), names, num_channels, sizes, self.n)
         return self._masks(comm, roster, parts, scores)
 
     @classmethod

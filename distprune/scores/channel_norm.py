@@ -65,12 +65,17 @@ def check_norm(n: Norm) -> float:
 
 
 def channel_norms(
-    comm: Communicator, parts: Sequence[ChannelPart], num_channels: Sequence[int], channel_sizes: Sequence[int], n: Norm
+    comm: Communicator,
+    parts: Sequence[ChannelPart],
+    names: Sequence[str],
+    num_channels: Sequence[int],
+    channel_sizes: Sequence[int],
+    n: Norm,
 ) -> list[Integers]:
     """Return per parameter one integer a channel, ordered as the norms are. Every rank of ``comm`` must call it.
 
-    ``num_channels`` and ``channel_sizes`` (elements in a channel) are those of every parameter of the
-    call; ``parts`` are the rank's own. Two rounds for all parameters together: 8 bytes a parameter, and
+    ``names``, ``num_channels`` and ``channel_sizes`` (elements in a channel) are those of every parameter
+    of the call; ``parts`` are the rank's own. Two rounds for all parameters together: 8 bytes a parameter, and
     24 bytes a channel.
 
     Raises:
@@ -78,7 +83,7 @@ def channel_norms(
     """
     exponent = check_norm(n)
     if math.isinf(exponent):
-        return _extremes(comm, parts, num_channels, smallest=exponent < 0)
+        return _extremes(comm, parts, names, num_channels, smallest=exponent < 0)
     power = _power(exponent)
     largest = torch.zeros(len(num_channels), dtype=torch.float64)
     for part in _owned(parts):
@@ -103,8 +108,8 @@ def channel_norms(
             for total, addend in ((sums, whole), (infinite, is_infinite), (nans, is_nan)):
                 _add(total, channels, addend, part.dim)
     ranked: list[Integers] = []
-    for sums, infinite, nans in _sum(comm, totals):
-        _check_nans(nans, ranked)
+    for name, (sums, infinite, nans) in zip(names, _sum(comm, totals), strict=True):
+        _check_nans(nans, name)
         ranks = np.where(infinite > 0, np.iinfo(np.int64).max, sums)
         ranked.append(-ranks if exponent < 0 else ranks)
     return ranked
@@ -125,7 +130,12 @@ def unpruned_channels(
 
 
 def _extremes(
-    comm: Communicator, parts: Sequence[ChannelPart], num_channels: Sequence[int], *, smallest: bool
+    comm: Communicator,
+    parts: Sequence[ChannelPart],
+    names: Sequence[str],
+    num_channels: Sequence[int],
+    *,
+    smallest: bool,
 ) -> list[Integers]:
     """The largest |x| of every channel, or the smallest; both found as a maximum."""
     found = [torch.full((2, num), -torch.inf, dtype=torch.float64) for num in num_channels]  # extremes, NaNs
@@ -140,19 +150,19 @@ def _extremes(
             nans[channels] = torch.maximum(nans[channels], is_nan.to(torch.float64).amax(others).cpu())
     reduced = comm.max(torch.cat([each.reshape(-1) for each in found]))
     ranked: list[Integers] = []
-    for pair in torch.split(reduced, [2 * num for num in num_channels]):
+    for name, pair in zip(names, torch.split(reduced, [2 * num for num in num_channels]), strict=True):
         best, nans = pair.view(2, -1).numpy()
-        _check_nans(nans > 0, ranked)
+        _check_nans(nans > 0, name)
         bits = (-best if smallest else best).copy().view(np.int64)
         ranked.append(np.where(bits < 0, -(bits & np.iinfo(np.int64).max), bits))  # -0.0 ranks as 0.0
     return ranked
 
 
-def _check_nans(nans: npt.NDArray[np.generic], before: Sequence[object]) -> None:
+def _check_nans(nans: npt.NDArray[np.generic], name: str) -> None:
     if nans.any():
         raise ValueError(
-            f"scores are NaN in {int(np.count_nonzero(nans))} channels of parameter {len(before)} of the call; "
-            "NaN has no place in the order, mend the values first"
+            f"values are NaN in {int(np.count_nonzero(nans))} channels of {name!r}; NaN has no place in the order, "
+            "mend them first"
         )
 
 
