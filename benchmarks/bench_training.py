@@ -1,7 +1,7 @@
 """A training step of a pruned FSDP2 model, against the same step dense and against PyTorch's way.
 
 PyTorch's way is ``torch.nn.utils.prune`` before ``fully_shard``: every rank keeps a whole float mask and
-multiplies the gathered weight by it. The three models take turns, step by step, in one process a rank.
+multiplies the gathered weight by it. Two ranks of one thread.
 
     python -m benchmarks.bench_training --output benchmarks/results/training_HARDWARE_DATE.md
 """
@@ -25,7 +25,7 @@ from typing_extensions import override
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, table
 
-NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
+NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 8, 256
 WAYS = ("dense", "distprune", "torch before fully_shard")
 
 
@@ -79,24 +79,26 @@ class Trainer:
         generator = torch.Generator().manual_seed(rank)
         self.batch = torch.randn(NUM_SAMPLES, NUM_TOKENS, SIZE, generator=generator)
 
-    def step(self) -> float:
+    def step(self) -> tuple[float, float]:
+        """Return the seconds on the clock, and those this rank's thread worked."""
         dist.barrier()
-        started = time.perf_counter()
+        clock, worked = time.perf_counter(), time.thread_time()
         cast(torch.Tensor, self.model(self.batch).square().mean()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - started
+        return time.perf_counter() - clock, time.thread_time() - worked
 
 
-def times(rank: int, num_steps: int) -> dict[str, list[float]]:
-    trainers = {way: Trainer(way, rank) for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+def times(rank: int, way: str, num_steps: int, dense_first: bool) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of every step of the dense model and of the other, which take turns: ABBA."""
+    order = ("dense", way) if dense_first else (way, "dense")  # what is built first lies better in memory
+    trainers = {name: Trainer(name, rank) for name in order}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
     for step in range(num_steps + 2):
-        for i in range(len(WAYS)):  # each way follows each other one equally often
-            way = WAYS[(step + i) % len(WAYS)]
-            taken = trainers[way].step()
+        for name in list(trainers)[:: 1 if step % 2 else -1]:
+            taken = trainers[name].step()
             if step >= 2:
-                seconds[way].append(taken)
+                seconds[name].append(taken)
     return seconds
 
 
@@ -112,39 +114,48 @@ def memory(rank: int, way: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--launches", type=int, default=6)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for num_ranks in (2,):
-        measured = on_ranks(num_ranks, times, arguments.steps)
-        slowest = {way: [max(step) for step in zip(*(of[way] for of in measured), strict=True)] for way in WAYS}
+    for way in WAYS[1:]:
+        launches = [on_ranks(2, times, way, arguments.steps, i % 2 == 0) for i in range(arguments.launches)]
         # Steps of one turn share the machine's mood: compare them, not the medians of different minutes.
-        ratios = {way: [a / b for a, b in zip(slowest[way], slowest["dense"], strict=True)] for way in WAYS}
-        for way in WAYS:
-            masks, peak = max(on_ranks(num_ranks, memory, way))
+        clock, worked = (_median([_slowdown(launch, way, i) for launch in launches]) for i in range(2))
+        for name in (way, "dense") if way == WAYS[-1] else (way,):
+            masks, peak = max(on_ranks(2, memory, name))
             rows.append(
                 (
-                    num_ranks,
-                    way,
-                    f"{1000 * _median(slowest[way]):.0f}",
-                    f"{100 * (_median(ratios[way]) - 1):+.1f} %",
+                    name,
+                    f"{1000 * _median([step[0] for launch in launches for step in launch[0][name]]):.0f}",
+                    "" if name == "dense" else f"{100 * (clock - 1):+.1f} %",
+                    "" if name == "dense" else f"{100 * (worked - 1):+.1f} %",
                     f"{masks / 2**20:.2f}",
                     f"{peak / 2**20:.0f}",
                 )
             )
-    columns = ("ranks", "way", "step ms", "over dense", "masks MiB a rank", "peak MiB a rank")
+    columns = ("way", "step ms", "over dense, clock", "over dense, CPU", "masks MiB a rank", "peak MiB a rank")
     text = (
         heading("A training step with half of the weights masked, on FSDP2", "python -m benchmarks.bench_training")
         + f"\n{NUM_LAYERS} transformer blocks of width {SIZE}, float32, AdamW, "
         f"{NUM_SAMPLES} x {NUM_TOKENS} tokens a rank.\n"
-        f"Medians of {arguments.steps} steps, the slower rank's. The three models take turns in one process,\n"
-        "and each step is compared with the dense step of its turn. Peaks are of building and training alone\n"
-        "in a process of its own.\n\n" + table(columns, rows)
+        "Each way takes turns with the dense model in processes of their own, and every step is compared with the\n"
+        "dense step of its turn: by the clock, and by the time the rank's thread worked. Medians of "
+        f"{arguments.steps} steps, the\nslower rank's; of those the median of {arguments.launches} launches. Peaks "
+        "are of building and training alone.\n\n" + table(columns, rows)
     )
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
+
+
+def _slowdown(launch: list[Any], way: str, clock: int) -> float:
+    """Return how many times as long as the dense step the other takes, on the slower rank."""
+    return max(
+        _median([pruned[clock] / dense[clock] for pruned, dense in zip(of[way], of["dense"], strict=True)])
+        for of in launch
+    )
 
 
 def _median(values: list[float]) -> float:

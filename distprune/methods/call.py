@@ -58,6 +58,7 @@ def prune_targets(
     """
     targets: list[Target] = []
     methods: list[Hook] = []
+    said: dict[str, object] = {}
     try:
         fsdp2 = Fsdp2Params()
         for index, (module, name) in enumerate(pairs):
@@ -66,9 +67,10 @@ def prune_targets(
             methods.append(make_method())
         _check_distinct(targets)
         _check_methods(targets, methods, scope)
+        if methods:
+            said = facts(comm, targets, methods[0], scores)
     except Exception as caught:
         error = caught
-    said = facts(comm, targets, methods[0], scores) if error is None and methods else {}
     shards = [shard for target in targets if (shard := target.ranked) is not None]
     roster, _ = agree_on(comm, shards if error is None else [], said, error)
     if not targets:
