@@ -131,11 +131,13 @@ def _brought_over(target: Target) -> Change:
 
 
 def _check_binary(label: str, mask: torch.Tensor | None) -> None:
-    if mask is None or mask.is_meta:
-        return
-    local = _local(mask)
-    if not bool(((local == 0) | (local == 1)).all()):
+    if mask is not None and not mask.is_meta and not _is_binary(mask):
         raise ValueError(f"the mask of sharded parameter {label!r} holds values other than 0 and 1")
+
+
+def _is_binary(mask: torch.Tensor) -> bool:
+    local = _local(mask)
+    return local.dtype is torch.bool or bool(((local == 0) | (local == 1)).all())
 
 
 def _check_distinct(targets: Sequence[Target]) -> None:
@@ -186,7 +188,7 @@ def _selected(
 def _part(target: Target, shard: LocalShard, kind: str, index: int) -> Part:
     if kind == "global":
         return Part(shard, None, True, index)
-    if kind == "structured" and target.whole_mask is not None and not isinstance(target.original, DTensor):
+    if kind == "structured" and target.whole_mask is not None and not _is_binary(target.whole_mask):
         # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
         if target.scores is None:
             shard = dataclasses.replace(shard, local=getattr(target.module, target.name).detach())
