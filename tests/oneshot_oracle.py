@@ -1,0 +1,218 @@
+"""One-shot pruning in one process, written plainly from the papers: Wanda and SparseGPT.
+
+Wanda: arXiv 2306.11695. SparseGPT: arXiv 2301.00774, Algorithm 1. Shapes: ``out`` and ``in`` are the
+features of one linear map, whose weight is always looked at as (out, in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distprune.shards import decoder_blocks
+
+__all__ = ["COLUMNS", "NM", "Linear2d", "Pattern", "linears", "prune_model", "sparsegpt", "wanda_mask"]
+
+COLUMNS = 128  # of a SparseGPT block, section 3.4 of the paper
+
+
+@dataclass(frozen=True)
+class NM:
+    """``n`` of ``m`` consecutive inputs are kept."""
+
+    n: int
+    m: int
+
+
+Pattern: TypeAlias = float | NM  # a fraction, competing per row (Wanda) or per column block (SparseGPT)
+
+
+def wanda_mask(weight: torch.Tensor, norms: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Return what stays, bool (out, in); ``norms`` is ||X||_2 per input feature (in,)."""
+    scores = weight.abs().float() * norms.float()
+    num_out, num_in = weight.shape
+    if isinstance(pattern, NM):
+        return _keep(scores.reshape(-1, pattern.m), pattern.m - pattern.n).view(num_out, num_in)
+    return _keep(scores, round(pattern * num_in))
+
+
+def _keep(scores: torch.Tensor, num_pruned: int) -> torch.Tensor:
+    """Drop the lowest of every row; a stable sort takes equal ones from the lowest index up."""
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    return keep.scatter(1, scores.sort(dim=1, stable=True).indices[:, :num_pruned], False)
+
+
+def sparsegpt(
+    weight: torch.Tensor, hessian: torch.Tensor, pattern: Pattern, *, columns: int = COLUMNS, damping: float = 0.01
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the new weight, what stays), both (out, in); ``hessian`` is (in, in), any multiple of X^T X.
+
+    Works in the dtype of ``hessian``.
+    """
+    w, h = weight.to(hessian.dtype, copy=True, memory_format=torch.contiguous_format), hessian.clone()
+    num_in = w.shape[1]
+    dead = h.diagonal() == 0
+    h.diagonal()[dead] = 1
+    w[:, dead] = 0
+    h.diagonal().add_(damping * h.diagonal().mean())
+    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+    keep = torch.ones_like(w, dtype=torch.bool)
+    for start in range(0, num_in, columns):
+        stop = min(start + columns, num_in)
+        errors = torch.zeros_like(w[:, start:stop])
+        if not isinstance(pattern, NM):
+            scores = w[:, start:stop] ** 2 / inverse.diagonal()[start:stop] ** 2
+            keep[:, start:stop] = _keep(scores.reshape(1, -1), round(pattern * scores.numel())).view(scores.shape)
+        for i in range(start, stop):
+            if isinstance(pattern, NM) and i % pattern.m == 0:
+                group = slice(i, i + pattern.m)
+                scores = w[:, group] ** 2 / inverse.diagonal()[group] ** 2
+                keep[:, group] = _keep(scores, pattern.m - pattern.n)
+            pruned = torch.where(keep[:, i], w[:, i], 0)
+            errors[:, i - start] = (w[:, i] - pruned) / inverse[i, i]
+            w[:, i] = pruned
+            w[:, i + 1 : stop] -= torch.outer(errors[:, i - start], inverse[i, i + 1 : stop])
+        w[:, stop:] -= errors @ inverse[start:stop, stop:]
+    return w.to(weight.dtype), keep
+
+
+@dataclass
+class Linear2d:
+    """A linear map of a block: its weight as (out, in), a view that writes through, and what it was given."""
+
+    weight: torch.Tensor
+    num_tokens: int = 0
+    square_sum: torch.Tensor | None = None  # (in,) float64
+    hessian: torch.Tensor | None = None  # (in, in) float64
+
+    def add(self, x: torch.Tensor, with_hessian: bool) -> None:
+        x = x.detach().reshape(-1, x.shape[-1]).double()
+        if self.square_sum is None or self.hessian is None:
+            num_in = x.shape[1]
+            self.square_sum, self.hessian = x.new_zeros(num_in), x.new_zeros(num_in, num_in)
+        self.num_tokens += len(x)
+        self.square_sum += (x**2).sum(0)
+        if with_hessian:
+            self.hessian += x.T @ x
+
+
+def linears(block: nn.Module) -> dict[str, Linear2d]:
+    """Return the linear maps of a block by name: Linear, GPT-2's Conv1D (in, out), the experts' 3-D weights."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, Linear2d] = {}
+    for name, module in block.named_modules():
+        weights: dict[str, torch.Tensor] = {}
+        if isinstance(module, nn.Linear):
+            weights[name] = module.weight
+        elif isinstance(module, Conv1D):
+            weights[name] = module.weight.T
+        elif is_experts(module):
+            for kind in ("gate_up_proj", "down_proj"):
+                weights.update({f"{name}.{kind}.{e}": w for e, w in enumerate(getattr(module, kind))})
+        found.update({key: Linear2d(weight.detach()) for key, weight in weights.items()})
+    return found
+
+
+def is_experts(module: nn.Module) -> bool:
+    weight = getattr(module, "gate_up_proj", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 3
+
+
+@contextmanager
+def _listening(block: nn.Module, found: dict[str, Linear2d], with_hessian: bool) -> Iterator[None]:
+    def on_linear(name: str) -> Any:
+        return lambda _, args: found[name].add(args[0], with_hessian)
+
+    def on_experts(name: str) -> Any:
+        def hook(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            hidden, expert_of_token = args[0], args[1]  # (tokens, in), (tokens, experts per token)
+            for e in range(module.num_experts):
+                x = hidden[(expert_of_token == e).any(1)]
+                if len(x):
+                    gate, up = F.linear(x, module.gate_up_proj[e]).chunk(2, dim=-1)
+                    found[f"{name}.gate_up_proj.{e}"].add(x, with_hessian)
+                    found[f"{name}.down_proj.{e}"].add(module.act_fn(gate) * up, with_hessian)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in block.named_modules():
+            if name in found:
+                stack.callback(module.register_forward_pre_hook(on_linear(name)).remove)
+            elif is_experts(module):
+                stack.callback(module.register_forward_pre_hook(on_experts(name)).remove)
+        yield
+
+
+class _Caught(Exception):
+    pass
+
+
+def _first_inputs(model: nn.Module, block: nn.Module, tokens: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
+        raise _Caught
+
+    handle = block.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except _Caught:
+        pass
+    finally:
+        handle.remove()
+    return caught[0]
+
+
+@torch.no_grad()
+def prune_model(
+    model: nn.Module,
+    samples: torch.Tensor,
+    method: Literal["wanda", "sparsegpt"],
+    pattern: Pattern,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, torch.Tensor]:
+    """Prune every linear map of the decoder blocks, block after block, and return what stays, by name.
+
+    ``samples`` is (num_samples, length); each is run by itself. A map that saw no token (an expert that
+    nothing was routed to) is pruned as if its inputs were white: norms of 1, the identity as Hessian.
+    ``dtype`` is that of SparseGPT's arithmetic.
+    """
+    masks: dict[str, torch.Tensor] = {}
+    blocks = decoder_blocks(model)
+    caught = [_first_inputs(model, blocks[0][1], tokens[None]) for tokens in samples]
+    hidden = [args[0] for args, _ in caught]
+    for block_name, block in blocks:
+        found = linears(block)
+        with _listening(block, found, method == "sparsegpt"):
+            for x, (args, kwargs) in zip(hidden, caught, strict=True):
+                block(x, *args[1:], **kwargs)
+        for name, linear in found.items():
+            keep = _prune(linear, method, pattern, dtype)
+            masks[f"{block_name}.{name}"] = keep
+        outputs = [block(x, *args[1:], **kwargs) for x, (args, kwargs) in zip(hidden, caught, strict=True)]
+        hidden = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    return masks
+
+
+def _prune(linear: Linear2d, method: str, pattern: Pattern, dtype: torch.dtype) -> torch.Tensor:
+    num_in = linear.weight.shape[1]
+    square_sum, hessian = linear.square_sum, linear.hessian
+    if square_sum is None or hessian is None:
+        square_sum, hessian = torch.ones(num_in), torch.eye(num_in)
+    if method == "wanda":
+        keep = wanda_mask(linear.weight, square_sum.sqrt(), pattern)
+        linear.weight.mul_(keep)
+        return keep
+    new, keep = sparsegpt(linear.weight, 2 / max(linear.num_tokens, 1) * hessian.to(dtype), pattern)
+    linear.weight.copy_(new)
+    return keep
