@@ -5,6 +5,7 @@ from distprune.selection.eligible import Eligible, NonZero
 from distprune.selection.kth_value import Selection, select_lowest
 from distprune.selection.order import Order, common_order
 from distprune.selection.scan import Entry, Scores
+from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
 
 __all__ = [
     "Competition",
@@ -15,5 +16,7 @@ __all__ = [
     "Scores",
     "Selection",
     "common_order",
+    "keep_highest_per_group",
+    "keep_highest_per_row",
     "select_lowest",
 ]

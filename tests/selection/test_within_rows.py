@@ -1,0 +1,104 @@
+"""Patterns within rows are those of a plain Python loop, ties and all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.selection.within_rows import _keep_by_sorting
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
+SHAPES = [(1, 4), (3, 8), (5, 16), (40, 2048), (0, 8), (3, 0)]  # 32 rows of 2048 are one chunk
+
+
+def by_loop(scores: torch.Tensor, num_pruned: int, group_size: int) -> torch.Tensor:
+    keep = torch.ones(scores.shape, dtype=torch.bool)
+    for r, row in enumerate(scores.tolist()):
+        for start in range(0, len(row), max(group_size, 1)):
+            order = sorted((value, start + i) for i, value in enumerate(row[start : start + group_size]))
+            for _, i in order[:num_pruned]:
+                keep[r, i] = False
+    return keep
+
+
+def tied_scores(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Few distinct values, both zeros among them."""
+    values = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values * torch.tensor(-1, dtype=dtype) if dtype.is_floating_point else values
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (1, 2), (0, 4), (4, 4), (1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_groups(shape: tuple[int, int], dtype: torch.dtype, n: int, m: int) -> None:
+    scores = tied_scores(shape, dtype)
+    assert torch.equal(keep_highest_per_group(scores, n, m), by_loop(scores, m - n, m))
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (5, 16), (3, 32), (17, 64)])
+def test_large_groups(n: int, m: int) -> None:
+    for scores in (tied_scores((7, 128), torch.float32), torch.randn(7, 128)):
+        assert torch.equal(keep_highest_per_group(scores, n, m), by_loop(scores, m - n, m))
+
+
+def test_a_row_longer_than_a_chunk() -> None:
+    scores = tied_scores((2, (1 << 16) + 4), torch.float32)
+    assert torch.equal(keep_highest_per_group(scores, 2, 4), by_loop(scores, 2, 4))
+    assert torch.equal(keep_highest_per_row(scores, 30_000), by_loop(scores, 30_000, scores.shape[1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    scores, num_columns = tied_scores(shape, dtype), shape[1]
+    for num_pruned in {0, min(1, num_columns), num_columns // 2, num_columns}:
+        assert torch.equal(keep_highest_per_row(scores, num_pruned), by_loop(scores, num_pruned, num_columns))
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, torch.inf, -torch.inf]), min_size=1, max_size=24),
+    num_pruned=st.integers(0, 24),
+)
+def test_any_row(values: list[float], num_pruned: int) -> None:
+    scores = torch.tensor([values, values[::-1]])
+    num_pruned = min(num_pruned, len(values))
+    wanted = by_loop(scores, num_pruned, len(values))
+    assert torch.equal(keep_highest_per_row(scores, num_pruned), wanted)
+    assert torch.equal(keep_highest_per_group(scores, len(values) - num_pruned, len(values)), wanted)
+    assert torch.equal(_keep_by_sorting(scores, num_pruned), wanted)  # what runs on a device
+
+
+def test_strided_scores() -> None:
+    scores = torch.randn(8, 12).t()
+    assert torch.equal(keep_highest_per_group(scores, 2, 4), by_loop(scores, 2, 4))
+    assert torch.equal(keep_highest_per_row(scores, 3), by_loop(scores, 3, 8))
+
+
+@pytest.mark.gpu
+def test_on_a_device() -> None:
+    scores = tied_scores((64, 96), torch.float32)
+    assert torch.equal(keep_highest_per_group(scores.cuda(), 2, 4).cpu(), by_loop(scores, 2, 4))
+    assert torch.equal(keep_highest_per_row(scores.cuda(), 48).cpu(), by_loop(scores, 48, 96))
+
+
+def test_bad_input() -> None:
+    scores = torch.ones(2, 6)
+    with pytest.raises(ValueError, match=r"2:4 needs a number of columns that 4 divides, not 6"):
+        keep_highest_per_group(scores, 2, 4)
+    for n, m in ((3, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="is no pattern"):
+            keep_highest_per_group(scores, n, m)
+    with pytest.raises(ValueError, match="num_pruned=7 is not between 0 and the 6 columns"):
+        keep_highest_per_row(scores, 7)
+    with pytest.raises(ValueError, match="rows and columns"):
+        keep_highest_per_row(torch.ones(3), 1)
+    scores[1, 2] = torch.nan
+    for num_kept in (0, 1, 2):
+        with pytest.raises(ValueError, match="1 scores are NaN"):
+            keep_highest_per_group(scores, num_kept, 2)
+        with pytest.raises(ValueError, match="1 scores are NaN"):
+            keep_highest_per_row(scores, num_kept)
