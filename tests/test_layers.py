@@ -17,6 +17,7 @@ LEVEL = {
     "selection": 2,
     "masks": 2,
     "methods": 3,
+    "calibration": 4,
     "checkpoint": 4,
     "evaluation": 4,
     "cli": 5,

@@ -1,0 +1,98 @@
+"""The linear maps of a decoder block: whatever multiplies its input by a weight matrix.
+
+Noun: a *linear map* is one matrix (out, in) and where it lives: the weight of an ``nn.Linear``, that of
+transformers' ``Conv1D`` (GPT-2), which is kept as (in, out), or one expert's slice of the 3-D weights
+into which transformers 5 puts all experts of a block. Read off the modules; no table of architectures.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["EXPERT_WEIGHTS", "LinearMap", "is_experts", "linear_maps"]
+
+# What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One matrix of a block. ``name`` is the parameter's within the block, without ``.weight``, plus ``.e`` of an
+    expert ``e``; ``transposed`` says that it is kept as (in, out)."""
+
+    name: str
+    module: nn.Module
+    parameter_name: str
+    num_out: int
+    num_in: int
+    transposed: bool = False
+    expert: int | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is now: under FSDP2 the shards, and the whole while the block runs."""
+        parameter = getattr(self.module, self.parameter_name)
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"{self.name!r} is held by a {type(parameter).__name__}, not a parameter")
+        return parameter
+
+
+def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
+    """Return the linear maps of ``block`` by name, in the order of its modules. Global shapes; no communication."""
+    found: dict[str, LinearMap] = {}
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            num_out, num_in = module.weight.shape
+            found[name] = LinearMap(name, module, "weight", num_out, num_in)
+        elif _is_conv1d(module):
+            weight = module.get_parameter("weight")
+            found[name] = LinearMap(name, module, "weight", weight.shape[1], weight.shape[0], transposed=True)
+        elif is_experts(module):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter_name not in EXPERT_WEIGHTS:
+                    continue  # biases
+                transposed = bool(getattr(module, "is_transposed", False))
+                num_out, num_in = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
+                for expert in range(parameter.shape[0]):
+                    key = f"{name}.{parameter_name}.{expert}" if name else f"{parameter_name}.{expert}"
+                    found[key] = LinearMap(key, module, parameter_name, num_out, num_in, transposed, expert)
+    return found
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether ``module`` holds all experts of a block in 3-D weights, as transformers 5 does."""
+    weights = {name: p for name, p in module.named_parameters(recurse=False) if name in EXPERT_WEIGHTS}
+    return len(weights) == 2 and "down_proj" in weights and all(p.ndim == 3 for p in weights.values())
+
+
+def expert_inputs(module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what each expert's matrices are given, by ``parameter name.expert``; experts without tokens are left out.
+
+    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts run inside one fused
+    kernel, which no hook sees into, so the inner activations are computed here a second time, with the
+    module's own gate. Local; to be called while the weights are whole.
+    """
+    first_name = next(name for name in EXPERT_WEIGHTS if name in module._parameters)
+    first, bias = getattr(module, first_name), module._parameters.get(f"{first_name}_bias")
+    found: dict[str, torch.Tensor] = {}
+    for expert in range(first.shape[0]):
+        routed = hidden[(expert_of_token == expert).any(dim=1)]  # (tokens routed, in)
+        if len(routed) == 0:
+            continue
+        weight = first[expert].t() if getattr(module, "is_transposed", False) else first[expert]
+        inner = nn.functional.linear(routed, weight, None if bias is None else bias[expert])
+        found[f"{first_name}.{expert}"] = routed
+        found[f"down_proj.{expert}"] = (
+            module._apply_gate(inner) if first_name == "gate_up_proj" else module.act_fn(inner)
+        )
+    return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers.pytorch_utils")  # a Conv1D exists only if that was imported
+    return transformers is not None and isinstance(module, transformers.Conv1D)

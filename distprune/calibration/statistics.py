@@ -1,0 +1,222 @@
+"""What the linear maps of one block are given, summed over samples and ranks.
+
+Noun: the *moments* of an input X (tokens, in) are the sum of squares of each feature, the diagonal of
+X^T X, or all of X^T X. Maps that are given the very same tensor (q, k and v; gate and up) share theirs.
+
+Every sample is one addend, computed from that sample alone and rounded to float32, and added in
+float64. Such a sum is exact, whatever the order, as long as the addends of an element lie within a factor
+of 2^29 / samples of each other (24 bits of 53 are the addend's own); what little is lost beyond that
+the result's own rounding to float32 hides. So N ranks with 1/N of the samples each come to what one
+rank comes to, bit by bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distprune.calibration.linear_maps import LinearMap, expert_inputs
+from distprune.collectives import Communicator, agree
+
+__all__ = ["InputStatistics", "Moments", "MomentsOf"]
+
+MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
+
+_ROWS = 256  # tokens in float64 at a time
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the inputs of ``names``, which are the same, over all ranks' tokens.
+
+    ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
+    ``num_tokens`` is 0, as for an expert that nothing was routed to.
+    """
+
+    names: tuple[str, ...]
+    num_tokens: int
+    values: torch.Tensor
+
+    @property
+    def square_sums(self) -> torch.Tensor:
+        """Sum of squares of each input feature, (in,)."""
+        return self.values if self.values.ndim == 1 else self.values.diagonal()
+
+
+@dataclass
+class _Sum:
+    num_tokens: int = 0
+    values: torch.Tensor | None = None  # float64
+
+
+@dataclass
+class InputStatistics:
+    """The sums of this rank for the linear maps ``maps`` of one block.
+
+    Use: within :meth:`listening`, :meth:`begin_sample` before every run of the block; then :meth:`reduce`.
+    """
+
+    maps: Mapping[str, LinearMap]
+    of: MomentsOf
+    _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first map of those that share
+    _first_of: dict[str, str] = field(default_factory=dict)  # map -> the first of those that share its input
+    _seen: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)  # in this sample
+    _num_calls: dict[str, int] = field(default_factory=dict)
+    _counts: bool = False
+    _error: Exception | None = (
+        None  # raised by all ranks together: one that stopped here would leave the others waiting
+    )
+
+    def begin_sample(self, *, counts: bool = True) -> None:
+        """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
+        self._seen, self._counts = [], counts
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take in what the maps are given while this lasts, through forward pre-hooks on their modules."""
+        with ExitStack() as stack:
+            stack.callback(self._seen.clear)
+            for module, names in _by_module(self.maps).items():
+                on_call = self._on_linear(names[0]) if self.maps[names[0]].expert is None else self._on_experts(names)
+                stack.callback(module.register_forward_pre_hook(on_call, with_kwargs=True).remove)
+            yield
+
+    def _on_linear(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._counts:
+                self._take(name, args[0] if args else kwargs["input"])
+
+        return hook
+
+    def _on_experts(self, names: list[str]) -> Callable[..., None]:
+        prefix = names[0].removesuffix(f"{self.maps[names[0]].parameter_name}.{self.maps[names[0]].expert}")
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._counts:
+                # The signature of every experts module of transformers 5.
+                given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
+                hidden, expert_of_token = given["hidden_states"], given["top_k_index"]
+                inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), expert_of_token)
+                for name, routed in inputs.items():
+                    self._take(prefix + name, routed)
+
+        return hook
+
+    def _take(self, name: str, x: torch.Tensor) -> None:
+        """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it."""
+        version = 0 if x.is_inference() else x._version  # written to in between, it is another input
+        first = next((other for other, ref, v in self._seen if ref() is x and v == version), name)
+        self._num_calls[name] = self._num_calls.get(name, 0) + 1
+        if self._first_of.setdefault(name, first) != first:
+            self._error = NotImplementedError(
+                f"{name!r} has the input of {self._first_of[name]!r} in one sample and that of {first!r} in another"
+            )
+            return
+        if first != name:
+            return
+        self._seen.append((name, weakref.ref(x), version))
+        x = x.detach().reshape(-1, x.shape[-1])
+        total = self._sums.setdefault(name, _Sum())
+        total.num_tokens += len(x)
+        addend = _square_sums(x) if self.of == "features" else _products(x)
+        total.values = addend.double() if total.values is None else total.values.add_(addend)
+
+    def reduce(self, comm: Communicator) -> list[Moments]:
+        """Return the moments over all ranks of ``comm``, those of each input once; every map is in one of them.
+
+        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on how many tokens,
+        and 1 for all ``"features"`` (8 bytes a feature), or 1 for each input of ``"pairs"`` (about 4 bytes a
+        pair: one triangle).
+
+        Raises:
+            ValueError: on every rank: a map was given NaN or Inf; it names the map.
+            NotImplementedError: on every rank: maps share an input on one rank and not on another.
+        """
+        for name, first in self._first_of.items():
+            if self._num_calls[name] != self._num_calls[first]:
+                self._error = NotImplementedError(
+                    f"{name!r} has the input of {first!r} in some calls and not in others"
+                )
+        agree(comm, {}, self._error)
+        shared = self._merge(comm)
+        firsts = {first: [name for name in self.maps if shared[name] == first] for first in shared.values()}
+        num_tokens = comm.sum(torch.tensor([self._num_tokens(first) for first in firsts], dtype=torch.int64))
+        if self.of == "features":
+            sizes = [self.maps[first].num_in for first in firsts]
+            packed = torch.cat([self._values(first, (size,)) for first, size in zip(firsts, sizes, strict=True)])
+            totals = iter(torch.split(comm.sum(packed), sizes))
+        else:
+            totals = (_unpack(comm.sum(_pack(self._values(f, (self.maps[f].num_in,) * 2)))) for f in firsts)
+        found = []
+        for (first, names), count in zip(firsts.items(), num_tokens.tolist(), strict=True):
+            device = self.maps[first].parameter.device
+            moments = Moments(tuple(names), count, next(totals).float().to(device))
+            self._sums.pop(first, None)  # one block's sums are large: let go of each as it is done with
+            found.append(moments)
+        bad = [m.names[0] for m in found if not bool(torch.isfinite(m.values).all())]  # the same on every rank
+        if bad:
+            raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, bad[:5]))}")
+        return found
+
+    def _merge(self, comm: Communicator) -> dict[str, str]:
+        """Return for each map the first of those it shares with, over all ranks: some may have seen no token."""
+        shared: dict[str, str] = {}
+        for of_rank in comm.gather(self._first_of):  # the same on every rank, so all of them raise
+            for name, first in of_rank.items():
+                if shared.setdefault(name, first) != first:
+                    raise NotImplementedError(f"{name!r} has the input of other maps on one rank than on another")
+        return {name: shared.get(name, name) for name in self.maps}
+
+    def _num_tokens(self, first: str) -> int:
+        return self._sums[first].num_tokens if first in self._sums else 0
+
+    def _values(self, first: str, shape: tuple[int, ...]) -> torch.Tensor:
+        values = self._sums[first].values if first in self._sums else None
+        return torch.zeros(shape, dtype=torch.float64) if values is None else values.cpu()
+
+
+def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:
+    found: dict[nn.Module, list[str]] = {}
+    for name, linear in maps.items():
+        found.setdefault(linear.module, []).append(name)
+    return found
+
+
+def _square_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of every column of ``x`` (tokens, in), summed in float64, as float32."""
+    total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    for rows in torch.split(x, _ROWS):
+        total += rows.double().square().sum(dim=0)
+    return total.float()
+
+
+def _products(x: torch.Tensor) -> torch.Tensor:
+    """Return X^T X of ``x`` (tokens, in) in float32."""
+    x = x.float()
+    return x.t() @ x
+
+
+def _pack(symmetric: torch.Tensor) -> torch.Tensor:
+    """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner."""
+    num_rows = symmetric.shape[0] // 2 + 1
+    packed = symmetric[:num_rows].clone()
+    rest = symmetric[num_rows:, num_rows:]
+    corner = packed[1 : 1 + len(rest), : len(rest)]
+    corner.copy_(corner.triu(1) + rest.triu().t())
+    return packed
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric matrix (d, d) that :func:`_pack` packed."""
+    num_rows, size = packed.shape
+    whole = packed.new_zeros(size, size)
+    num_rest = size - num_rows
+    whole[num_rows:, num_rows:] = packed[1 : 1 + num_rest, :num_rest].tril().t()
+    whole[:num_rows] = packed.triu()
+    return whole + whole.triu(1).t()

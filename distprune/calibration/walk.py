@@ -1,0 +1,223 @@
+"""Decoder blocks run one by one over calibration samples, with the activations of one block in memory.
+
+Nouns: a *call* is what a block is called with beside its hidden states: position embeddings, masks,
+whatever the model hands over. Blocks that are called alike, with the same values, are of one *kind*
+(all of them in most models; models that alternate sliding and full attention have two).
+
+Under FSDP2 a block can be called by itself once the root has run a forward, which is how the calls are
+caught; a forward that is stopped by an exception leaves FSDP2 usable. Every rank must take the same
+steps, as many samples included, because each run gathers the block's weights inside torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from distprune.collectives import Communicator, together
+from distprune.shards import decoder_blocks
+
+__all__ = ["Call", "Walk", "catch_inputs"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What comes after the hidden states. ``hidden_name`` is the keyword they go by, ``None``: they come first."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    hidden_name: str | None = None
+
+    def is_same(self, other: Call) -> bool:
+        return self.hidden_name == other.hidden_name and _same((self.args, self.kwargs), (other.args, other.kwargs))
+
+
+@dataclass
+class Walk:
+    """The samples of this rank on their way through the blocks.
+
+    ``hidden[i]`` is what the next block is given for sample i, (batch, length, features);
+    ``calls[i][kind]`` what else; ``kinds[b]`` the kind of block b. With ``offload`` the hidden states
+    wait on the CPU between blocks.
+    """
+
+    blocks: list[tuple[str, nn.Module]]
+    hidden: list[torch.Tensor]
+    calls: list[list[Call]]
+    kinds: list[int]
+    offload: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.hidden)
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[Callable[[int], torch.Tensor]]:
+        """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
+
+        The block's weights may have been changed before; they are its shards again afterwards. Every
+        run gathers them (inside torch, under FSDP2). No gradients.
+        """
+        block = self.blocks[index][1]
+        device = next((p.device for p in block.parameters()), torch.device("cpu"))
+        _synchronize(device)
+
+        def run(sample: int) -> torch.Tensor:
+            call = self.calls[sample][self.kinds[index]]
+            hidden, kwargs = self.hidden[sample].to(device), dict(call.kwargs)
+            args = call.args
+            if call.hidden_name is None:
+                args = (hidden, *args)
+            else:
+                kwargs[call.hidden_name] = hidden
+            with torch.no_grad():
+                return _hidden_of(block(*args, **kwargs))
+
+        try:
+            yield run
+        finally:
+            _reshard(block)
+
+    def advance(self, index: int, comm: Communicator) -> None:
+        """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
+
+        One round of 72 bytes beyond the block's own.
+
+        Raises:
+            ValueError: on every rank: an output is NaN or infinite; it names the block and the sample.
+        """
+        bad: list[int] = []
+        with self.block(index) as run:
+            for sample in range(self.num_samples):
+                output = run(sample)
+                if not bool(torch.isfinite(output).all()):
+                    bad.append(sample)
+                self.hidden[sample] = output.cpu() if self.offload else output
+        with together(comm):
+            if bad:
+                raise ValueError(
+                    f"block {self.blocks[index][0]!r} puts out NaN or Inf for {len(bad)} of this rank's "
+                    f"{self.num_samples} samples, the first of them number {bad[0]}"
+                )
+
+
+def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offload: bool = False) -> Walk:
+    """Return the walk that begins before the first decoder block of ``model``.
+
+    Each batch is one sample: the keyword arguments of the model's forward. The first one runs up to
+    the last block, to learn how each is called; the others only as far as there are kinds of calls,
+    which for most models is to the first block. Every rank must pass as many batches.
+
+    Raises:
+        ValueError: no decoder blocks, no batches, or a forward that does not reach the blocks in order.
+    """
+    blocks = decoder_blocks(model)
+    if not batches:
+        raise ValueError("there is no calibration sample")
+    walk = Walk(blocks, [], [], [], offload)
+    firsts: list[int] = []  # the first block of each kind
+    for batch in batches:
+        hidden, calls = _calls_of(model, blocks[: firsts[-1] + 1] if firsts else blocks, batch)
+        if not firsts:
+            for index, call in enumerate(calls):
+                kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
+                if kind == len(firsts):
+                    firsts.append(index)
+                walk.kinds.append(kind)
+        walk.hidden.append(hidden.cpu() if offload else hidden)
+        walk.calls.append([calls[first] for first in firsts])
+    return walk
+
+
+class _ReachedLast(Exception):
+    """Ends a forward before the last block that is asked for."""
+
+
+def _calls_of(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], batch: Mapping[str, Any]
+) -> tuple[torch.Tensor, list[Call]]:
+    """Run ``model`` up to the last of ``blocks``; return the first one's hidden states and every one's call."""
+    first_hidden: list[torch.Tensor] = []
+    calls: list[Call] = []
+
+    def on_block(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index != len(calls):
+                raise ValueError(
+                    f"block {blocks[index][0]!r} is called as number {len(calls) + 1}; a walk needs every block to "
+                    "be called once, in order"
+                )
+            hidden, call = _part(blocks[index][0], args, kwargs)
+            if index == 0:
+                first_hidden.append(hidden)
+            calls.append(call)
+            if index == len(blocks) - 1:
+                raise _ReachedLast
+
+        return hook
+
+    with ExitStack() as stack, torch.no_grad():
+        for index, (_, block) in enumerate(blocks):
+            # Before FSDP2's own hook, so that the block where it ends is not gathered.
+            handle = block.register_forward_pre_hook(on_block(index), prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.callback(_reshard, model)
+        try:
+            model(**batch)
+        except _ReachedLast:
+            return first_hidden[0], calls
+    raise ValueError(f"a forward of {type(model).__name__} ended after {len(calls)} of {len(blocks)} decoder blocks")
+
+
+def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
+    hidden_name, others = None, args[1:]
+    hidden = args[0] if args else None
+    if not args:
+        hidden_name, hidden = next(((key, v) for key, v in kwargs.items() if isinstance(v, torch.Tensor)), (None, None))
+        kwargs = {key: value for key, value in kwargs.items() if key != hidden_name}
+    if not isinstance(hidden, torch.Tensor):
+        raise ValueError(f"block {name!r} is called without a tensor of hidden states in front")
+    return hidden, Call(others, kwargs, hidden_name)
+
+
+def _hidden_of(output: Any) -> torch.Tensor:
+    hidden = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(hidden, torch.Tensor):
+        raise TypeError(f"a decoder block returned a {type(hidden).__name__} where hidden states were expected")
+    return hidden
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _reshard(module: nn.Module) -> None:
+    """Give back what FSDP2 gathered: what a stopped forward left, or ``reshard_after_forward=False`` keeps.
+
+    Weights that stay gathered would hide what is written into the shards.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for writes into the shards: a block called outside of its root's forward gathers on another stream."""
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device.type).synchronize(device)

@@ -1,0 +1,161 @@
+"""Calibration text becomes the same samples however many ranks there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.calibration import load_samples, spread
+from distprune.collectives import Alone, communicator
+from tests.worlds import run_threads
+
+
+class Letters:
+    """A tokenizer of letters: a is 0, z is 25; its end of sequence is 26."""
+
+    eos_token_id: int | None = 26
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(c) - ord("a") for c in text if c.isalpha()]}
+
+
+def make_model(vocabulary: int = 27, positions: int | None = None) -> nn.Module:
+    model = nn.Module()
+    model.config = SimpleNamespace(vocab_size=vocabulary, max_position_embeddings=positions)  # type: ignore[assignment]
+    return model
+
+
+def load(path: Path, num_samples: int, length: int, tokenizer: Any = None, **model: Any) -> list[list[int]]:
+    tokenizer = tokenizer or Letters()
+    ids = load_samples(tokenizer, path, make_model(**model), num_samples=num_samples, sequence_length=length)
+    assert ids.dtype == torch.int64
+    rows: list[list[int]] = ids.tolist()
+    return rows
+
+
+def test_text_is_cut_without_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("abc defg\nhi")
+    assert load(path, 2, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert load(path, 3, 3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_json_lines_end_with_the_end_token(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "ab", "other": 1}\n\n"cd"\n')
+    assert load(path, 2, 3) == [[0, 1, 26], [2, 3, 26]]
+    no_end = Letters()
+    no_end.eos_token_id = None
+    assert load(path, 2, 2, no_end) == [[0, 1], [2, 3]]
+
+
+def test_reads_no_further_than_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('"abcd"\nthis is not JSON\n')
+    assert load(path, 1, 5) == [[0, 1, 2, 3, 26]]
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 40_000 + "." * 1_000_000)
+    lengths: list[int] = []
+
+    class Spy(Letters):
+        @override
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            lengths.append(len(text))
+            return super().__call__(text, add_special_tokens=add_special_tokens)
+
+    load(path, 2, 8, Spy())
+    assert lengths == [256]
+    path.write_text("." * 1_000 + "a" * 100)
+    assert load(path, 1, 8) == [[0] * 8]
+
+
+def test_bad_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    with pytest.raises(FileNotFoundError, match="no calibration file"):
+        load(path, 1, 1)
+    path.write_text("abcdefg")
+    with pytest.raises(
+        ValueError, match=r"holds 7 tokens; 2 samples of 4 tokens need 8: give more text, or ask for at most 1 samples"
+    ):
+        load(path, 2, 4)
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds 0 tokens; 1 samples of 4 tokens need 4"):
+        load(path, 1, 4)
+    for num_samples, length in ((0, 4), (1, 0)):
+        with pytest.raises(ValueError, match="one sample of one token is the least"):
+            load(path, num_samples, length)
+    path.write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        load(path, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ('{"txt": "a"}', 'line 2 holds no text: an object with "text"'),
+        ("[1]", "line 2 holds no text"),
+        ('{"text": 3}', "line 2 holds no text"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps("ab") + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        load(path, 1, 8)
+
+
+def test_does_not_fit_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefgh")
+    with pytest.raises(ValueError, match="token id 7 is outside the model's vocabulary of 5; is the tokenizer another"):
+        load(path, 2, 4, vocabulary=5)
+    with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
+        load(path, 1, 8, positions=6)
+    assert load(path, 1, 6, positions=6)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_sample_counts_once(world_size: int, num_samples: int) -> None:
+    token_ids = torch.arange(num_samples * 3).view(num_samples, 3)
+    counted = []
+    for rank in range(world_size):
+        comm = Alone()
+        comm.rank, comm.size = rank, world_size
+        mine = spread(token_ids, comm)
+        assert len(mine.batches) == -(-num_samples // world_size)
+        assert all(batch["input_ids"].shape == (1, 3) for batch in mine.batches)
+        counted += [batch["input_ids"][0].tolist() for batch in mine.batches[: mine.num_counted]]
+    assert sorted(counted) == token_ids.tolist()
+
+
+def test_nothing_to_spread() -> None:
+    with pytest.raises(ValueError, match="no calibration sample"):
+        spread(torch.empty(0, 4, dtype=torch.int64), Alone())
+
+
+def load_own(rank: int, folder: Path) -> None:
+    path = folder / f"{rank}.txt"
+    load_samples(Letters(), path, make_model(), num_samples=1, sequence_length=3, group=communicator())
+
+
+def test_ranks_must_read_the_same(tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("abcd")
+    (tmp_path / "1.txt").write_text("abce")
+    run_threads(2, load_own, tmp_path)  # the fourth letter is not read
+    (tmp_path / "1.txt").write_text("abd")
+    for error in run_threads(2, load_own, tmp_path, catch=True):
+        assert isinstance(error, ValueError)
+        assert "calibration tokens" in str(error)
+    (tmp_path / "1.txt").unlink()
+    for error in run_threads(2, load_own, tmp_path, catch=True):
+        assert isinstance(error, FileNotFoundError)

@@ -1,0 +1,303 @@
+"""Moments are those of all samples, bit by bit the same on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from typing_extensions import override
+
+from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, linear_maps, spread
+from distprune.calibration.statistics import _pack, _unpack
+from distprune.collectives import Alone, Communicator, communicator
+from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.shards import decoder_blocks
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.oneshot_oracle import NM, Pattern, _listening, linears, prune_model
+from tests.worlds import ProcessPool, run_threads
+
+TOKENS = samples(5)
+KINDS: tuple[MomentsOf, ...] = ("features", "pairs")
+
+
+def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> list[list[Moments]]:
+    """The moments of every block of the unpruned model."""
+    mine = spread(TOKENS, comm)
+    walk = catch_inputs(model, mine.batches)
+    found = []
+    for index, (_, block) in enumerate(walk.blocks):
+        statistics = InputStatistics(linear_maps(block), of)
+        with statistics.listening(), walk.block(index) as run:
+            for i in range(walk.num_samples):
+                statistics.begin_sample(counts=i < mine.num_counted)
+                run(i)
+        found.append(statistics.reduce(comm))
+        walk.advance(index, comm)
+    return found
+
+
+@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_every_architecture(architecture: str, of: MomentsOf) -> None:
+    model = tiny_model(architecture)
+    found = moments_of_blocks(model, Alone(), of)
+    blocks = decoder_blocks(model)
+    plain = [linears(block) for _, block in blocks]
+    for (_, block), of_block in zip(blocks, plain, strict=True):
+        with _listening(block, of_block, with_hessian=True), torch.no_grad():
+            for tokens in TOKENS:
+                model(input_ids=tokens[None], use_cache=False)
+    for of_block, moments in zip(plain, found, strict=True):
+        by_name = {name: m for m in moments for name in m.names}
+        assert by_name.keys() == of_block.keys()
+        for name, linear in of_block.items():
+            assert by_name[name].num_tokens == linear.num_tokens
+            if linear.square_sum is None or linear.hessian is None:
+                assert not by_name[name].values.any()
+                continue
+            torch.testing.assert_close(by_name[name].square_sums, linear.square_sum.float(), rtol=1e-5, atol=1e-6)
+            if of == "pairs":
+                torch.testing.assert_close(by_name[name].values, linear.hessian.float(), rtol=1e-4, atol=1e-4)
+
+
+SHARED = {
+    "llama": [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")],
+    "phi": [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1")],  # attention beside the MLP
+    "falcon": [("self_attention.query_key_value", "mlp.dense_h_to_4h")],
+    "opt": [("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")],
+    "gpt2": [],
+}
+
+
+@pytest.mark.parametrize("architecture", SHARED)
+def test_shared_inputs_are_counted_once(architecture: str) -> None:
+    for moments in moments_of_blocks(tiny_model(architecture), Alone(), "features"):
+        assert [m.names for m in moments if len(m.names) > 1] == SHARED[architecture]
+
+
+def on_rank(_: int, architecture: str, of: MomentsOf) -> list[list[Moments]]:
+    model = tiny_model(architecture)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for __, block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return moments_of_blocks(model, communicator(), of)
+
+
+@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, architecture: str, of: MomentsOf) -> None:
+    wanted = moments_of_blocks(tiny_model(architecture), Alone(), of)
+    for found in pool.run(world_size, on_rank, architecture, of):
+        for of_block, wanted_of_block in zip(found, wanted, strict=True):
+            by_name = {m.names: m for m in of_block}
+            assert by_name.keys() == {m.names for m in wanted_of_block}
+            for m in wanted_of_block:
+                assert by_name[m.names].num_tokens == m.num_tokens
+                assert torch.equal(by_name[m.names].values, m.values)
+
+
+def wanda(model: nn.Module, comm: Communicator, pattern: Pattern) -> dict[str, torch.Tensor]:
+    """Wanda on a model that is whole on every rank, from the parts of this package."""
+    mine = spread(TOKENS, comm)
+    walk = catch_inputs(model, mine.batches)
+    masks: dict[str, torch.Tensor] = {}
+    for index, (block_name, block) in enumerate(walk.blocks):
+        maps = linear_maps(block)
+        statistics = InputStatistics(maps, "features")
+        with statistics.listening(), walk.block(index) as run:
+            for i in range(walk.num_samples):
+                statistics.begin_sample(counts=i < mine.num_counted)
+                run(i)
+        for moments in statistics.reduce(comm):
+            norms = moments.square_sums.sqrt() if moments.num_tokens else torch.ones_like(moments.square_sums)
+            for name in moments.names:
+                linear = maps[name]
+                weight = linear.parameter.detach()
+                weight = weight if linear.expert is None else weight[linear.expert]
+                weight = weight.t() if linear.transposed else weight
+                scores = weight.abs() * norms
+                if isinstance(pattern, NM):
+                    keep = keep_highest_per_group(scores, pattern.n, pattern.m)
+                else:
+                    keep = keep_highest_per_row(scores, round(pattern * linear.num_in))
+                weight.mul_(keep)
+                masks[f"{block_name}.{name}"] = keep
+        walk.advance(index, comm)
+    return masks
+
+
+def wanda_on_rank(_: int, architecture: str, pattern: Pattern) -> dict[str, torch.Tensor]:
+    return wanda(tiny_model(architecture), communicator(), pattern)
+
+
+@pytest.mark.parametrize("pattern", [0.5, NM(2, 4), NM(4, 8), NM(1, 4)], ids=str)
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_wanda_from_these_parts_is_the_oracle(architecture: str, pattern: Pattern) -> None:
+    wanted = prune_model(tiny_model(architecture), TOKENS, "wanda", pattern)
+    found = wanda(tiny_model(architecture), Alone(), pattern)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "mixtral"])
+def test_wanda_with_the_samples_over_ranks(pool: ProcessPool, architecture: str) -> None:
+    wanted = wanda(tiny_model(architecture), Alone(), 0.5)
+    for world_size in (2, 4):
+        for found in pool.run(world_size, wanda_on_rank, architecture, 0.5):
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_one_triangle_travels(size: int) -> None:
+    x = torch.randn(3, size, dtype=torch.float64)
+    whole = torch.triu(x.t() @ x)
+    whole += whole.triu(1).t()
+    assert _pack(whole).shape == (size // 2 + 1, size)
+    assert torch.equal(_unpack(_pack(whole)), whole)
+    lopsided = whole + torch.tril(torch.ones(size, size, dtype=torch.float64), -1)
+    assert torch.equal(_unpack(_pack(lopsided)), whole)  # the upper one
+
+
+@pytest.mark.parametrize("of", KINDS)
+def test_rounds_and_bytes(of: MomentsOf) -> None:
+    comm, linear = Alone(), nn.Linear(10, 3, bias=False)
+    block = nn.Sequential(linear, nn.Linear(3, 1))
+    statistics = InputStatistics(linear_maps(block), of)
+    with statistics.listening():
+        statistics.begin_sample()
+        block(torch.ones(2, 10))
+    before = comm.traffic.copy()
+    statistics.reduce(comm)
+    used = comm.traffic - before
+    assert used.num_rounds == (5 if of == "features" else 6)
+    numbers = 13 if of == "features" else 6 * 10 + 2 * 3
+    assert used.num_bytes < 72 + 8 * numbers + 60
+
+
+class Twice(nn.Module):
+    """Two maps whose inputs are the same tensor or not, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how = "same"
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.as_tensor(self.a(x))
+        if self.how == "written":
+            x.add_(1)
+        if self.how == "twice":
+            y = self.a(y)
+        return y + torch.as_tensor(self.b(x.clone() if self.how == "copy" else x))
+
+
+def listen(block: Twice, *hows: str) -> list[Moments]:
+    statistics = InputStatistics(linear_maps(block), "features")
+    with statistics.listening(), torch.no_grad():
+        for how in hows:
+            statistics.begin_sample()
+            block.how = how
+            block(torch.ones(1, 4))
+    return statistics.reduce(Alone())
+
+
+def test_what_is_the_same_input() -> None:
+    assert [m.names for m in listen(Twice(), "same", "same")] == [("a", "b")]
+    assert [m.names for m in listen(Twice(), "copy")] == [("a",), ("b",)]
+    a, b = listen(Twice(), "written")  # the same tensor, with other values
+    assert (a.square_sums == 1).all()
+    assert (b.square_sums == 4).all()
+    with pytest.raises(NotImplementedError, match="'b' has the input of 'a' in one sample and that of 'b' in another"):
+        listen(Twice(), "same", "copy")
+    with pytest.raises(NotImplementedError, match="'b' has the input of 'a' in some calls and not in others"):
+        listen(Twice(), "twice")
+
+
+def test_samples_that_do_not_count() -> None:
+    block = Twice()
+    statistics = InputStatistics(linear_maps(block), "features")
+    with statistics.listening():
+        block(torch.ones(1, 4))  # before any sample
+        statistics.begin_sample()
+        block(torch.ones(1, 4))
+        statistics.begin_sample(counts=False)
+        block(torch.ones(1, 4))
+    block(torch.ones(1, 4))  # nobody listens
+    (moments,) = statistics.reduce(Alone())
+    assert moments.num_tokens == 1
+
+
+def with_nan(rank: int) -> None:
+    block = nn.Sequential(nn.Linear(4, 4))
+    statistics = InputStatistics(linear_maps(block), "pairs")
+    with statistics.listening():
+        statistics.begin_sample()
+        block(torch.full((1, 4), torch.inf if rank == 1 else 1.0))
+    statistics.reduce(communicator())
+
+
+def unlike_on_ranks(rank: int) -> None:
+    statistics = InputStatistics(linear_maps(block := Twice()), "pairs")
+    block.how = "copy" if rank == 1 else "same"
+    with statistics.listening():
+        statistics.begin_sample()
+        block(torch.ones(1, 4))
+    statistics.reduce(communicator())
+
+
+def test_errors_are_heard_on_all_ranks() -> None:
+    for error in run_threads(2, with_nan, catch=True):
+        assert isinstance(error, ValueError)
+        assert "NaN or Inf in the inputs of '0'" in str(error)
+    for error in run_threads(2, unlike_on_ranks, catch=True):
+        assert isinstance(error, NotImplementedError)
+        assert "'b' has the input of other maps on one rank than on another" in str(error)
+
+
+def test_an_expert_without_tokens() -> None:
+    model: Any = tiny_model("mixtral")
+    block = model.model.layers[0]
+    with torch.no_grad():
+        block.mlp.gate.weight.zero_()  # all logits tie, so that the first two experts win everywhere
+    moments = {name: m for m in moments_of_blocks(model, Alone(), "pairs")[0] for name in m.names}
+    counts = [moments[f"mlp.experts.gate_up_proj.{e}"].num_tokens for e in range(4)]
+    assert sorted(counts) == [0, 0, TOKENS.numel(), TOKENS.numel()]
+    for e in range(4):
+        assert bool(moments[f"mlp.experts.down_proj.{e}"].values.any()) == bool(counts[e])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_expert_inputs_are_what_the_eager_experts_multiply(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("mixtral")
+    model.set_experts_implementation(implementation)
+    found = moments_of_blocks(model, Alone(), "features")[0]
+    model.set_experts_implementation("eager")
+    experts = model.model.layers[0].mlp.experts
+    seen: dict[str, torch.Tensor] = {}
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        for name in ("gate_up_proj", "down_proj"):
+            if weight._base is getattr(experts, name):
+                key = f"mlp.experts.{name}.{weight.storage_offset() // weight.numel()}"
+                seen[key] = seen.get(key, torch.zeros(())) + x.double().square().sum(0)
+        return plain_linear(x, weight, bias)
+
+    plain_linear = F.linear
+    monkeypatch.setattr(F, "linear", linear)
+    with torch.no_grad():
+        for tokens in TOKENS:
+            model(input_ids=tokens[None], use_cache=False)
+    by_name = {name: m for m in found for name in m.names if ".experts." in name}
+    assert {name for name, m in by_name.items() if m.num_tokens} == seen.keys()
+    for name, square_sum in seen.items():
+        torch.testing.assert_close(by_name[name].square_sums, square_sum.float(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,183 @@
+"""Blocks run one by one give what the model gives, whole or sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from distprune.calibration import Walk, catch_inputs, spread
+from distprune.collectives import Alone, communicator
+from distprune.shards import decoder_blocks
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.worlds import ProcessPool, run_threads
+
+TOKENS = samples(5)
+
+
+def block_outputs(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What every block puts out in an ordinary forward."""
+    found: list[torch.Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [block.register_forward_hook(hook) for _, block in decoder_blocks(model)]
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
+    for index in range(len(walk.blocks)):
+        with walk.block(index) as run:
+            outputs = [run(i) for i in range(walk.num_samples)]
+        assert all(torch.equal(output, of_sample[index]) for output, of_sample in zip(outputs, wanted, strict=True))
+        walk.advance(index, Alone())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_every_architecture(architecture: str, offload: bool) -> None:
+    model, batches = tiny_model(architecture), spread(TOKENS, Alone()).batches
+    walk = catch_inputs(model, batches, offload=offload)
+    assert walk.kinds == [0] * len(walk.blocks)
+    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+
+
+def alternating_model() -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def test_blocks_of_two_kinds() -> None:
+    model, batches = alternating_model(), spread(TOKENS, Alone()).batches
+    walk = catch_inputs(model, batches)
+    assert walk.kinds == [0, 1, 0, 1]
+    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+
+
+def test_later_samples_stop_at_the_last_kind() -> None:
+    model, num_runs = tiny_model("llama"), [0, 0, 0]
+    for index, (_, block) in enumerate(decoder_blocks(model)):
+
+        def count(*_: Any, index: int = index) -> None:
+            num_runs[index] += 1
+
+        block.register_forward_pre_hook(count)
+    catch_inputs(model, spread(TOKENS, Alone()).batches)
+    assert num_runs == [1, 1, 0]  # the first sample runs up to the last block, the others run none
+
+
+def sharded(architecture: str, reshard_after_forward: bool) -> nn.Module:
+    model = tiny_model(architecture)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for _, block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
+def walk_sharded(_: int, architecture: str, reshard_after_forward: bool) -> None:
+    comm = communicator()
+    plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward)
+    batches = spread(TOKENS, comm).batches
+    walk = catch_inputs(model, batches)
+    check_sharded(model)
+    wanted = [block_outputs(plain, batch["input_ids"]) for batch in batches]
+    for index, (__, block) in enumerate(walk.blocks):
+        with walk.block(index) as run:
+            for i in range(walk.num_samples):
+                assert torch.equal(run(i), wanted[i][index])
+        check_sharded(block)
+        walk.advance(index, comm)
+        check_sharded(block)
+    # A second walk sees what was written into the shards in between.
+    with torch.no_grad():
+        for parameters in (model.parameters(), plain.parameters()):
+            for parameter in parameters:
+                parameter.mul_(0.5)
+    again = catch_inputs(model, batches)
+    wanted = [block_outputs(plain, batch["input_ids"]) for batch in batches]
+    for index in range(len(again.blocks)):
+        again.advance(index, comm)
+        assert all(torch.equal(h, of_sample[index]) for h, of_sample in zip(again.hidden, wanted, strict=True))
+    # And the model runs as a whole.
+    with torch.no_grad():
+        one, other = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, plain))
+    assert torch.equal(one, other)
+
+
+def check_sharded(module: nn.Module) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "mixtral"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_by_fsdp2(pool: ProcessPool, world_size: int, architecture: str, reshard_after_forward: bool) -> None:
+    pool.run(world_size, walk_sharded, architecture, reshard_after_forward)
+
+
+def test_bad_input() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="no calibration sample"):
+        catch_inputs(model, [])
+    with pytest.raises(ValueError, match="no decoder blocks in Linear"):
+        catch_inputs(nn.Linear(2, 2), [{"input": torch.ones(1, 2)}])
+
+
+class Backwards(nn.Module):
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order = order
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def test_blocks_out_of_order() -> None:
+    batch = {"x": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match=r"block 'layers.1' is called as number 1"):
+        catch_inputs(Backwards([1, 0]), [batch])
+    with pytest.raises(ValueError, match="ended after 1 of 2 decoder blocks"):
+        catch_inputs(Backwards([0]), [batch])
+
+
+def advance_with_nan(rank: int) -> None:
+    model = Backwards([0, 1])
+    walk = catch_inputs(model, [{"x": torch.full((1, 2), torch.nan if rank == 1 else 1.0)}])
+    walk.advance(0, communicator())
+
+
+def test_nan_is_an_error_on_all_ranks() -> None:
+    for error in run_threads(2, advance_with_nan, catch=True):
+        assert isinstance(error, ValueError)
+        assert "block 'layers.0' puts out NaN or Inf for 1 of this rank's 1 samples" in str(error)
