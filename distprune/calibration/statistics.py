@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distprune.calibration.linear_maps import LinearMap, expert_inputs
 from distprune.collectives import Communicator, agree
@@ -83,8 +84,12 @@ class InputStatistics:
         with ExitStack() as stack:
             stack.callback(self._seen.clear)
             for module, names in _by_module(self.maps).items():
-                on_call = self._on_linear(names[0]) if self.maps[names[0]].expert is None else self._on_experts(names)
-                stack.callback(module.register_forward_pre_hook(on_call, with_kwargs=True).remove)
+                # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
+                # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
+                is_linear = self.maps[names[0]].expert is None
+                on_call = self._on_linear(names[0]) if is_linear else self._on_experts(names)
+                handle = module.register_forward_pre_hook(on_call, prepend=is_linear, with_kwargs=True)
+                stack.callback(handle.remove)
             yield
 
     def _on_linear(self, name: str) -> Callable[..., None]:
@@ -112,6 +117,12 @@ class InputStatistics:
         """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it."""
         version = 0 if x.is_inference() else x._version  # written to in between, it is another input
         first = next((other for other, ref, v in self._seen if ref() is x and v == version), name)
+        if x.shape[-1] != self.maps[name].num_in or isinstance(x, DTensor):
+            self._error = NotImplementedError(
+                f"{name!r} is given {type(x).__name__} {tuple(x.shape)} on this rank where {self.maps[name].num_in} "
+                "whole features were expected; inputs that are themselves sharded are not supported"
+            )
+            return
         self._num_calls[name] = self._num_calls.get(name, 0) + 1
         if self._first_of.setdefault(name, first) != first:
             self._error = NotImplementedError(

@@ -262,6 +262,18 @@ def test_errors_are_heard_on_all_ranks() -> None:
         assert "'b' has the input of other maps on one rank than on another" in str(error)
 
 
+def test_a_part_of_the_features() -> None:
+    """As tensor parallelism hands its row-wise maps."""
+    block = nn.Sequential(nn.Linear(4, 4))
+    statistics = InputStatistics(linear_maps(block), "features")
+    block[0].weight = nn.Parameter(torch.ones(4, 2))
+    with statistics.listening():
+        statistics.begin_sample()
+        block(torch.ones(3, 2))
+    with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) on this rank where 4 whole features"):
+        statistics.reduce(Alone())
+
+
 def test_an_expert_without_tokens() -> None:
     model: Any = tiny_model("mixtral")
     block = model.model.layers[0]
