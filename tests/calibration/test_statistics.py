@@ -154,15 +154,15 @@ def test_wanda_with_the_samples_over_ranks(pool: ProcessPool, architecture: str)
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 64, 65, 130])
 def test_one_triangle_travels(size: int) -> None:
     x = torch.randn(3, size, dtype=torch.float64)
     whole = torch.triu(x.t() @ x)
     whole += whole.triu(1).t()
     assert _pack(whole).shape == (size // 2 + 1, size)
-    assert torch.equal(_unpack(_pack(whole)), whole)
+    assert torch.equal(_unpack(_pack(whole)), whole.float())
     lopsided = whole + torch.tril(torch.ones(size, size, dtype=torch.float64), -1)
-    assert torch.equal(_unpack(_pack(lopsided)), whole)  # the upper one
+    assert torch.equal(_unpack(_pack(lopsided)), whole.float())  # the upper one
 
 
 @pytest.mark.parametrize("of", KINDS)
