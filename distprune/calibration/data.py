@@ -14,7 +14,7 @@ from torch import nn
 
 from distprune.collectives import Communicator, Group, agree, communicator, together
 
-__all__ = ["Samples", "load_samples", "spread"]
+__all__ = ["Samples", "check_fit", "load_samples", "spread"]
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
@@ -68,7 +68,7 @@ def load_samples(
                 f"give more text, or ask for at most {len(ids) // sequence_length} samples"
             )
         token_ids = torch.tensor(ids[:num_tokens], dtype=torch.int64).view(num_samples, sequence_length)
-        _check_fit(token_ids, model)
+        check_fit(token_ids, model)
         facts["calibration tokens"] = hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()
     agree(comm, facts)
     return token_ids
@@ -128,7 +128,8 @@ def _texts(path: Path, lines: Iterator[str]) -> Iterator[str]:
         yield text
 
 
-def _check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:
+def check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:
+    """Raise a ValueError if ``model`` has no positions or no embeddings for ``token_ids`` (samples, length). Local."""
     config = getattr(model, "config", None)
     positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
     length, low, high = token_ids.shape[1], int(token_ids.min()), int(token_ids.max())

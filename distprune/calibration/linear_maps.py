@@ -34,6 +34,13 @@ class LinearMap:
     expert: int | None = None
 
     @property
+    def parameter_path(self) -> str:
+        """The parameter's name within the block."""
+        if self.expert is not None:
+            return self.name.rpartition(".")[0]
+        return f"{self.name}.{self.parameter_name}" if self.name else self.parameter_name
+
+    @property
     def parameter(self) -> nn.Parameter:
         """The parameter as it is now: under FSDP2 the shards, and the whole while the block runs."""
         parameter = getattr(self.module, self.parameter_name)

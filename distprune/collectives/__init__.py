@@ -13,6 +13,7 @@ from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
+from distprune.collectives.tensors import broadcast_tensor, exchange
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +28,9 @@ __all__ = [
     "Roster",
     "Traffic",
     "agree",
+    "broadcast_tensor",
     "communicator",
+    "exchange",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "staging_device"]
 
 
 @final
@@ -30,7 +30,7 @@ class ProcessGroup(Communicator):
             raise ValueError("this rank is not a member of the group it was given; call on members only")
         super().__init__(rank, dist.get_world_size(resolved))
         self.group = resolved
-        self.device = _staging_device(resolved)
+        self.device = staging_device(resolved)
 
     @override
     def global_rank(self, rank: int) -> int:
@@ -63,7 +63,8 @@ class ProcessGroup(Communicator):
         pass
 
 
-def _staging_device(group: dist.ProcessGroup) -> torch.device:
+def staging_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which messages of ``group`` are staged."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", or "cuda:nccl", or "cpu:threaded,..."
     device_types = [part.split(":")[0] for part in str(config).split(",") if ":" in part]
     if not device_types or "cpu" in device_types:

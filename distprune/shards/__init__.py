@@ -3,7 +3,7 @@
 from distprune.shards.census import Census, checksum, take_census
 from distprune.shards.decoder_blocks import decoder_blocks
 from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
-from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
+from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
 from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
 
@@ -15,6 +15,7 @@ __all__ = [
     "Runs",
     "Split",
     "checksum",
+    "chunk_runs",
     "chunk_size",
     "cut",
     "decoder_blocks",

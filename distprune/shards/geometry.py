@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Geometry", "Runs", "Split", "runs_of_splits"]
+__all__ = ["Geometry", "Runs", "Split", "chunk_runs", "runs_of_splits"]
 
 Runs = tuple[tuple[int, int], ...]
 IntArray = npt.NDArray[np.int64]
@@ -50,22 +50,23 @@ def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs:
             if math.prod(later.num_chunks for later in pending) == split.stride:
                 runs = _split_all(runs, pending)
                 pending = []
-                runs = _chunk(runs, split.num_chunks, split.index)
+                runs = chunk_runs(runs, split.num_chunks, split.index)
             else:
-                parts = [_chunk(runs, split.stride, part) for part in range(split.stride)]
-                runs = tuple(run for part in parts for run in _chunk(part, split.num_chunks, split.index))
+                parts = [chunk_runs(runs, split.stride, part) for part in range(split.stride)]
+                runs = tuple(run for part in parts for run in chunk_runs(part, split.num_chunks, split.index))
         else:
-            runs = _chunk(runs, split.num_chunks, split.index)
+            runs = chunk_runs(runs, split.num_chunks, split.index)
     return runs
 
 
 def _split_all(runs: Runs, splits: Sequence[Split]) -> Runs:
     for split in splits:
-        runs = _chunk(runs, split.num_chunks, split.index)
+        runs = chunk_runs(runs, split.num_chunks, split.index)
     return runs
 
 
-def _chunk(runs: Runs, num_chunks: int, index: int) -> Runs:
+def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:
+    """Return chunk ``index`` of ``num_chunks`` of what ``runs`` cover, as ``torch.chunk`` cuts it."""
     size = sum(stop - start for start, stop in runs)
     chunk_size = -(-size // num_chunks)
     begin, end = min(index * chunk_size, size), min((index + 1) * chunk_size, size)

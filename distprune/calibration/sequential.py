@@ -1,0 +1,283 @@
+"""One-shot pruning of a decoder, block after block: Wanda, SparseGPT, magnitude and random."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from distprune.calibration.data import check_fit, spread
+from distprune.calibration.linear_maps import LinearMap, linear_maps
+from distprune.calibration.outcome import sum_outcomes
+from distprune.calibration.patterns import Pattern, check_divides
+from distprune.calibration.report import BlockReport, MapReport, OneShotReport
+from distprune.calibration.rows import whole_rows
+from distprune.calibration.sparsegpt import prune_by_sparsegpt
+from distprune.calibration.statistics import InputStatistics, Moments
+from distprune.calibration.walk import Walk, catch_inputs
+from distprune.calibration.wanda import prune_by_scores
+from distprune.collectives import Communicator, Group, communicator, together
+from distprune.methods.agreement import agree_on, settle_owners
+from distprune.methods.decide import check_replicas
+from distprune.shards import LocalShard, decoder_blocks, find_flat_parts, local_shard
+
+__all__ = ["OneShotMethod", "prune_blocks"]
+
+OneShotMethod = Literal["wanda", "sparsegpt", "magnitude", "random"]
+OnBlock = Callable[[int, BlockReport], None]
+
+
+def prune_blocks(
+    model: nn.Module,
+    samples: torch.Tensor,
+    *,
+    method: OneShotMethod,
+    pattern: Pattern,
+    group: Group = None,
+    seed: int | None = None,
+    offload: bool = False,
+    first_block: int = 0,
+    on_block: OnBlock | None = None,
+) -> OneShotReport:
+    """Prune every linear map in the decoder blocks of ``model`` in place, and return what was done.
+
+    Block by block, as the papers do: the calibration samples run through the block, the statistics of
+    what each map is given are summed over the ranks, the block is pruned, and what it then puts out is what
+    the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
+    the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
+    so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
+    but for rounding by SparseGPT.
+
+    Args:
+        model: plain, the same on all ranks, or FSDP2 or HSDP (``fully_shard`` on each block and the root).
+        samples: token ids, (num_samples, length) int64, the same on every rank.
+        method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
+            ``"magnitude"`` and ``"random"`` by the same walk.
+        pattern: ``Unstructured(amount)``, ``PerRow(amount)`` or ``NByM(n, m)``; see there who competes.
+        group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
+        seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
+        offload: keep activations on the CPU between blocks.
+        first_block: blocks before it are run and left as they are: they were pruned by an earlier call.
+        on_block: called with the number of a block and its report on every rank after each block, before the
+            next one is touched, for instance to write it.
+
+    Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
+    shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
+    of the same size) and one unsharded block. Rounds: about 7 at the beginning; for a block 10 and those of
+    ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
+
+    Raises:
+        ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
+            parameter whose inputs ``m`` does not divide; samples that do not fit the model; NaN weights;
+            no decoder blocks. On every rank, with the blocks before pruned: NaN or Inf in the activations
+            (it names the block and the linear map).
+        TypeError: on every rank, nothing changed: an argument of the wrong type.
+        NotImplementedError: on every rank, nothing changed: FSDP1; tensor parallelism.
+    """
+    comm = communicator(group)
+    started, traffic = time.perf_counter(), comm.traffic.copy()
+    plan, error = _Plan(), None
+    try:
+        plan = _plan(model, samples, method, pattern, seed, first_block)
+    except Exception as caught:
+        error = caught
+    facts = {
+        "method": repr(method),
+        "pattern": repr(pattern),
+        "seed": repr(seed),
+        "offload": repr(offload),
+        "first_block": repr(first_block),
+        "samples": plan.digest,
+    }
+    roster, _ = agree_on(comm, plan.shards, facts, error)
+    shards = settle_owners(comm, plan.shards, roster)
+    check_replicas(comm, roster, shards)
+    owned = {shard.name: bool(shard.owned) for shard in shards}
+    if seed is None and method == "random":
+        seed = int(comm.broadcast(int(torch.randint(1 << 62, ())) if comm.rank == 0 else None))
+
+    mine = spread(samples, comm)
+    reports = []
+    with _evaluating(model):
+        walk = catch_inputs(model, mine.batches, offload=offload)
+        for index in range(len(walk.blocks)):
+            if index >= first_block:
+                work = _Work(comm, walk, index, mine.num_counted, method, pattern, seed or 0, owned)
+                reports.append(work.run())
+                if on_block is not None:
+                    with together(comm):
+                        on_block(index, reports[-1])
+            elif index + 1 < len(walk.blocks):
+                walk.advance(index, comm)
+    used = comm.traffic - traffic
+    peaks = tuple(int(peak) for peak in comm.gather(_peak_memory()))
+    return OneShotReport(
+        method,
+        repr(pattern),
+        seed if method == "random" else None,
+        len(samples),
+        tuple(reports),
+        time.perf_counter() - started,
+        used.num_rounds,
+        used.num_bytes,
+        peaks,
+    )
+
+
+@dataclass
+class _Plan:
+    shards: list[LocalShard] = field(default_factory=list)
+    digest: str = ""
+
+
+def _plan(
+    model: nn.Module, samples: torch.Tensor, method: str, pattern: Pattern, seed: int | None, first_block: int
+) -> _Plan:
+    """Check the arguments and return every parameter's part on this rank. Changes nothing, communicates nothing."""
+    if method not in get_args(OneShotMethod):
+        raise ValueError(f"method={method!r} is none of {get_args(OneShotMethod)}")
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be Unstructured, PerRow or NByM, not {pattern!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or None, not {seed!r}")
+    if isinstance(first_block, bool) or not isinstance(first_block, int):
+        raise TypeError(f"first_block must be an int, not {first_block!r}")
+    if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
+        raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
+    if samples.ndim != 2 or samples.numel() == 0:
+        raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
+    check_fit(samples, model)
+    if find_flat_parts(model):
+        raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
+    blocks = decoder_blocks(model)
+    if not 0 <= first_block <= len(blocks):
+        raise ValueError(f"first_block={first_block} is not between 0 and the number of blocks, {len(blocks)}")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    shards: dict[str, LocalShard] = {}
+    for block_name, block in blocks:
+        maps = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
+        if not maps:
+            raise ValueError(f"block {block_name!r} holds no linear map")
+        check_divides(pattern, maps)
+        for linear in maps.values():
+            name = f"{block_name}.{linear.parameter_path}"
+            if name not in shards:
+                _check_layout(name, linear.parameter)
+                shards[name] = local_shard(name, linear.parameter)
+    return _Plan(list(shards.values()), hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest())
+
+
+def _check_layout(name: str, parameter: nn.Parameter) -> None:
+    """Refuse what is cut by anything beyond FSDP2: the ranks beside would have to run the same samples."""
+    if not isinstance(parameter, DTensor):
+        return
+    cutting = [p for p in parameter.placements if isinstance(p, Shard | _StridedShard)]
+    last = parameter.placements[-1]
+    if len(cutting) > 1 or (len(parameter.placements) > 1 and not isinstance(last, Shard | _StridedShard)):
+        raise NotImplementedError(
+            f"{name!r} is laid out as {parameter.placements}: ranks that share a sample, as in tensor parallelism, "
+            "are not supported yet; FSDP2 and HSDP are"
+        )
+
+
+@dataclass
+class _Work:
+    """One block's turn."""
+
+    comm: Communicator
+    walk: Walk
+    index: int
+    num_counted: int
+    method: OneShotMethod
+    pattern: Pattern
+    seed: int
+    owned: Mapping[str, bool]  # by parameter
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("forward", "reduce", "factor", "sweep"), 0.0)
+    )
+
+    def run(self) -> BlockReport:
+        """Prune the block and advance the walk behind it, if another block follows."""
+        traffic = self.comm.traffic.copy()
+        name, block = self.walk.blocks[self.index]
+        maps = linear_maps(block)
+        moments = self._moments(name, maps)
+        num_tokens = {of_map: m.num_tokens for m in moments for of_map in m.names}
+        owned = {path: self.owned[f"{name}.{path}"] for path in {m.parameter_path for m in maps.values()}}
+        damping: dict[str, float] = {}
+        with whole_rows(self.comm, maps, owned) as rows, torch.no_grad():
+            if self.method == "sparsegpt":
+                outcomes, damping = prune_by_sparsegpt(self.comm, name, rows, moments, self.pattern, self._clock)
+            else:
+                with self._clock("sweep"):
+                    outcomes = prune_by_scores(self.comm, name, rows, moments, self.method, self.pattern, self.seed)
+            owned_rows = {of_map: rows[of_map].owned for of_map in rows}
+        del moments
+        totals = sum_outcomes(self.comm, outcomes, owned_rows)
+        if self.index + 1 < len(self.walk.blocks):
+            with self._clock("forward"):
+                self.walk.advance(self.index, self.comm)
+        used = self.comm.traffic - traffic
+        reports = tuple(
+            MapReport(
+                f"{name}.{of_map}",
+                linear.num_out * linear.num_in,
+                totals[of_map].num_pruned,
+                totals[of_map].num_zeros,
+                totals[of_map].relative_error,
+                damping.get(of_map),
+                num_tokens[of_map],
+            )
+            for of_map, linear in maps.items()
+        )
+        return BlockReport(self.index, name, reports, self.seconds, used.num_rounds, used.num_bytes)
+
+    def _moments(self, name: str, maps: Mapping[str, LinearMap]) -> list[Moments]:
+        statistics = InputStatistics(maps, "pairs" if self.method == "sparsegpt" else "features")
+        with self._clock("forward"), statistics.listening(), self.walk.block(self.index) as run:
+            for sample in range(self.walk.num_samples):
+                statistics.begin_sample(counts=sample < self.num_counted)
+                run(sample)
+        with self._clock("reduce"):
+            try:
+                return statistics.reduce(self.comm)
+            except (ValueError, NotImplementedError) as error:  # on every rank
+                raise type(error)(f"block {name!r}: {error}") from error
+
+    @contextmanager
+    def _clock(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the body in evaluation mode: dropout would make statistics of noise."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,298 @@
+"""SparseGPT on the rows of this rank: arXiv 2301.00774, Algorithm 1.
+
+The rows of a map are swept by themselves, column by column, once the factor of the inverse of
+H = 2 X^T X / tokens is there; the ranks need each other only to agree on which weights of a block of
+columns go, over all rows, which is a selection. The maps of a decoder block are swept side by side, so
+that one selection serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from distprune.calibration.outcome import Outcome
+from distprune.calibration.patterns import NByM, Pattern, PerRow, Unstructured
+from distprune.calibration.rows import Rows
+from distprune.calibration.statistics import Moments
+from distprune.collectives import Communicator, broadcast_tensor, together
+from distprune.scores import Magnitude
+from distprune.selection import (
+    Competition,
+    Entry,
+    common_order,
+    keep_highest_per_group,
+    keep_highest_per_row,
+    select_lowest,
+)
+
+__all__ = ["COLUMNS", "DAMPING", "Factor", "factor", "prune_by_sparsegpt"]
+
+COLUMNS = 128  # that are decided together, section 3.4 of the paper
+DAMPING = 0.01  # of the mean diagonal, as in the authors' code
+_MAX_RAISED = 8
+_PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
+_CHUNK = 1 << 22  # weights whose product with H is in memory at a time
+
+
+@dataclass(frozen=True)
+class Factor:
+    """``upper`` (in, in), float32: the inverse of the damped H is upper^T upper.
+
+    ``dead`` (in,) says which inputs were always 0; ``added`` was added to the diagonal: 0.01 of its mean,
+    times ten for each of ``num_raised``.
+    """
+
+    upper: torch.Tensor
+    dead: torch.Tensor
+    num_raised: int
+    added: float
+
+
+def factor(products: torch.Tensor, num_tokens: int) -> Factor:
+    """Return the factor for X^T X = ``products`` (in, in), float32 and symmetric, which is overwritten. Local.
+
+    Without tokens, as for an expert that nothing was routed to, the inputs count as white: X^T X = 1.
+    Damping begins with 0.01 of the mean diagonal and is raised tenfold as long as H is not positive definite.
+
+    Raises:
+        ValueError: no damping up to a million times the mean diagonal helps.
+    """
+    h = products.mul_(2 / max(num_tokens, 1)) if num_tokens else products.zero_()
+    if not num_tokens:
+        h.diagonal().fill_(2)
+    dead = h.diagonal() == 0
+    h.diagonal()[dead] = 1
+    diagonal = h.diagonal().clone()
+    mean = float(diagonal.mean())
+    for num_raised in range(_MAX_RAISED + 1):
+        added = DAMPING * 10**num_raised * mean
+        h.diagonal().copy_(diagonal + added)
+        # H turned end to end is L L^T; so H is R R^T with R, L turned, upper, and H^-1 is (R^-1)^T R^-1.
+        lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
+        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+            identity = torch.eye(len(h), dtype=h.dtype, device=h.device)
+            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            if bool(torch.isfinite(upper).all()):
+                return Factor(upper, dead, num_raised, added)
+    raise ValueError(f"the second moments of {len(h)} inputs are not positive definite with any damping")
+
+
+@dataclass
+class _Sweep:
+    """The rows of one map on their way: ``weight`` is (in, rows), float32, so that a column lies together."""
+
+    weight: torch.Tensor
+    factor: Factor
+    num_pruned: int = 0
+    error: float = 0.0  # under the damped H
+
+    def scores(self, start: int, stop: int) -> torch.Tensor:
+        """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop``, (rows, columns)."""
+        if self.weight.shape[1] == 0:
+            return self.weight.new_empty((0, stop - start))
+        return _scores(self.weight[start:stop], self.factor.upper.diagonal()[start:stop])
+
+    def run(self, start: int, stop: int, keep: torch.Tensor | NByM) -> None:
+        """Prune columns ``start`` to ``stop``: all but ``keep`` (rows, columns), or group by group as they come up."""
+        block, upper = self.weight[start:stop], self.factor.upper
+        if block.shape[1] == 0:
+            return
+        errors = torch.empty_like(block)
+        goes = torch.empty_like(block, dtype=torch.bool) if isinstance(keep, NByM) else ~keep.t().contiguous()
+        m = keep.m if isinstance(keep, NByM) else 1
+        diagonal = upper.diagonal()[start:stop]
+        divisors = diagonal.tolist()
+        step = m * max(1, _PART // m)
+        for first in range(0, stop - start, step):
+            end = min(first + step, stop - start)
+            for i in range(first, end):
+                if isinstance(keep, NByM) and i % m == 0:
+                    scores = _scores(block[i : i + m], diagonal[i : i + m])
+                    goes[i : i + m] = ~keep_highest_per_group(scores, keep.n, m).t()
+                torch.div(block[i], divisors[i], out=errors[i])
+                errors[i].masked_fill_(~goes[i], 0)
+                block[i].masked_fill_(goes[i], 0)
+                if i + 1 < end:
+                    block[i + 1 : end].addr_(upper[start + i, start + i + 1 : start + end], errors[i], alpha=-1)
+            if end < stop - start:
+                block[end:].addmm_(
+                    upper[start + first : start + end, start + end : stop].t(), errors[first:end], alpha=-1
+                )
+        if stop < len(self.weight):
+            self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
+        self.error += float(errors.square().sum(dtype=torch.float64))
+        self.num_pruned += int(torch.count_nonzero(goes))
+
+    def finish(self, original: torch.Tensor, output: float) -> Outcome:
+        """Write the new weights into ``original`` (rows, in) and return what became of them.
+
+        With W - W' = E upper, E the errors, the error under the damped H is ||E||^2; what the damping
+        added to it is taken off again.
+        """
+        new = self.weight.t()
+        change = (original.float() - new).masked_fill_(self.factor.dead, 0)
+        added = self.factor.added * float(change.square().sum(dtype=torch.float64))
+        original.copy_(new)
+        num_zeros = original.numel() - int(torch.count_nonzero(original))
+        return Outcome(self.num_pruned, num_zeros, max(self.error - added, 0.0), output)
+
+
+def prune_by_sparsegpt(
+    comm: Communicator,
+    prefix: str,
+    rows: Mapping[str, Rows],
+    moments: list[Moments],
+    pattern: Pattern,
+    clock: Callable[[str], AbstractContextManager[None]],
+) -> tuple[dict[str, Outcome], dict[str, float]]:
+    """Prune ``rows`` (by map; of the block ``prefix``) in place and return the outcomes and the damping, by map.
+
+    ``moments`` are of ``"pairs"`` and are used up. Arithmetic is float32. Unstructured: exactly
+    ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all ranks; the other
+    patterns are settled by each row. The errors returned are those of H itself, without the damping.
+
+    Every rank must call it. Rounds: 3 of little, and 1 (4 bytes a pair) for each input that half of the
+    ranks or more need, whose factorizations are spread over them; one ``select_lowest`` for each block
+    of columns, for all maps together (unstructured). Beside the moments, a factor for each input and the
+    float32 rows of all maps are in memory.
+    """
+    with clock("sweep"):
+        outputs = {name: _output(rows[name].weight, m) for m in moments for name in m.names}
+    with clock("factor"):
+        factors = _factors(comm, moments, rows)
+    with clock("sweep"):
+        sweeps = {}
+        for name, of_map in rows.items():
+            weight = of_map.weight.t().float().clone(memory_format=torch.contiguous_format)
+            weight[factors[name].dead] = 0
+            sweeps[name] = _Sweep(weight, factors[name])
+        step = COLUMNS if not isinstance(pattern, NByM) else pattern.m * max(1, COLUMNS // pattern.m)
+        for start in range(0, max(of_map.num_in for of_map in rows.values()), step):
+            part = {name: min(start + step, r.num_in) for name, r in rows.items() if start < r.num_in}
+            keep = _keep(comm, prefix, rows, sweeps, start, part, pattern)
+            for name, stop in part.items():
+                sweeps[name].run(start, stop, keep[name])
+        outcomes = {name: sweep.finish(rows[name].weight, outputs[name]) for name, sweep in sweeps.items()}
+    num_raised = comm.max(torch.tensor([factors[name].num_raised for name in rows], dtype=torch.int64)).tolist()
+    return outcomes, {name: DAMPING * 10**num for name, num in zip(rows, num_raised, strict=True)}
+
+
+def _scores(columns: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
+    return (columns / diagonal[:, None]).square_().t().contiguous()
+
+
+def _output(weight: torch.Tensor, moments: Moments) -> float:
+    """Return ||X W^T||^2 / tokens, twice, of the rows ``weight`` (rows, in)."""
+    if not moments.num_tokens:
+        return 2 * float(weight.float().square().sum(dtype=torch.float64))
+    total, step = 0.0, max(1, _CHUNK // weight.shape[1])
+    for some in torch.split(weight, step):
+        w = some.float()
+        total += float(((w @ moments.values) * w).sum(dtype=torch.float64))
+    return total * 2 / moments.num_tokens
+
+
+def _keep(
+    comm: Communicator,
+    prefix: str,
+    rows: Mapping[str, Rows],
+    sweeps: Mapping[str, _Sweep],
+    start: int,
+    part: Mapping[str, int],
+    pattern: Pattern,
+) -> Mapping[str, torch.Tensor | NByM]:
+    """Return what stays of the columns from ``start`` to before ``part[name]``, by map."""
+    if isinstance(pattern, NByM):
+        return dict.fromkeys(part, pattern)
+    if isinstance(pattern, PerRow):
+        # Rounded so that the counts of all blocks add up to that of the row.
+        return {
+            name: keep_highest_per_row(
+                sweeps[name].scores(start, stop), round(pattern.amount * stop) - round(pattern.amount * start)
+            )
+            for name, stop in part.items()
+        }
+    return _keep_over_rows(comm, prefix, rows, sweeps, start, part, pattern)
+
+
+def _keep_over_rows(
+    comm: Communicator,
+    prefix: str,
+    rows: Mapping[str, Rows],
+    sweeps: Mapping[str, _Sweep],
+    start: int,
+    part: Mapping[str, int],
+    pattern: Unstructured,
+) -> dict[str, torch.Tensor]:
+    competitions: list[Competition] = []
+    entries: list[Entry] = []
+    order = common_order([("magnitude", torch.float32)])
+    for name, stop in part.items():
+        full_name = f"{prefix}.{name}"
+        shard = rows[name].shard(full_name, sweeps[name].scores(start, stop))
+        numel = rows[name].num_out * (stop - start)
+        entries.append(Entry(full_name, Magnitude(shard), shard.geometry, rows[name].owned, len(competitions), 0))
+        competitions.append(Competition(full_name, order, numel, numel, round(pattern.amount * numel)))
+    return dict(zip(part, select_lowest(comm, competitions, entries).masks, strict=True))
+
+
+def _factors(comm: Communicator, moments: list[Moments], rows: Mapping[str, Rows]) -> dict[str, Factor]:
+    """Return the factor of every map's input: of all of those that this rank's rows need, at least."""
+    needs = torch.zeros((len(moments), comm.size), dtype=torch.int64)
+    for i, m in enumerate(moments):
+        needs[i, comm.rank] = any(len(rows[name].weight) for name in m.names)
+    needs = comm.sum(needs)
+    makers = _makers(needs, [m.values.shape[0] for m in moments])
+    made: dict[int, Factor] = {}
+    with together(comm):
+        for i, m in enumerate(moments):
+            if makers[i] == comm.rank or (makers[i] is None and needs[i, comm.rank]):
+                made[i] = factor(m.values, m.num_tokens)
+    found: dict[str, Factor] = {}
+    for i, m in enumerate(moments):
+        source = makers[i]
+        if source is not None and comm.size > 1:
+            made[i] = _broadcast(comm, made.get(i), m.values, source)
+        elif i not in made:  # no rows here
+            nothing = m.values.new_empty((0, 0))
+            made[i] = Factor(nothing, torch.zeros(m.values.shape[0], dtype=torch.bool), 0, 0.0)
+        found.update(dict.fromkeys(m.names, made[i]))
+    return found
+
+
+def _makers(needs: torch.Tensor, sizes: list[int]) -> list[int | None]:
+    """Return the rank that factors each input for all, ``None``: those that need it do so themselves.
+
+    The largest first, each on the rank that has the least to do yet. Equal on every rank.
+    """
+    num_ranks = needs.shape[1]
+    makers: list[int | None] = [None] * len(sizes)
+    work = [0] * num_ranks
+    for i, size in enumerate(sizes):
+        if 2 * int(needs[i].sum()) <= num_ranks:
+            work = [done + size**3 * int(needed) for done, needed in zip(work, needs[i].tolist(), strict=True)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if 2 * int(needs[i].sum()) > num_ranks:
+            maker = makers[i] = min(range(num_ranks), key=lambda rank: work[rank])
+            work[maker] += sizes[i] ** 3
+    return makers
+
+
+def _broadcast(comm: Communicator, own: Factor | None, like: torch.Tensor, source: int) -> Factor:
+    size = like.shape[0]
+    message = torch.empty(size * size + size + 2) if own is None else _message(own)
+    message = broadcast_tensor(comm, message, source)
+    if own is not None:
+        return own
+    upper = message[: size * size].view(size, size).to(like.device)
+    dead = message[size * size : -2].to(like.device) != 0
+    return Factor(upper, dead, int(message[-2]), float(message[-1]))
+
+
+def _message(own: Factor) -> torch.Tensor:
+    numbers = torch.tensor([own.num_raised, own.added])
+    return torch.cat([own.upper.cpu().reshape(-1), own.dead.cpu().float(), numbers])

@@ -1,0 +1,120 @@
+"""Pruning a block by scores, the weights that stay being left as they are: Wanda, magnitude and random.
+
+Wanda (arXiv 2306.11695, section 3) scores weight (i, j) by |W_ij| * ||X_j||_2 and lets the inputs of one
+output compete with each other. The same walk prunes by |W_ij| alone, or by a hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+
+from distprune.calibration.outcome import Outcome
+from distprune.calibration.patterns import NByM, Pattern, Unstructured
+from distprune.calibration.rows import Rows
+from distprune.calibration.statistics import Moments
+from distprune.collectives import Communicator
+from distprune.masks import zero_where_pruned
+from distprune.scores import Magnitude, Random
+from distprune.selection import (
+    Competition,
+    Entry,
+    Scores,
+    common_order,
+    keep_highest_per_group,
+    keep_highest_per_row,
+    select_lowest,
+)
+
+__all__ = ["ScoredBy", "prune_by_scores"]
+
+ScoredBy = Literal["wanda", "magnitude", "random"]
+
+_CHUNK = 1 << 20  # weights whose scores are in memory at a time
+
+
+def prune_by_scores(
+    comm: Communicator,
+    prefix: str,
+    rows: Mapping[str, Rows],
+    moments: list[Moments],
+    method: ScoredBy,
+    pattern: Pattern,
+    seed: int,
+) -> dict[str, Outcome]:
+    """Zero the weights of ``rows`` (by map; of the block ``prefix``) that ``method`` and ``pattern`` say, in place.
+
+    ``moments`` are of ``"features"``. Wanda scores a map that saw no token by |W| alone, as if all of its
+    inputs were alike. Zeros come first by magnitude and at random.
+
+    Every rank must call it. Nothing is communicated, except where whole matrices compete (magnitude and
+    random, unstructured): one ``select_lowest`` for all of them. Temporaries beyond its masks stay under
+    64 MiB. The errors returned are those of uncorrelated inputs, for which ||X D^T||^2 is the sum of
+    ||X_j||^2 D_ij^2.
+    """
+    square_sums = {
+        name: m.square_sums if m.num_tokens else torch.ones_like(m.square_sums) for m in moments for name in m.names
+    }
+    whole: dict[str, torch.Tensor] = {}
+    if isinstance(pattern, Unstructured) and method != "wanda":
+        whole = _by_matrix(comm, prefix, rows, method, pattern.amount, seed)
+    outcomes: dict[str, Outcome] = {}
+    for name, of_map in rows.items():
+        outcome = outcomes[name] = Outcome()
+        sums = square_sums[name]
+        for start, stop in _stretches(of_map):
+            weight = of_map.weight[start:stop]
+            if name in whole:
+                keep = whole[name][start:stop]
+            elif method == "wanda":
+                keep = _keep(weight.abs().float() * sums.sqrt(), pattern)
+            else:
+                keep = _keep(_values(_scores(prefix, name, of_map, method, seed), start, stop, of_map.num_in), pattern)
+            output = weight.float().square() * sums
+            outcome.output += float(output.sum(dtype=torch.float64))
+            outcome.error += float(output.masked_fill_(keep, 0).sum(dtype=torch.float64))
+            outcome.num_pruned += keep.numel() - int(torch.count_nonzero(keep))
+            zero_where_pruned(weight, keep)
+            outcome.num_zeros += keep.numel() - int(torch.count_nonzero(weight))
+    return outcomes
+
+
+def _stretches(rows: Rows) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK // max(rows.num_in, 1))
+    for start in range(0, len(rows.weight), step):
+        yield start, min(start + step, len(rows.weight))
+
+
+def _keep(scores: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    if isinstance(pattern, NByM):
+        return keep_highest_per_group(scores, pattern.n, pattern.m)
+    return keep_highest_per_row(scores, round(pattern.amount * scores.shape[1]))
+
+
+def _scores(prefix: str, name: str, rows: Rows, method: ScoredBy, seed: int) -> Scores:
+    shard = rows.shard(f"{prefix}.{name}", rows.weight)
+    return Random(shard, seed, zeros_first=True) if method == "random" else Magnitude(shard)
+
+
+def _values(scores: Scores, start: int, stop: int, num_in: int) -> torch.Tensor:
+    values = scores.values(start * num_in, stop * num_in).view(-1, num_in)
+    return values.abs() if scores.ordered_by == "magnitude" else values
+
+
+def _by_matrix(
+    comm: Communicator, prefix: str, rows: Mapping[str, Rows], method: ScoredBy, amount: float, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return what stays, (rows, in), of every map; all maps' competitions in one selection."""
+    competitions: list[Competition] = []
+    entries: list[Entry] = []
+    for name, of_map in rows.items():
+        scores = _scores(prefix, name, of_map, method, seed)
+        numel = of_map.num_out * of_map.num_in
+        order = common_order([(scores.ordered_by, scores.dtype)])
+        full_name = f"{prefix}.{name}"
+        geometry = of_map.shard(full_name, of_map.weight).geometry
+        entries.append(Entry(full_name, scores, geometry, of_map.owned, len(competitions), 0))
+        competitions.append(Competition(full_name, order, numel, numel, round(amount * numel)))
+    return dict(zip(rows, select_lowest(comm, competitions, entries).masks, strict=True))
