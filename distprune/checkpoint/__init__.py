@@ -4,20 +4,24 @@ from distprune.checkpoint.bundled import BUNDLED, resolve_model
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
-from distprune.checkpoint.hf_save import save_model
+from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.checkpoint.output_directory import check_output, writing
+from distprune.checkpoint.unfinished import Unfinished, open_unfinished
 
 __all__ = [
     "BUNDLED",
     "HfDirectory",
     "InspectReport",
+    "ModelWriter",
     "TensorReport",
+    "Unfinished",
     "check_output",
     "import_extra",
     "inspect_directory",
     "load_model",
     "open_directory",
+    "open_unfinished",
     "resolve_model",
     "save_model",
     "writing",

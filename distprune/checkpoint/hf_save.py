@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from distprune.checkpoint.naming import model_names
 from distprune.collectives import Communicator, Group, agree, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
 
-__all__ = ["save_model"]
+__all__ = ["ModelWriter", "save_model"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
@@ -62,26 +62,63 @@ def save_model(
         ValueError: on every rank: the model's tensors are not those of ``source`` in name or shape, or
             ranks were given different sources or targets, or models of different dtypes.
     """
-    comm = communicator(group)
-    with together(comm):
-        tensors = _tensors(model, source)
-        files = [_planned(target, file, tensors) for file in source.weight_files]
-        if comm.rank == 0:
-            _check_space(target, files)
-        dtypes = [str(entry.dtype) for file in files for entry in file.tensors]
-        facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes}
-    agree(comm, facts)
-    with together(comm):
-        if comm.rank == 0:
-            for file in files:
-                _allocate(file)
-            _write_small_files(source, files, target, tensors)
-    with together(comm):
-        _write_own(comm, files, tensors, progress)
+    writer = ModelWriter(model, source, target, group=group)
+    writer.allocate()
+    with together(writer.comm):
+        writer.write(progress=progress)
 
 
-def _tensors(model: nn.Module, source: HfDirectory) -> dict[str, LocalShard]:
-    """Return this rank's part of every tensor to write, by its name in the checkpoint."""
+class ModelWriter:
+    """Writes a model's tensors to their places in the files of ``target``, all at once or some at a time.
+
+    Making one takes two rounds of 72 bytes on every rank of ``group``; raises as :func:`save_model`.
+    """
+
+    def __init__(self, model: nn.Module, source: HfDirectory, target: Path, *, group: Group = None) -> None:
+        self.comm = communicator(group)
+        self._source, self._target = source, target
+        with together(self.comm):
+            self._names = _names(model, source)
+            state = model.state_dict(keep_vars=True)
+            self._tensors = {stored: local_shard(stored, state[name]) for stored, name in self._names.items()}
+            self.files = [_planned(target, file, self._tensors) for file in source.weight_files]
+            dtypes = [str(entry.dtype) for file in self.files for entry in file.tensors]
+            facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes}
+        agree(self.comm, facts)
+
+    def allocate(self) -> None:
+        """Make the files at their full size, and copy the small ones. Every rank must call it: one round."""
+        with together(self.comm):
+            if self.comm.rank == 0:
+                _check_space(self._target, self.files)
+                for file in self.files:
+                    _allocate(file)
+                _write_small_files(self._source, self.files, self._target, self._tensors)
+
+    def write(
+        self, prefixes: Sequence[str] | None = None, *, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local."""
+        _write_own(self.comm, self.files, self._chosen(prefixes), progress)
+
+    def read(self, prefixes: Sequence[str]) -> None:
+        """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
+        chosen = self._chosen(prefixes)
+        for file in self.files:
+            for entry in file.tensors:
+                if entry.name in chosen:
+                    _read_own(file.path, entry, chosen[entry.name])
+
+    def _chosen(self, prefixes: Sequence[str] | None) -> dict[str, LocalShard]:
+        return {
+            stored: shard
+            for stored, shard in self._tensors.items()
+            if prefixes is None or any(self._names[stored].startswith(f"{prefix}.") for prefix in prefixes)
+        }
+
+
+def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
+    """Return the model's name of every tensor to write, by its name in the checkpoint."""
     state, held = model.state_dict(keep_vars=True), source.tensors
     names = {stored: stored for stored in held}
     if any(stored not in state for stored in held):
@@ -99,7 +136,7 @@ def _tensors(model: nn.Module, source: HfDirectory) -> dict[str, LocalShard]:
             raise ValueError(
                 f"{name!r} is {list(state[name].shape)} in the model and {list(held[stored][1].shape)} in {source.path}"
             )
-    return {stored: local_shard(stored, state[name]) for stored, name in names.items()}
+    return names
 
 
 def _planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
@@ -209,6 +246,22 @@ def _write_own(
                     if progress is not None:
                         progress(num_done, num_total)
             os.fsync(handle.fileno())
+
+
+@torch.no_grad()
+def _read_own(path: Path, entry: TensorEntry, shard: LocalShard) -> None:
+    numel, itemsize = shard.local.numel(), shard.local.element_size()
+    if numel == 0:
+        return
+    stored = np.memmap(path, np.uint8, "r", entry.start, (entry.stop - entry.start,))
+    flat = torch.empty(numel, dtype=shard.local.dtype)
+    step = max(1, _SCATTERED_ELEMENTS)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        indices = shard.geometry.flat_indices(start, stop)
+        values = stored.reshape(-1, itemsize)[indices]
+        flat[start:stop] = torch.from_numpy(values.reshape(-1)).view(shard.local.dtype)
+    shard.local.copy_(flat.view(shard.local.shape))
 
 
 def _stretches(shard: LocalShard) -> Iterator[tuple[int, memoryview]]:

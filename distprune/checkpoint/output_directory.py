@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distprune.collectives import Group, agree, communicator, together
 
-__all__ = ["check_output", "writing"]
+__all__ = ["check_output", "publish", "writing"]
 
 
 def check_output(target: str | Path, *, overwrite: bool = False, source: str | Path | None = None) -> Path:
@@ -89,7 +89,7 @@ def writing(
         agree(comm, {}, failed)
         with together(comm):
             if comm.rank == 0:
-                _publish(staging, path, token, overwrite)
+                publish(staging, path, overwrite=overwrite)
     except BaseException:
         # Also when this process is interrupted; what was renamed already is no longer here.
         if comm.rank == 0:
@@ -107,11 +107,12 @@ def _make_writable(staging: Path) -> None:
         raise PermissionError(f"the output cannot be written beside {staging.parent}: {error}") from error
 
 
-def _publish(staging: Path, path: Path, token: str, overwrite: bool) -> None:
+def publish(staging: Path, path: Path, *, overwrite: bool) -> None:
+    """Rename the finished directory ``staging`` onto ``path``; what was there is removed if ``overwrite``."""
     _sync(staging)
     aside: Path | None = None
     if overwrite and path.exists():
-        aside = path.parent / f".{path.name}.replaced-{token}"
+        aside = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
         path.rename(aside)
     try:
         staging.rename(path)  # onto nothing or an empty directory; the system refuses any other

@@ -63,6 +63,38 @@ class Display:
             table.add_row(*row)
         console.print(table)
 
+    def one_shot_summary(self, report: dict[str, Any]) -> None:
+        """Print what a finished one-shot job did, block by block."""
+        if not self._visible:
+            return
+        pruning, seconds = report["pruning"], report["stage_seconds"]
+        stages = list(pruning["blocks"][0]["seconds"]) if pruning["blocks"] else []
+        columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB")
+        console, table = _console_and_table(f"{pruning['method']}, {pruning['pattern']}", columns)
+        for block in pruning["blocks"]:
+            num_elements = sum(of_map["num_elements"] for of_map in block["maps"])
+            num_zeros = sum(of_map["num_zeros"] for of_map in block["maps"])
+            errors = [of_map["relative_error"] for of_map in block["maps"] if of_map["relative_error"] is not None]
+            table.add_row(
+                block["name"],
+                f"{num_zeros / max(num_elements, 1):.4%}",
+                f"{min(errors):.3f} to {max(errors):.3f}" if errors else "",
+                *(f"{block['seconds'][stage]:.2f}" for stage in stages),
+                str(block["num_rounds"]),
+                f"{block['num_bytes'] / 2**20:.1f}",
+            )
+        console.print(table)
+        memory = max(pruning["peak_memory"]) / 2**20
+        lines = [
+            f"model {report['model']}, output {report['arguments']['output']}",
+            f"{report['num_ranks']} ranks on {report['device']}, {pruning['num_samples']} samples",
+            f"{seconds['total']:.1f} s, peak memory {memory:.0f} MiB a rank",
+        ]
+        if report["perplexity_before"] is not None:
+            lines.append(f"perplexity {report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}")
+        for line in lines:
+            console.print(line)
+
 
 def show_inspection(report: InspectReport) -> None:
     """Print a table of all tensors and the totals."""

@@ -9,15 +9,18 @@ import time
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
 
+from distprune.calibration import NByM, Pattern, PerRow, Unstructured
 from distprune.checkpoint import BUNDLED, inspect_directory
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.launchers import likely_rank, started
+from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
 from distprune.cli.prune_job import PruneJob, run_job
+from distprune.methods import Method
 
 __all__ = ["app", "run"]
 
@@ -36,6 +39,8 @@ _AFTER_FIRST_RANK = 2.0  # seconds: launchers end the other ranks within one
 class MethodName(StrEnum):
     magnitude = "magnitude"
     random = "random"
+    wanda = "wanda"
+    sparsegpt = "sparsegpt"
 
 
 class ScopeName(StrEnum):
@@ -60,7 +65,9 @@ class DeviceName(StrEnum):
 def prune(
     model: Annotated[str, typer.Argument(help=f"A Hugging Face directory, or {BUNDLED} for the bundled model.")],
     output: Annotated[Path, typer.Option(help="Directory to write; it must not exist, or be empty.")],
-    amount: Annotated[str, typer.Option(help="0.3: that fraction; 1000, without a point: that many weights.")],
+    amount: Annotated[
+        str | None, typer.Option(help="0.3: that fraction; 1000, without a point: that many weights.")
+    ] = None,
     method: Annotated[MethodName, typer.Option(help="How a weight's importance is measured.")] = MethodName.magnitude,
     scope: Annotated[ScopeName, typer.Option(help="All weights compete, or those of each tensor.")] = ScopeName.global_,
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
@@ -77,27 +84,62 @@ def prune(
     ] = None,
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 8192,
     eval_length: Annotated[int, typer.Option(min=2, help="Tokens in one window.")] = 512,
+    pattern: Annotated[
+        str | None, typer.Option(help="With --calibration: unstructured, row, or N:M such as 2:4 (without --amount).")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text or JSON-lines file; prune block by block, with what it makes of them.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in each.")] = 2048,
+    offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with what a killed calibration job has left.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
-    job = PruneJob(
-        model=model,
-        output=str(output),
+    common: dict[str, Any] = {
+        "model": model,
+        "output": str(output),
+        "seed": seed,
+        "dtype": None if dtype is DtypeName.auto else getattr(torch, dtype.value),
+        "overwrite": overwrite,
+        "evaluate_on": None if evaluate_on is None else str(evaluate_on),
+        "evaluation_tokens": eval_tokens,
+        "evaluation_length": eval_length,
+    }
+    if calibration is None:
+        if method.value not in get_args(Method):
+            raise typer.BadParameter(f"--method {method.value} needs --calibration, a text to run through the model")
+        if pattern is not None or resume:
+            raise typer.BadParameter("--pattern and --resume go with --calibration")
+        if amount is None:
+            raise typer.BadParameter("--amount is missing: how much to prune")
+        job = PruneJob(
+            **common,
+            method=cast(Method, method.value),
+            scope=scope.value,
+            amount=_amount(amount),
+            again=again,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+        )
+        with started(device.value, timeout) as ranks:
+            run_job(job, ranks, Display(visible=ranks.comm.rank == 0))
+        return
+    if again or include or exclude or scope is not ScopeName.global_:
+        raise typer.BadParameter("--scope, --again, --include and --exclude do not go with --calibration")
+    one_shot = OneShotJob(
+        **common,
         method=method.value,
-        scope=scope.value,
-        amount=_amount(amount),
-        seed=seed,
-        again=again,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        dtype=None if dtype is DtypeName.auto else getattr(torch, dtype.value),
-        overwrite=overwrite,
-        evaluate_on=None if evaluate_on is None else str(evaluate_on),
-        evaluation_tokens=eval_tokens,
-        evaluation_length=eval_length,
+        pattern=_pattern(pattern or "unstructured", amount),
+        calibration=str(calibration),
+        samples=samples,
+        sequence_length=sequence_length,
+        offload=offload,
+        resume=resume,
     )
     with started(device.value, timeout) as ranks:
-        run_job(job, ranks, Display(visible=ranks.comm.rank == 0))
+        run_one_shot_job(one_shot, ranks, Display(visible=ranks.comm.rank == 0))
 
 
 @app.command()
@@ -139,6 +181,20 @@ def _amount(text: str) -> int | float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is neither a fraction such as 0.3 nor a count such as 1000") from None
+
+
+def _pattern(text: str, amount: str | None) -> Pattern:
+    kept, colon, of = text.partition(":")
+    if colon and kept.isdigit() and of.isdigit():
+        if amount is not None:
+            raise typer.BadParameter(f"--pattern {text} says how much goes; leave out --amount {amount}")
+        return NByM(int(kept), int(of))
+    if text not in ("unstructured", "row"):
+        raise typer.BadParameter(f"--pattern {text!r} is none of unstructured, row, or N:M such as 2:4")
+    fraction = None if amount is None else _amount(amount)
+    if not isinstance(fraction, float):
+        raise typer.BadParameter(f"--pattern {text} needs --amount, a fraction such as 0.5")
+    return Unstructured(fraction) if text == "unstructured" else PerRow(fraction)
 
 
 def _end(text: str, *, known_to_all: bool) -> None:

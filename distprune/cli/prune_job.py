@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
 import platform
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +15,15 @@ import torch
 from distprune.checkpoint import (
     HfDirectory,
     check_output,
-    import_extra,
     load_model,
-    open_directory,
     resolve_model,
     save_model,
     writing,
 )
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.collectives import agree, together
-from distprune.evaluation import perplexity, tokenize_file
+from distprune.cli.steps import evaluate, open_source, strict_json
+from distprune.collectives import together
 from distprune.methods import Method, PruneReport, Scope, check_amount, prune_model
 
 __all__ = ["PruneJob", "run_job"]
@@ -73,7 +68,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
         check_amount(job.amount)
         check_output(job.output, overwrite=job.overwrite)
     path = resolve_model(job.model, group=comm, log=display.say)
-    directory, tokens = _open(job, path, ranks)
+    directory, tokens = open_source(path, ranks, job.evaluate_on, job.evaluation_tokens, job.evaluation_length)
 
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -83,7 +78,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
                 directory, mesh=ranks.mesh, dtype=job.dtype, device=ranks.device, group=comm, progress=progress
             )
         seconds["load"] = time.perf_counter() - started
-        before = _evaluate(job, model, tokens, ranks, display, "evaluating before")
+        before = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating before")
         report = prune_model(
             model,
             method=job.method,
@@ -96,7 +91,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             group=comm,
         )
         seconds["prune"] = report.seconds
-        after = _evaluate(job, model, tokens, ranks, display, "evaluating after")
+        after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
         started_saving = time.perf_counter()
         with display.progress("saving", "bytes") as progress:
             save_model(model, directory, staging, group=comm, progress=progress)
@@ -106,49 +101,10 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
         with together(comm):
             if comm.rank == 0:
                 (staging / REPORT_NAME).write_text(
-                    json.dumps(_strict(written), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+                    json.dumps(strict_json(written), indent=2, allow_nan=False) + "\n", encoding="utf-8"
                 )
     display.summary(written)
     return written
-
-
-def _open(job: PruneJob, path: Path, ranks: Ranks) -> tuple[HfDirectory, torch.Tensor | None]:
-    """Open the model and tokenize the text; all ranks must see the same of both."""
-    seen: dict[str, str] = {}
-    tokens: torch.Tensor | None = None
-    with together(ranks.comm):
-        directory = open_directory(path)
-        seen["model files"] = directory.fingerprint()
-        if job.evaluate_on is not None:
-            transformers = import_extra("transformers", "hf")
-            try:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{path} holds no tokenizer that transformers can load: {error}") from error
-            tokens = tokenize_file(
-                tokenizer, job.evaluate_on, max_tokens=job.evaluation_tokens, sequence_length=job.evaluation_length
-            )
-            seen["evaluation tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    agree(ranks.comm, seen)
-    return directory, tokens
-
-
-def _strict(value: Any) -> Any:
-    """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _evaluate(
-    job: PruneJob, model: torch.nn.Module, tokens: torch.Tensor | None, ranks: Ranks, display: Display, title: str
-) -> float | None:
-    if tokens is None:
-        return None
-    with display.progress(title, "windows") as progress:
-        return perplexity(model, tokens, sequence_length=job.evaluation_length, group=ranks.comm, progress=progress)
 
 
 def _report(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.prune_job import REPORT_NAME, PruneJob, _strict, run_job
+from distprune.cli.prune_job import REPORT_NAME, PruneJob, run_job, strict_json
 from distprune.collectives import communicator
 from distprune.methods import Method, Scope
 from tests.worlds import ProcessPool
@@ -184,6 +184,6 @@ def test_what_one_rank_cannot_read_fails_on_all(pool: ProcessPool, tmp_path: Pat
     assert second.startswith("FileNotFoundError: there is no model directory 'model'")
 
 
-def test_reports_are_strict_json() -> None:
+def test_reports_arestrict_json_json() -> None:
     report = {"a": [1, float("inf")], "b": {"c": float("nan"), "d": None}, "e": (0.5, "x")}
-    assert _strict(report) == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}
+    assert strict_json(report) == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}

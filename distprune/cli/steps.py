@@ -1,0 +1,73 @@
+"""What the jobs have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distprune.checkpoint import HfDirectory, import_extra, open_directory
+from distprune.cli.display import Display
+from distprune.cli.launchers import Ranks
+from distprune.collectives import agree, together
+from distprune.evaluation import perplexity, tokenize_file
+
+__all__ = ["evaluate", "load_tokenizer", "open_source", "strict_json"]
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a model directory. Local.
+
+    Raises:
+        ValueError: there is none that transformers can load.
+    """
+    transformers = import_extra("transformers", "hf")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no tokenizer that transformers can load: {error}") from error
+
+
+def open_source(
+    path: Path, ranks: Ranks, evaluate_on: str | None, num_tokens: int, sequence_length: int
+) -> tuple[HfDirectory, torch.Tensor | None]:
+    """Open the model and tokenize the text to evaluate on; all ranks must see the same of both."""
+    seen: dict[str, str] = {}
+    tokens: torch.Tensor | None = None
+    with together(ranks.comm):
+        directory = open_directory(path)
+        seen["model files"] = directory.fingerprint()
+        if evaluate_on is not None:
+            tokens = tokenize_file(
+                load_tokenizer(path), evaluate_on, max_tokens=num_tokens, sequence_length=sequence_length
+            )
+            seen["evaluation tokens"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    agree(ranks.comm, seen)
+    return directory, tokens
+
+
+def evaluate(
+    model: torch.nn.Module,
+    tokens: torch.Tensor | None,
+    sequence_length: int,
+    ranks: Ranks,
+    display: Display,
+    title: str,
+) -> float | None:
+    """Return the perplexity on ``tokens``, if there are any."""
+    if tokens is None:
+        return None
+    with display.progress(title, "windows") as progress:
+        return perplexity(model, tokens, sequence_length=sequence_length, group=ranks.comm, progress=progress)
+
+
+def strict_json(value: Any) -> Any:
+    """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

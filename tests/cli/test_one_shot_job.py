@@ -1,0 +1,140 @@
+"""The one-shot job: exact patterns on disk, and a job that was killed ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from distprune.calibration import NByM, PerRow, Unstructured
+from distprune.checkpoint import inspect_directory
+from distprune.cli import one_shot_job
+from distprune.cli.display import Display
+from distprune.cli.launchers import Ranks
+from distprune.cli.one_shot_job import REPORT_NAME, OneShotJob, run_one_shot_job
+from distprune.collectives import communicator
+from tests.cli.test_prune_job import contents
+from tests.worlds import ProcessPool
+
+CPU = torch.device("cpu")
+QUIET = Display(visible=False)
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    output = str(tmp_path / "out")
+    return OneShotJob(
+        str(model_folder), output, "sparsegpt", Unstructured(0.5), str(text_file), samples=5, sequence_length=24
+    )
+
+
+class Killed(BaseException):
+    """What a signal does, as far as the code under it can tell: no handler for exceptions sees it."""
+
+
+def run_alone(job: OneShotJob) -> dict[str, Any]:
+    return run_one_shot_job(job, Ranks(communicator(), CPU, None), QUIET)
+
+
+def run_on_rank(_: int, world_size: int, job: OneShotJob, dies_in_block: int | None) -> str:
+    """Run this rank's job; return the error as text, or nothing. It may die while it writes a block."""
+    ranks = Ranks(communicator(), CPU, init_device_mesh("cpu", (world_size,)))
+    jobs: Any = one_shot_job
+    original = jobs.prune_blocks
+    if dies_in_block is not None:
+
+        def dying(*args: Any, on_block: Any, **kwargs: Any) -> Any:
+            def stop(index: int, block: Any) -> None:
+                if index == dies_in_block:
+                    raise Killed
+                on_block(index, block)
+
+            return original(*args, on_block=stop, **kwargs)
+
+        jobs.prune_blocks = dying
+    try:
+        run_one_shot_job(job, ranks, QUIET)
+    except Killed:
+        return "killed"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        jobs.prune_blocks = original
+    return ""
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "magnitude", "random"])
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.25), NByM(2, 4)], ids=repr)
+def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
+    report = run_alone(dataclasses.replace(job, method=method, pattern=pattern))
+    inspected = inspect_directory(job.output)
+    blocks = [tensor for tensor in inspected.tensors if "layers" in tensor.name and len(tensor.shape) == 2]
+    assert len(blocks) == 14
+    if isinstance(pattern, NByM):
+        assert all("2:4" in tensor.patterns for tensor in blocks)
+    maps = {of_map["name"]: of_map for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    for tensor in blocks:
+        assert maps[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
+    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dies_in_block", [0, 1])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_killed_job_goes_on_to_the_same_bytes(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
+) -> None:
+    job = dataclasses.replace(job, method=method)
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(world_size, run_on_rank, world_size, whole, None) == [""] * world_size
+    assert pool.run(world_size, run_on_rank, world_size, job, dies_in_block) == ["killed"] * world_size
+    assert not Path(job.output).exists()
+    for error in pool.run(world_size, run_on_rank, world_size, job, None):
+        assert "FileExistsError" in error
+        assert "--resume" in error
+    again = dataclasses.replace(job, resume=True)
+    for changed in ({"samples": 4}, {"pattern": Unstructured(0.4)}, {"method": "magnitude"}, {"seed": 3}):
+        other = dataclasses.replace(again, **changed)
+        for error in pool.run(world_size, run_on_rank, world_size, other, None):
+            assert "cannot be resumed" in error
+            assert next(iter(changed)) in error
+    assert pool.run(world_size, run_on_rank, world_size, again, None) == [""] * world_size
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*"))
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
+
+
+def test_a_damaged_journal_is_refused(job: OneShotJob, tmp_path: Path) -> None:
+    assert run_on_rank_alone(job) == "killed"
+    journal = next(tmp_path.glob(".out.unfinished")) / "journal.json"
+    journal.write_text(journal.read_text()[:50])
+    with pytest.raises(ValueError, match="damaged"):
+        run_alone(dataclasses.replace(job, resume=True))
+
+
+def run_on_rank_alone(job: OneShotJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def dying(*_: Any, **__: Any) -> Any:
+            raise Killed
+
+        patch.setattr(one_shot_job, "prune_blocks", dying)
+        try:
+            run_alone(job)
+        except Killed:
+            return "killed"
+    return ""
+
+
+def test_calibration_text_that_is_too_short(job: OneShotJob, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the state")
+    with pytest.raises(ValueError, match="5 samples of 24 tokens need 120"):
+        run_alone(dataclasses.replace(job, calibration=str(short)))
+    assert not Path(job.output).exists()
