@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.prune_job import REPORT_NAME, PruneJob, run_job, strict_json
+from distprune.cli.prune_job import REPORT_NAME, PruneJob, run_job
+from distprune.cli.steps import strict_json
 from distprune.collectives import communicator
 from distprune.methods import Method, Scope
 from tests.worlds import ProcessPool
