@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ class Walk:
     calls: list[list[Call]]
     kinds: list[int]
     offload: bool = False
+    _reshards: dict[FSDPModule, bool] = field(default_factory=dict)  # after a forward, back to its usual shards
 
     @property
     def num_samples(self) -> int:
@@ -61,12 +62,21 @@ class Walk:
     def block(self, index: int) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
-        The block's weights may have been changed before; they are its shards again afterwards. Every
-        run gathers them (inside torch, under FSDP2). No gradients.
+        The block's weights may have been changed before; they are its shards again afterwards. Under FSDP2
+        they are gathered (inside torch) once for all runs, twice when the block runs for the first time,
+        since only then it is seen whether it reshards after a forward. No gradients.
         """
         block = self.blocks[index][1]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         _synchronize(device)
+        parts = [module for module in block.modules() if isinstance(module, FSDPModule)]
+        told: list[FSDPModule] = []
+
+        def keep_gathered() -> None:
+            for part in parts:
+                if self._reshards.get(part):
+                    part.set_reshard_after_forward(False, recurse=False)
+                    told.append(part)
 
         def run(sample: int) -> torch.Tensor:
             call = self.calls[sample][self.kinds[index]]
@@ -76,13 +86,21 @@ class Walk:
                 args = (hidden, *args)
             else:
                 kwargs[call.hidden_name] = hidden
+            unknown = {part: _layout(part) for part in parts if part not in self._reshards}
             with torch.no_grad():
-                return _hidden_of(block(*args, **kwargs))
+                output = _hidden_of(block(*args, **kwargs))
+            if unknown:
+                self._reshards.update({part: _layout(part) == before for part, before in unknown.items()})
+                keep_gathered()
+            return output
 
+        keep_gathered()
         try:
             yield run
         finally:
             _reshard(block)
+            for part in told:
+                part.set_reshard_after_forward(True, recurse=False)
 
     def advance(self, index: int, comm: Communicator) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
@@ -215,6 +233,17 @@ def _reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def _layout(part: FSDPModule) -> list[object]:
+    """Return the meshes of the parameters that ``part`` manages itself; ``None`` is a gathered one."""
+    found: list[object] = []
+    pending = [cast(nn.Module, part)]
+    while pending:
+        module = pending.pop()
+        found += [getattr(parameter, "device_mesh", None) for parameter in module.parameters(recurse=False)]
+        pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    return found
 
 
 def _synchronize(device: torch.device) -> None:
