@@ -102,7 +102,7 @@ def prune_blocks(
     }
     roster, _ = agree_on(comm, plan.shards, facts, error)
     shards = settle_owners(comm, plan.shards, roster)
-    check_replicas(comm, roster, shards)
+    check_replicas(comm, roster, shards, finds_nans=True)
     owned = {shard.name: bool(shard.owned) for shard in shards}
     if seed is None and method == "random":
         seed = int(comm.broadcast(int(torch.randint(1 << 62, ())) if comm.rank == 0 else None))

@@ -100,9 +100,15 @@ def decide(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], 
     return Decision(selection.masks, census.num_zeros, thresholds, census.seed)
 
 
-def check_replicas(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> None:
-    """Raise, on every rank alike, if ranks that hold the same elements hold different values (one round)."""
-    _take_census(comm, roster, [Candidate(shard) for shard in shards], Rule("magnitude", 0, "tensor", reads="replicas"))
+def check_replicas(
+    comm: Communicator, roster: Roster, shards: Sequence[LocalShard], *, finds_nans: bool = False
+) -> None:
+    """Raise, on every rank alike, if ranks that hold the same elements hold different values (one round).
+
+    With ``finds_nans`` all values are read, and none may be NaN.
+    """
+    rule = Rule("magnitude", 0, "tensor", reads="all" if finds_nans else "replicas")
+    _take_census(comm, roster, [Candidate(shard) for shard in shards], rule)
 
 
 def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], rule: Rule) -> _Census:

@@ -119,7 +119,7 @@ def test_nan_weights_are_refused() -> None:
     model: Any = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 3] = torch.nan
-    with pytest.raises(ValueError, match=r"weights are NaN in 'model.layers.2.mlp.up_proj.weight'"):
+    with pytest.raises(ValueError, match=r"values are NaN in 'model.layers.2.mlp.up_proj.weight'"):
         prune_blocks(model, TOKENS, method="wanda", pattern=HALF)
     assert (model.model.layers[0].mlp.up_proj.weight != 0).all()
 
