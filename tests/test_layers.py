@@ -29,6 +29,7 @@ COLLECTIVE_NAMES = {
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_to_all_single",
     "all_to_all",
     "barrier",
     "broadcast_object_list",

@@ -92,7 +92,8 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
 
 
 def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:
-    mesh = init_device_mesh("cpu", mesh_shape or (torch.distributed.get_world_size(),))
+    shape = mesh_shape or (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for _, block in decoder_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

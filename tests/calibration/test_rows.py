@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,7 +91,9 @@ def experts_on_rank(rank: int, placement: Placement) -> None:
             if placement == Shard(0):
                 assert len(place) == (6 if e // 2 == rank else 0)
             mine.weight.neg_()
-    assert torch.equal(cast(DTensor, module.down_proj).full_tensor(), -whole)
+    parameter = module.down_proj
+    assert isinstance(parameter, DTensor)
+    assert torch.equal(parameter.full_tensor(), -whole)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
