@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +69,8 @@ def prune_blocks(
         offload: keep activations on the CPU between blocks.
         first_block: blocks before it are run and left as they are: they were pruned by an earlier call.
         on_block: called with the number of a block and its report on every rank after each block, before the
-            next one is touched, for instance to write it.
+            next one is touched, for instance to write it; the walk has then run it once more, pruned. What it
+            raises on one rank is raised on all; one that communicates must see to that itself.
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
     shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
@@ -279,5 +279,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

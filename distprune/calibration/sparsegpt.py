@@ -17,7 +17,7 @@ import torch
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.patterns import NByM, Pattern, PerRow, Unstructured
 from distprune.calibration.rows import Rows
-from distprune.calibration.statistics import Moments
+from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
 from distprune.collectives import Communicator, broadcast_tensor, together
 from distprune.scores import Magnitude
 from distprune.selection import (
@@ -155,7 +155,7 @@ def prune_by_sparsegpt(
     ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all ranks; the other
     patterns are settled by each row. The errors returned are those of H itself, without the damping.
 
-    Every rank must call it. Rounds: 3 of little, and 1 (4 bytes a pair) for each input that half of the
+    Every rank must call it. Rounds: 3 of little, and 1 (2 bytes a pair) for each input that half of the
     ranks or more need, whose factorizations are spread over them; one ``select_lowest`` for each block
     of columns, for all maps together (unstructured). Beside the moments, a factor for each input and the
     float32 rows of all maps are in memory.
@@ -284,15 +284,16 @@ def _makers(needs: torch.Tensor, sizes: list[int]) -> list[int | None]:
 
 def _broadcast(comm: Communicator, own: Factor | None, like: torch.Tensor, source: int) -> Factor:
     size = like.shape[0]
-    message = torch.empty(size * size + size + 2) if own is None else _message(own)
+    num_rows = size // 2 + 1  # of the triangle, packed
+    message = torch.empty(num_rows * size + size + 2) if own is None else _message(own)
     message = broadcast_tensor(comm, message, source)
     if own is not None:
         return own
-    upper = message[: size * size].view(size, size).to(like.device)
-    dead = message[size * size : -2].to(like.device) != 0
+    upper = unpack_triangle(message[: num_rows * size].view(num_rows, size).to(like.device)).triu_()
+    dead = message[num_rows * size : -2].to(like.device) != 0
     return Factor(upper, dead, int(message[-2]), float(message[-1]))
 
 
 def _message(own: Factor) -> torch.Tensor:
     numbers = torch.tensor([own.num_raised, own.added])
-    return torch.cat([own.upper.cpu().reshape(-1), own.dead.cpu().float(), numbers])
+    return torch.cat([pack_triangle(own.upper).cpu().reshape(-1), own.dead.cpu().float(), numbers])

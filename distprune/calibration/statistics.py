@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from distprune.calibration.linear_maps import LinearMap, expert_inputs
 from distprune.collectives import Communicator, agree
 
-__all__ = ["InputStatistics", "Moments", "MomentsOf"]
+__all__ = ["InputStatistics", "Moments", "MomentsOf", "pack_triangle", "unpack_triangle"]
 
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 
@@ -164,7 +164,9 @@ class InputStatistics:
             packed = torch.cat([self._values(first, (size,)) for first, size in zip(firsts, sizes, strict=True)])
             totals = iter(torch.split(comm.sum(packed), sizes))
         else:
-            totals = (_unpack(comm.sum(_pack(self._values(f, (self.maps[f].num_in,) * 2)))) for f in firsts)
+            totals = (
+                unpack_triangle(comm.sum(pack_triangle(self._values(f, (self.maps[f].num_in,) * 2)))) for f in firsts
+            )
         found = []
         for (first, names), count in zip(firsts.items(), num_tokens.tolist(), strict=True):
             device = self.maps[first].parameter.device
@@ -214,7 +216,7 @@ def _products(x: torch.Tensor) -> torch.Tensor:
     return x.t() @ x
 
 
-def _pack(symmetric: torch.Tensor) -> torch.Tensor:
+def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:
     """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner."""
     num_rows = symmetric.shape[0] // 2 + 1
     packed = symmetric[:num_rows].clone()
@@ -224,8 +226,8 @@ def _pack(symmetric: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Return, rounded to float32, the symmetric matrix (d, d) that :func:`_pack` packed."""
+def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:
+    """Return, rounded to float32, the symmetric matrix (d, d) that :func:`pack_triangle` packed."""
     num_rows, size = packed.shape
     num_rest = size - num_rows
     whole = torch.empty(size, size, device=packed.device)

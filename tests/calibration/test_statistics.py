@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, linear_maps, spread
-from distprune.calibration.statistics import _pack, _unpack
+from distprune.calibration.statistics import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, communicator
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import decoder_blocks
@@ -159,10 +159,10 @@ def test_one_triangle_travels(size: int) -> None:
     x = torch.randn(3, size, dtype=torch.float64)
     whole = torch.triu(x.t() @ x)
     whole += whole.triu(1).t()
-    assert _pack(whole).shape == (size // 2 + 1, size)
-    assert torch.equal(_unpack(_pack(whole)), whole.float())
+    assert pack_triangle(whole).shape == (size // 2 + 1, size)
+    assert torch.equal(unpack_triangle(pack_triangle(whole)), whole.float())
     lopsided = whole + torch.tril(torch.ones(size, size, dtype=torch.float64), -1)
-    assert torch.equal(_unpack(_pack(lopsided)), whole.float())  # the upper one
+    assert torch.equal(unpack_triangle(pack_triangle(lopsided)), whole.float())  # the upper one
 
 
 @pytest.mark.parametrize("of", KINDS)
