@@ -61,8 +61,11 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class OneShotReport:
-    """The same on every rank, but for seconds. ``num_rounds`` and ``num_bytes`` are of one rank's messages, without
-    what FSDP2 gathers; ``peak_memory`` is the highest resident size of each rank's process so far, in bytes (0 on Windows)."""
+    """The same on every rank, but for seconds.
+
+    ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
+    is the highest resident size of each rank's process so far, in bytes (0 on Windows).
+    """
 
     method: str
     pattern: str
