@@ -13,7 +13,15 @@ __all__ = ["NByM", "Pattern", "PerRow", "Unstructured", "check_divides"]
 
 
 @dataclass(frozen=True)
-class Unstructured:
+class _Fraction:
+    amount: float
+
+    def __post_init__(self) -> None:
+        _check_fraction(self.amount)
+
+
+@dataclass(frozen=True)
+class Unstructured(_Fraction):
     """The fraction ``amount`` of every matrix, competing as the method's paper has it.
 
     Magnitude and random: over the whole matrix. Wanda: within each row (arXiv 2306.11695, section 3), as
@@ -25,25 +33,15 @@ class Unstructured:
         ValueError: not 0 < ``amount`` < 1.
     """
 
-    amount: float
-
-    def __post_init__(self) -> None:
-        _check_fraction(self.amount)
-
 
 @dataclass(frozen=True)
-class PerRow:
+class PerRow(_Fraction):
     """``round(amount * in)`` of every row (output) of a matrix; SparseGPT spreads them evenly over its column blocks.
 
     Raises:
         TypeError: ``amount`` is no number.
         ValueError: not 0 < ``amount`` < 1.
     """
-
-    amount: float
-
-    def __post_init__(self) -> None:
-        _check_fraction(self.amount)
 
 
 @dataclass(frozen=True)

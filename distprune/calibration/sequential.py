@@ -27,7 +27,8 @@ from distprune.calibration.statistics import InputStatistics, Moments
 from distprune.calibration.walk import Walk, catch_inputs
 from distprune.calibration.wanda import prune_by_scores
 from distprune.collectives import Communicator, Group, communicator, together
-from distprune.methods.agreement import agree_on, settle_owners
+from distprune.methods.agreement import agree_on, draw_seed, settle_owners
+from distprune.methods.amount import check_seed
 from distprune.methods.decide import check_replicas
 from distprune.shards import LocalShard, decoder_blocks, find_flat_parts, local_shard
 
@@ -105,7 +106,7 @@ def prune_blocks(
     check_replicas(comm, roster, shards, finds_nans=True)
     owned = {shard.name: bool(shard.owned) for shard in shards}
     if seed is None and method == "random":
-        seed = int(comm.broadcast(int(torch.randint(1 << 62, ())) if comm.rank == 0 else None))
+        seed = draw_seed(comm)
 
     mine = spread(samples, comm)
     reports = []
@@ -149,8 +150,7 @@ def _plan(
         raise ValueError(f"method={method!r} is none of {get_args(OneShotMethod)}")
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be Unstructured, PerRow or NByM, not {pattern!r}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"seed must be an int or None, not {seed!r}")
+    check_seed(seed)
     if isinstance(first_block, bool) or not isinstance(first_block, int):
         raise TypeError(f"first_block must be an int, not {first_block!r}")
     if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:

@@ -2,24 +2,16 @@
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed
 from distprune.masks.in_place import num_zeros_once_pruned, zero_where_pruned
-from distprune.masks.reparametrized import (
-    DropProduct,
-    Snapshot,
-    product,
-    reparametrize,
-    restore,
-    undo_reparametrization,
-)
+from distprune.masks.reparametrized import Snapshot, product, pruning_hooks, reparametrize, undo_reparametrization
 
 __all__ = [
-    "DropProduct",
     "Fsdp2Params",
     "Managed",
     "Snapshot",
     "num_zeros_once_pruned",
     "product",
+    "pruning_hooks",
     "reparametrize",
-    "restore",
     "undo_reparametrization",
     "zero_where_pruned",
 ]

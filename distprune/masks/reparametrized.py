@@ -20,11 +20,11 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.masks.fsdp2 import Managed
+from distprune.masks.fsdp2 import Fsdp2Params, Managed
 from distprune.masks.in_place import zero_where_pruned
-from distprune.shards import cut, local_shard
+from distprune.shards import cut, dtensor_like, is_laid_out_like, local_shard
 
-__all__ = ["DropProduct", "Snapshot", "product", "reparametrize", "restore", "undo_reparametrization"]
+__all__ = ["Snapshot", "product", "pruning_hooks", "reparametrize", "undo_reparametrization"]
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -35,18 +35,12 @@ def product(module: nn.Module, name: str) -> torch.Tensor:
     original: torch.Tensor = getattr(module, name + "_orig")
     mask: torch.Tensor = getattr(module, name + "_mask")
     if isinstance(mask, DTensor):
-        if _same_layout(original, mask):
+        if is_laid_out_like(original, mask):
             return original * mask
         return original.view_as(original)
     if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
-        return original * _dtensor_like(original, _local_mask(name, original, mask).to(original.dtype))
+        return original * dtensor_like(original, _local_mask(name, original, mask).to(original.dtype))
     return mask.to(dtype=original.dtype) * original
-
-
-def _same_layout(tensor: torch.Tensor, mask: DTensor) -> bool:
-    return (
-        isinstance(tensor, DTensor) and tensor.placements == mask.placements and tensor.device_mesh == mask.device_mesh
-    )
 
 
 def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
@@ -54,12 +48,6 @@ def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tens
     if isinstance(mask, DTensor):
         return mask.to_local()
     return cut(mask, local_shard(name, parameter).geometry).reshape(parameter.to_local().shape)
-
-
-def _dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 class _Product:
@@ -79,12 +67,20 @@ class _Product:
         return _product_of_hook(module, self._name)
 
 
+def pruning_hooks(module: nn.Module, name: str | None = None) -> dict[int, torch_prune.BasePruningMethod]:
+    """Return the pruning pre-hooks of ``module`` by key, ours and PyTorch's, on ``name`` or (``None``) any."""
+    return {
+        key: hook
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, torch_prune.BasePruningMethod) and name in (None, getattr(hook, "_tensor_name", None))
+    }
+
+
 def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
     """Return the product as the pruning hook makes it: a user's own may have a rule of its own."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, torch_prune.BasePruningMethod) and hook._tensor_name == name:
-            made: torch.Tensor = cast(Any, hook).apply_mask(module)
-            return made
+    for hook in pruning_hooks(module, name).values():
+        made: torch.Tensor = cast(Any, hook).apply_mask(module)
+        return made
     return product(module, name)
 
 
@@ -189,21 +185,18 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
 
 
 @torch.no_grad()
-def undo_reparametrization(module: nn.Module, name: str, managed: Managed | None) -> None:
+def undo_reparametrization(module: nn.Module, name: str) -> None:
     """Write the product into the original and give it its name back: pruned for good. Local."""
+    managed = Fsdp2Params().find(module, name + "_orig")
+    if managed is not None:
+        managed.release()
     parameter = cast(nn.Parameter, module._parameters[name + "_orig"])
     mask = cast(torch.Tensor, module._buffers[name + "_mask"])
     if isinstance(parameter, DTensor):
         zero_where_pruned(parameter.to_local(), _local_mask(name, parameter, mask).bool())
     else:
         parameter.data = _product_of_hook(module, name).data
-    restore(module, name, managed)
-
-
-def restore(module: nn.Module, name: str, managed: Managed | None) -> None:
-    """Give the original its name back, as it is, and take the mask and the product away. Local."""
-    parameter = cast(nn.Parameter, module._parameters.pop(name + "_orig"))
-    module._buffers.pop(name + "_mask", None)
+    del module._parameters[name + "_orig"], module._buffers[name + "_mask"]
     module._non_persistent_buffers_set.discard(name + "_mask")
     _forget_product(module, name)
     if managed is not None:

@@ -17,7 +17,7 @@ from distprune.collectives import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["agree_on", "settle_owners"]
+__all__ = ["agree_on", "draw_seed", "settle_owners"]
 
 
 def agree_on(
@@ -46,6 +46,12 @@ def agree_on(
     agree(comm, facts, error)
     roster = roster_of_all(comm, members)
     return roster, comm.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
+
+
+def draw_seed(comm: Communicator) -> int:
+    """Return a seed that the first rank draws from torch's default generator; every rank must call it: one round."""
+    drawn = torch.randint(1 << 62, (1,)) if comm.rank == 0 else torch.zeros(1, dtype=torch.int64)
+    return int(comm.sum(drawn)[0])
 
 
 def settle_owners(comm: Communicator, shards: Sequence[LocalShard], roster: Roster) -> list[LocalShard]:

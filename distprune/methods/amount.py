@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
-__all__ = ["check_amount", "check_seed", "num_to_prune"]
+__all__ = ["check_amount", "check_seed", "num_to_prune", "seeded"]
 
 
 def check_amount(amount: int | float) -> None:
@@ -32,6 +33,11 @@ def check_seed(seed: int | None) -> None:
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
+
+
+def seeded(seed: int | None) -> dict[str, Any]:
+    """Return the keyword for a constructor: a method that knows nothing of seeds is not handed one nobody gave."""
+    return {} if seed is None else {"seed": seed}
 
 
 def num_to_prune(amount: int | float, num_unpruned: int, where: str) -> int:

@@ -17,18 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from distprune.collectives import Alone, Communicator, Group, Roster, communicator
-from distprune.masks import Fsdp2Params, product, undo_reparametrization
+from distprune.masks import product, undo_reparametrization
 from distprune.methods import reparametrize
 from distprune.methods.agreement import agree_on, settle_owners
 from distprune.methods.decide import Scope
-from distprune.shards import LocalShard, is_held, local_shard
+from distprune.shards import LocalShard, dtensor_like, is_held, is_laid_out_like, local_of, local_shard
 
-__all__ = ["BasePruningMethod", "Part", "PruningContainer", "Selecting", "is_pruning_hook", "mask_by_user"]
-
-
-def is_pruning_hook(hook: object, name: str | None = None) -> bool:
-    """Return whether ``hook`` is a pruning method, ours or PyTorch's, acting on ``name`` (``None``: on any)."""
-    return isinstance(hook, torch_prune.BasePruningMethod) and name in (None, getattr(hook, "_tensor_name", None))
+__all__ = ["BasePruningMethod", "Part", "PruningContainer", "Selecting", "mask_by_user"]
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):
@@ -130,10 +125,7 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
         name = getattr(self, "_tensor_name", None)
         if name is None:
             raise AssertionError(f"Module {module} has to be pruned before pruning can be removed")
-        managed = Fsdp2Params().find(module, name + "_orig")
-        if managed is not None:
-            managed.release()
-        undo_reparametrization(module, name, managed)
+        undo_reparametrization(module, name)
 
 
 @dataclass(frozen=True)
@@ -175,7 +167,7 @@ class Selecting(BasePruningMethod):
         """Return ``default_mask`` times what is kept among the elements at which ``earlier`` is not zero."""
         comm = communicator() if isinstance(t, DTensor) else Alone()
         self.check(t.shape)
-        mask = None if earlier is None else _local(earlier).bool()
+        mask = None if earlier is None else local_of(earlier).bool()
         shards = [local_shard("0.t", t)] if is_held(t) else []
         roster, _ = agree_on(comm, shards, {"method": reparametrize.described(self)})
         parts = [Part(shard, mask, True, 0) for shard in settle_owners(comm, shards, roster)]
@@ -183,7 +175,7 @@ class Selecting(BasePruningMethod):
         if not isinstance(t, DTensor):
             return default_mask * keep[0].to(default_mask.dtype)
         local = (keep[0] if keep else t.to_local().bool()).reshape(t.to_local().shape)
-        return default_mask * reparametrize.dtensor_like(t, local)
+        return default_mask * dtensor_like(t, local)
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
@@ -322,16 +314,12 @@ def _on_shards(method: torch_prune.BasePruningMethod, t: DTensor, default_mask: 
         # DTensor would gather the parameter without a word; that is not what anybody wants here.
         context = cast("AbstractContextManager[None]", ExplicitRedistributionContext(strict=True))
         with context, _NoScalars(), torch.no_grad():  # type: ignore[no-untyped-call]
-            mask = cast(Any, method).compute_mask(t, default_mask=default_mask)
+            mask: torch.Tensor = cast(Any, method).compute_mask(t, default_mask=default_mask)
     except (ValueError, TypeError, AssertionError):
         raise
     except Exception as error:
         raise NotImplementedError(f"{advice} ({type(error).__name__}: {error})") from error
-    if not isinstance(mask, DTensor) or mask.shape != t.shape or not reparametrize.is_laid_out_like(mask, t):
+    if not is_laid_out_like(mask, t) or mask.shape != t.shape:
         got = f"{type(mask).__name__} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
         raise NotImplementedError(f"{advice}; it returned a {got}, not a DTensor in the parameter's layout")
     return mask
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -30,12 +30,11 @@ from distprune.methods.reparametrize import (
     Scores,
     Target,
     commit,
-    dtensor_like,
     facts,
     find_target,
     sharded_mask,
 )
-from distprune.shards import LocalShard, checksum
+from distprune.shards import LocalShard, checksum, dtensor_like, local_of
 
 __all__ = ["prune_targets", "shard_targets"]
 
@@ -119,7 +118,7 @@ def _is_whole(mask: torch.Tensor) -> bool:
 
 def _plain_mask(target: Target) -> int:
     assert target.whole_mask is not None
-    return 0 if target.whole_mask.is_meta else checksum(_local(target.whole_mask))
+    return 0 if target.whole_mask.is_meta else checksum(local_of(target.whole_mask))
 
 
 def _brought_over(target: Target) -> Change:
@@ -136,7 +135,7 @@ def _check_binary(label: str, mask: torch.Tensor | None) -> None:
 
 
 def _is_binary(mask: torch.Tensor) -> bool:
-    local = _local(mask)
+    local = local_of(mask)
     return local.dtype is torch.bool or bool(((local == 0) | (local == 1)).all())
 
 
@@ -232,7 +231,7 @@ def _computed(
     agree(comm, {}, error)
     if comm.size > 1:
         shards = [
-            dataclasses.replace(settled[target.label], local=_local(mask).reshape(settled[target.label].local.shape))
+            dataclasses.replace(settled[target.label], local=local_of(mask).reshape(settled[target.label].local.shape))
             for target, mask in zip(targets, masks, strict=True)
             if target.label in settled
         ]
@@ -250,7 +249,7 @@ def _of_one(target: Target, method: Hook) -> torch.Tensor:
     default = dtensor_like(target.original, kept.to(target.original.dtype))
     mask = _checked(target, mask_by_user(method, ranked.detach(), default, again=True))
     _check_binary(target.label, mask)
-    local = _local(mask)
+    local = local_of(mask)
     return dtensor_like(target.original, kept.reshape(local.shape) & local.bool())
 
 
@@ -306,7 +305,3 @@ def _contained(name: str, methods: Sequence[Hook]) -> PruningContainer:
     for method in methods:
         container.add_pruning_method(method)
     return container
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,8 +16,9 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 from distprune.collectives import Group, communicator
-from distprune.masks import Fsdp2Params, undo_reparametrization
-from distprune.methods.base import BasePruningMethod, is_pruning_hook
+from distprune.masks import pruning_hooks, undo_reparametrization
+from distprune.methods.amount import seeded
+from distprune.methods.base import BasePruningMethod
 from distprune.methods.call import prune_targets, shard_targets
 from distprune.methods.decide import Scope
 from distprune.methods.reparametrize import Pairs, Scores
@@ -155,8 +156,6 @@ def _prune_many(
         error = TypeError(f"{caller}(): parameters is not an Iterable")
     elif importance_scores is not None and not isinstance(importance_scores, dict):
         error = TypeError(f"{caller}(): importance_scores must be of type dict")
-    if seed is not None:
-        kwargs = {**kwargs, "seed": seed}
     pairs: Pairs = []
     if error is None:
         try:
@@ -166,7 +165,7 @@ def _prune_many(
     prune_targets(
         comm,
         pairs,
-        lambda: pruning_method(**kwargs),
+        lambda: pruning_method(**kwargs, **seeded(seed)),
         cast("Scores | None", importance_scores),
         scope=scope,
         hook_of_mask=CustomFromMask if scope == "global" else None,
@@ -192,25 +191,19 @@ def remove(module: nn.Module, name: str) -> nn.Module:
     Raises:
         ValueError: ``name`` is not pruned.
     """
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if is_pruning_hook(hook, name):
-            managed = Fsdp2Params().find(module, name + "_orig")
-            if managed is not None:
-                managed.release()
-            if isinstance(hook, BasePruningMethod):
-                hook.remove(module)
-            else:
-                undo_reparametrization(module, name, managed)
-            del module._forward_pre_hooks[key]
-            return module
+    for key, hook in pruning_hooks(module, name).items():
+        if isinstance(hook, BasePruningMethod):
+            hook.remove(module)
+        else:
+            undo_reparametrization(module, name)
+        del module._forward_pre_hooks[key]
+        return module
     raise ValueError(f"Parameter '{name}' of module {module} has to be pruned before pruning can be removed")
 
 
 def is_pruned(module: nn.Module) -> bool:
     """Return whether ``module`` or one inside it has a pruning hook, ours or PyTorch's. Local."""
-    return any(
-        is_pruning_hook(hook) for submodule in module.modules() for hook in submodule._forward_pre_hooks.values()
-    )
+    return any(pruning_hooks(submodule) for submodule in module.modules())
 
 
 def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
@@ -225,11 +218,6 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
         ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
     """
     comm = communicator(group)
-    pairs = [
-        (module, hook._tensor_name)
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, torch_prune.BasePruningMethod)
-    ]
+    pairs = [(module, hook._tensor_name) for module in model.modules() for hook in pruning_hooks(module).values()]
     shard_targets(comm, pairs)
     return model

@@ -14,7 +14,7 @@ from torch import nn
 from distprune.collectives import Communicator, Group, communicator
 from distprune.masks import num_zeros_once_pruned, zero_where_pruned
 from distprune.methods.agreement import agree_on, settle_owners
-from distprune.methods.amount import check_amount
+from distprune.methods.amount import check_amount, check_seed
 from distprune.methods.decide import Candidate, Method, Rule, Scope, decide
 from distprune.methods.report import ParameterReport, PruneReport
 from distprune.methods.targets import Pattern, find_targets
@@ -130,8 +130,7 @@ class _Request:
             raise ValueError(f"method={self.method!r} is none of {_METHODS}")
         if self.scope not in _SCOPES:
             raise ValueError(f"scope={self.scope!r} is none of {_SCOPES}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise TypeError(f"seed must be an int or None, not {self.seed!r}")
+        check_seed(self.seed)
         check_amount(self.amount)
 
 

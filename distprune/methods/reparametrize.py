@@ -17,8 +17,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from distprune.collectives import Communicator, together
-from distprune.masks import Fsdp2Params, Managed, Snapshot, reparametrize
-from distprune.shards import LocalShard, checksum, cut, is_flattened, is_held, local_shard
+from distprune.masks import Fsdp2Params, Managed, Snapshot, pruning_hooks, reparametrize
+from distprune.shards import (
+    LocalShard,
+    checksum,
+    cut,
+    dtensor_like,
+    is_flattened,
+    is_held,
+    is_laid_out_like,
+    local_shard,
+)
 
 __all__ = [
     "Change",
@@ -28,10 +37,8 @@ __all__ = [
     "Target",
     "commit",
     "described",
-    "dtensor_like",
     "facts",
     "find_target",
-    "is_laid_out_like",
     "local_part",
     "sharded_mask",
 ]
@@ -77,11 +84,7 @@ def find_target(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
-    hooks = {
-        key: hook
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, torch_prune.BasePruningMethod) and hook._tensor_name == name
-    }
+    hooks = pruning_hooks(module, name)
     if len(hooks) > 1:
         raise AssertionError(
             f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a PruningContainer."
@@ -154,23 +157,6 @@ def local_part(tensor: torch.Tensor, parameter: torch.Tensor, shard: LocalShard 
     if shard is None:
         return tensor.new_empty(0)
     return cut(tensor, shard.geometry).to(shard.local.device)
-
-
-def is_laid_out_like(tensor: DTensor, other: DTensor) -> bool:
-    """Return whether both have the same placements on the same mesh."""
-    return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
-
-
-def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """Return the DTensor of ``local`` in the parameter's layout. No communication."""
-    return DTensor.from_local(
-        local.reshape(parameter.to_local().shape),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def described(method: object) -> list[Any]:

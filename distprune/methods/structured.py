@@ -14,7 +14,8 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, Roster
-from distprune.methods.amount import check_amount, check_seed, num_to_prune
+from distprune.methods.agreement import draw_seed
+from distprune.methods.amount import check_amount, check_seed, num_to_prune, seeded
 from distprune.methods.base import Part, Selecting
 from distprune.methods.decide import Scope, check_replicas
 from distprune.scores import ChannelPart, Norm, channel_norms, check_norm, random_channels, unpruned_channels
@@ -90,10 +91,7 @@ class RandomStructured(_Structured):
     def local_masks(
         self, comm: Communicator, roster: Roster, parts: Sequence[Part], scope: Scope
     ) -> list[torch.Tensor]:
-        seed = self.seed
-        if seed is None:
-            drawn = torch.randint(1 << 62, (1,)) if comm.rank == 0 else torch.zeros(1, dtype=torch.int64)
-            seed = int(comm.sum(drawn)[0])
+        seed = self.seed if self.seed is not None else draw_seed(comm)
         num_channels, _ = self._shapes(roster)
         scores = [
             random_channels(member.name, num, seed).numpy()
@@ -113,8 +111,7 @@ class RandomStructured(_Structured):
         group: Group = None,
         seed: int | None = None,
     ) -> torch_prune.BasePruningMethod:
-        seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
-        return super().apply(module, name, amount=amount, dim=dim, group=group, **seeded)
+        return super().apply(module, name, amount=amount, dim=dim, group=group, **seeded(seed))
 
 
 class LnStructured(_Structured):

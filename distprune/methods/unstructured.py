@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -12,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, Roster
-from distprune.methods.amount import check_amount, check_seed
+from distprune.methods.amount import check_amount, check_seed, seeded
 from distprune.methods.base import BasePruningMethod, Part, Selecting
 from distprune.methods.decide import Candidate, Rule, Scope, decide
-from distprune.methods.reparametrize import dtensor_like, local_part
-from distprune.shards import is_held, local_shard
+from distprune.methods.reparametrize import local_part
+from distprune.shards import dtensor_like, is_held, local_shard
 
 __all__ = ["CustomFromMask", "Identity", "L1Unstructured", "RandomUnstructured"]
 
@@ -65,7 +64,7 @@ class RandomUnstructured(Selecting):
     def apply(  # type: ignore[override]
         cls, module: nn.Module, name: str, amount: int | float, *, group: Group = None, seed: int | None = None
     ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, amount=amount, group=group, **_seeded(seed))
+        return super().apply(module, name, amount=amount, group=group, **seeded(seed))
 
 
 class L1Unstructured(Selecting):
@@ -130,8 +129,3 @@ class CustomFromMask(BasePruningMethod):
 
 def _decided(comm: Communicator, roster: Roster, parts: Sequence[Part], rule: Rule) -> list[torch.Tensor]:
     return decide(comm, roster, [Candidate(part.shard, part.mask) for part in parts], rule).masks
-
-
-def _seeded(seed: int | None) -> dict[str, Any]:
-    """A subclass that knows nothing of seeds is not handed one that nobody gave."""
-    return {} if seed is None else {"seed": seed}

@@ -4,7 +4,7 @@ from distprune.shards.census import Census, checksum, take_census
 from distprune.shards.decoder_blocks import decoder_blocks
 from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
-from distprune.shards.layouts import is_held, local_shard
+from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
 
 __all__ = [
@@ -19,11 +19,14 @@ __all__ = [
     "chunk_size",
     "cut",
     "decoder_blocks",
+    "dtensor_like",
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
     "is_flattened",
     "is_held",
+    "is_laid_out_like",
+    "local_of",
     "local_shard",
     "runs_of_splits",
     "take_census",

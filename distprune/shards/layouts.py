@@ -1,4 +1,4 @@
-"""From a tensor in any layout to its LocalShard. No communication."""
+"""From a tensor in any layout to its LocalShard, and back to the layout. No communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard
 
-__all__ = ["is_held", "local_shard"]
+__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_shard"]
 
 
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
@@ -35,6 +35,32 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 def is_held(tensor: torch.Tensor) -> bool:
     """Return whether this rank takes part in holding ``tensor``: no, if it is outside of a DTensor's mesh."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``: its local tensor where it is a DTensor, else itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
+    """Return whether ``tensor`` is a DTensor with the placements of ``other`` on the same mesh."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.placements == other.placements
+        and tensor.device_mesh == other.device_mesh
+    )
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return the DTensor of ``local`` in the layout of ``tensor``."""
+    return DTensor.from_local(
+        local.reshape(tensor.to_local().shape),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
