@@ -28,21 +28,26 @@ from distprune.methods import (
     remove,
     shard_masks,
 )
+from distprune.selection import Block, NByM, PerRow, Unstructured
 from distprune.shards import Geometry, LocalShard
 
 __all__ = [
     "BasePruningMethod",
+    "Block",
     "CustomFromMask",
     "Geometry",
     "Identity",
     "L1Unstructured",
     "LnStructured",
     "LocalShard",
+    "NByM",
     "ParameterReport",
+    "PerRow",
     "PruneReport",
     "PruningContainer",
     "RandomStructured",
     "RandomUnstructured",
+    "Unstructured",
     "custom_from_mask",
     "global_unstructured",
     "identity",

@@ -2,7 +2,6 @@
 
 from distprune.calibration.data import Samples, load_samples, spread
 from distprune.calibration.linear_maps import LinearMap, linear_maps
-from distprune.calibration.patterns import NByM, Pattern, PerRow, Unstructured
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
 from distprune.calibration.sequential import OneShotMethod, prune_blocks
 from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
@@ -15,13 +14,9 @@ __all__ = [
     "MapReport",
     "Moments",
     "MomentsOf",
-    "NByM",
     "OneShotMethod",
     "OneShotReport",
-    "Pattern",
-    "PerRow",
     "Samples",
-    "Unstructured",
     "Walk",
     "catch_inputs",
     "linear_maps",

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from distprune.calibration.data import check_fit, spread
 from distprune.calibration.linear_maps import LinearMap, linear_maps
 from distprune.calibration.outcome import sum_outcomes
-from distprune.calibration.patterns import Pattern, check_divides
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
 from distprune.calibration.rows import whole_rows
 from distprune.calibration.sparsegpt import prune_by_sparsegpt
@@ -30,6 +29,7 @@ from distprune.collectives import Communicator, Group, communicator, together
 from distprune.methods.agreement import agree_on, draw_seed, settle_owners
 from distprune.methods.amount import check_seed
 from distprune.methods.decide import check_replicas
+from distprune.selection import Block, Pattern, check_divides, check_pattern
 from distprune.shards import LocalShard, decoder_blocks, find_flat_parts, local_shard
 
 __all__ = ["OneShotMethod", "prune_blocks"]
@@ -148,8 +148,9 @@ def _plan(
     """Check the arguments and return every parameter's part on this rank. Changes nothing, communicates nothing."""
     if method not in get_args(OneShotMethod):
         raise ValueError(f"method={method!r} is none of {get_args(OneShotMethod)}")
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be Unstructured, PerRow or NByM, not {pattern!r}")
+    check_pattern(pattern)
+    if isinstance(pattern, Block):
+        raise NotImplementedError("blocks are pruned by prune_model; one-shot pruning knows the other patterns")
     check_seed(seed)
     if isinstance(first_block, bool) or not isinstance(first_block, int):
         raise TypeError(f"first_block must be an int, not {first_block!r}")
@@ -171,8 +172,8 @@ def _plan(
         maps = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
         if not maps:
             raise ValueError(f"block {block_name!r} holds no linear map")
-        check_divides(pattern, maps)
-        for linear in maps.values():
+        for map_name, linear in maps.items():
+            check_divides(pattern, map_name, linear.num_out, linear.num_in)
             name = f"{block_name}.{linear.parameter_path}"
             if name not in shards:
                 _check_layout(name, linear.parameter)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from distprune.calibration.outcome import Outcome
-from distprune.calibration.patterns import NByM, Pattern, PerRow, Unstructured
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
 from distprune.collectives import Communicator, broadcast_tensor, together
@@ -23,6 +22,9 @@ from distprune.scores import Magnitude
 from distprune.selection import (
     Competition,
     Entry,
+    NByM,
+    Pattern,
+    PerRow,
     common_order,
     keep_highest_per_group,
     keep_highest_per_row,
@@ -216,7 +218,7 @@ def _keep(
             )
             for name, stop in part.items()
         }
-    return _keep_over_rows(comm, prefix, rows, sweeps, start, part, pattern)
+    return _keep_over_rows(comm, prefix, rows, sweeps, start, part, pattern.amount)
 
 
 def _keep_over_rows(
@@ -226,7 +228,7 @@ def _keep_over_rows(
     sweeps: Mapping[str, _Sweep],
     start: int,
     part: Mapping[str, int],
-    pattern: Unstructured,
+    amount: float,
 ) -> dict[str, torch.Tensor]:
     competitions: list[Competition] = []
     entries: list[Entry] = []
@@ -236,7 +238,7 @@ def _keep_over_rows(
         shard = rows[name].shard(full_name, sweeps[name].scores(start, stop))
         numel = rows[name].num_out * (stop - start)
         entries.append(Entry(full_name, Magnitude(shard), shard.geometry, rows[name].owned, len(competitions), 0))
-        competitions.append(Competition(full_name, order, numel, numel, round(pattern.amount * numel)))
+        competitions.append(Competition(full_name, order, numel, numel, round(amount * numel)))
     return dict(zip(part, select_lowest(comm, competitions, entries).masks, strict=True))
 
 

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from distprune.calibration.outcome import Outcome
-from distprune.calibration.patterns import NByM, Pattern, Unstructured
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments
 from distprune.collectives import Communicator
@@ -21,7 +20,10 @@ from distprune.scores import Magnitude, Random
 from distprune.selection import (
     Competition,
     Entry,
+    NByM,
+    Pattern,
     Scores,
+    Unstructured,
     common_order,
     keep_highest_per_group,
     keep_highest_per_row,

@@ -14,13 +14,13 @@ from typing import Annotated, Any, cast, get_args
 import torch
 import typer
 
-from distprune.calibration import NByM, Pattern, PerRow, Unstructured
 from distprune.checkpoint import BUNDLED, inspect_directory
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.launchers import likely_rank, started
 from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
 from distprune.cli.prune_job import PruneJob, run_job
 from distprune.methods import Method
+from distprune.selection import NByM, Pattern, PerRow, Unstructured
 
 __all__ = ["app", "run"]
 

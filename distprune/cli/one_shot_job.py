@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from distprune.calibration import BlockReport, OneShotMethod, Pattern, load_samples, prune_blocks
+from distprune.calibration import BlockReport, OneShotMethod, load_samples, prune_blocks
 from distprune.checkpoint import ModelWriter, check_output, load_model, open_unfinished, resolve_model
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.cli.steps import evaluate, load_tokenizer, open_source, strict_json
 from distprune.collectives import together
+from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 
 __all__ = ["OneShotJob", "run_one_shot_job"]

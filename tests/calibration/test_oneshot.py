@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration import NByM, OneShotMethod, OneShotReport, Pattern, PerRow, Unstructured, prune_blocks
+from distprune import NByM, PerRow, Unstructured
+from distprune.calibration import OneShotMethod, OneShotReport, prune_blocks
+from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 from tests import oneshot_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model

@@ -11,12 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from distprune import NByM, PerRow, Unstructured
 from distprune.calibration import (
     BlockReport,
-    NByM,
     OneShotMethod,
-    PerRow,
-    Unstructured,
     linear_maps,
     prune_blocks,
 )
@@ -47,7 +45,7 @@ def test_patterns_refuse_nonsense() -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "lasso"}, ValueError, "method='lasso' is none of"),
-    ({"pattern": 0.5}, TypeError, "pattern must be Unstructured, PerRow or NByM, not 0.5"),
+    ({"pattern": 0.5}, TypeError, "pattern must be Unstructured, PerRow, Block or NByM, not 0.5"),
     ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
     ({"seed": "7"}, TypeError, "seed must be an int"),
     ({"first_block": 4}, ValueError, "first_block=4 is not between 0 and the number of blocks, 3"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from distprune.calibration import NByM, PerRow, Unstructured
+from distprune import NByM, PerRow, Unstructured
 from distprune.checkpoint import inspect_directory
 from distprune.cli import one_shot_job
 from distprune.cli.display import Display
