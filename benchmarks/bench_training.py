@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +22,21 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, table
+from distprune.masks.fsdp2 import Fsdp2Params, _MaskedParam
 
 NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
 # Freed memory stays with the process, as torch's allocators for accelerators keep it. Otherwise which
 # operation pays for the page faults changes with every allocation before it, by more than masks cost.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
+WARM_UP = 8  # turns; until then the heap still grows, and a page fault costs as much as a thousand masked weights
 WAYS = ("dense", "dense, again", "distprune", "torch before fully_shard")  # the second shows what is noise
+SWITCHED_OFF = "distprune, switched off"
 
 
 class Block(nn.Module):
@@ -84,25 +90,45 @@ class Trainer:
         self.batch = torch.randn(NUM_SAMPLES, NUM_TOKENS, SIZE, generator=generator)
 
     def step(self) -> tuple[float, float]:
-        """Return the seconds on the clock, and those this rank's thread worked."""
+        """Return the seconds on the clock of the slowest rank, and those this rank's thread worked."""
         dist.barrier()
         clock, worked = time.perf_counter(), time.thread_time()
         cast(torch.Tensor, self.model(self.batch).square().mean()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - clock, time.thread_time() - worked
+        seconds, worked = time.perf_counter() - clock, time.thread_time() - worked
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest), worked
 
 
-def times(rank: int, way: str, num_steps: int, dense_first: bool) -> dict[str, list[tuple[float, float]]]:
-    """Return the times of every step of the dense model and of the other, which take turns: ABBA."""
-    order = ("dense", way) if dense_first else (way, "dense")  # what is built first lies better in memory
-    trainers = {name: Trainer(name, rank) for name in order}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-    for step in range(num_steps + 2):
-        for name in list(trainers)[:: 1 if step % 2 else -1]:
-            taken = trainers[name].step()
-            if step >= 2:
-                seconds[name].append(taken)
+def switch(hooks: Mapping[Any, Any], *, masked: bool) -> None:
+    """Let the masks of all parameters of ``hooks`` act, or none: the same tensors in the same places."""
+    for param, of_gradient in hooks.items():
+        param.__class__ = _MaskedParam if masked else FSDPParam
+        param.sharded_param._post_accumulate_grad_hooks.clear()
+        if masked:
+            param.sharded_param._post_accumulate_grad_hooks.update(of_gradient)
+
+
+def times(rank: int, first: int, num_steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of every step of every way, which take turns; what is built ``first`` changes places."""
+    order = [*WAYS[first:], *WAYS[:first]]  # what is built first lies better in memory
+    trainers = {way: Trainer(way, rank) for way in order}
+    trainers[SWITCHED_OFF] = trainers["distprune"]
+    found = Fsdp2Params()
+    masked = [found.find(module, "weight_orig") for module in trainers["distprune"].model.modules()]
+    params = [managed.param for managed in masked if managed is not None]
+    hooks = {param: dict(param.sharded_param._post_accumulate_grad_hooks) for param in params}
+    order.append(SWITCHED_OFF)
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in order}
+    for turn in range(WARM_UP + num_steps):
+        for way in order[:: 1 if turn % 2 else -1]:
+            switch(hooks, masked=way != SWITCHED_OFF)
+            taken = trainers[way].step()
+            if turn >= WARM_UP:
+                seconds[way].append(taken)
+        order.append(order.pop(0))
     return seconds
 
 
@@ -118,56 +144,54 @@ def memory(rank: int, way: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--launches", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--launches", type=int, default=4)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    os.environ.update(KEEP_MEMORY)
+    launches = [on_ranks(2, times, i % len(WAYS), arguments.steps) for i in range(arguments.launches)]
+    for variable in KEEP_MEMORY:
+        del os.environ[variable]
     rows = []
-    for way in WAYS[1:]:
-        os.environ.update(KEEP_MEMORY)
-        launches = [on_ranks(2, times, way, arguments.steps, i % 2 == 0) for i in range(arguments.launches)]
-        for variable in KEEP_MEMORY:
-            del os.environ[variable]
+    for way, base in (*((way, "dense") for way in WAYS), ("distprune", SWITCHED_OFF)):
+        of_way, of_base = ([step for launch in launches for step in launch[0][name]] for name in (way, base))
         # Steps of one turn share the machine's mood: compare them, not the medians of different minutes.
-        clock, worked = (_median([_slowdown(launch, way, i) for launch in launches]) for i in range(2))
-        for name in (way, "dense") if way == WAYS[-1] else (way,):
-            masks, peak = max(on_ranks(2, memory, name))
-            rows.append(
-                (
-                    name,
-                    f"{1000 * _median([step[0] for launch in launches for step in launch[0][name]]):.0f}",
-                    "" if name == "dense" else f"{100 * (clock - 1):+.1f} %",
-                    "" if name == "dense" else f"{100 * (worked - 1):+.1f} %",
-                    f"{masks / 2**20:.2f}",
-                    f"{peak / 2**20:.0f}",
-                )
+        ratios = [100 * (pruned[0] / dense[0] - 1) for pruned, dense in zip(of_way, of_base, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        worked = [
+            sum(step[1] for step in of_rank[way]) / sum(step[1] for step in of_rank[base])
+            for launch in launches
+            for of_rank in launch
+        ]
+        masks, peak = max(on_ranks(2, memory, way))
+        compared = way != base
+        rows.append(
+            (
+                way,
+                base if compared else "",
+                f"{1000 * statistics.median(step[0] for step in of_way):.0f}",
+                f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})" if compared else "",
+                f"{100 * (statistics.mean(worked) - 1):+.1f} %" if compared else "",
+                f"{masks / 2**20:.2f}",
+                f"{peak / 2**20:.0f}",
             )
-    columns = ("way", "step ms", "over dense, clock", "over dense, CPU", "masks MiB a rank", "peak MiB a rank")
+        )
+    columns = ("way", "compared with", "step ms", "clock", "CPU", "masks MiB a rank", "peak MiB a rank")
     text = (
         heading("A training step with half of the weights masked, on FSDP2", "python -m benchmarks.bench_training")
         + f"\n{NUM_LAYERS} transformer blocks of width {SIZE}, float32, AdamW, "
         f"{NUM_SAMPLES} x {NUM_TOKENS} tokens a rank.\n"
-        "Each way takes turns with the dense model in processes of their own, and every step is compared with the\n"
-        "dense step of its turn: by the clock, and by the time the rank's thread worked. Medians of "
-        f"{arguments.steps} steps, the\nslower rank's; of those the median of {arguments.launches} launches. While\n"
-        "the clock runs, freed memory stays with the process (glibc's thresholds raised). Peaks are of building and\n"
+        "All ways take turns in the same processes, and every step is compared with the one of its turn: by the\n"
+        "clock of the slower rank (median, and quartiles), and by the time the ranks' threads worked (mean).\n"
+        f"{arguments.launches} launches of {arguments.steps} turns, after {WARM_UP} that are not counted. "
+        "Where its tensors happen to lie moves a model\nby a few percent, as dense against dense shows; so the last "
+        "row compares the pruned model with itself, its\nmasks switched off every other step. While the clock runs, "
+        "freed memory stays with the process (glibc's mmap\nand trim thresholds). Peaks are of building and "
         "training alone.\n\n" + table(columns, rows)
     )
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
-
-
-def _slowdown(launch: list[Any], way: str, clock: int) -> float:
-    """Return how many times as long as the dense step the other takes, on the slower rank."""
-    return max(
-        _median([pruned[clock] / dense[clock] for pruned, dense in zip(of[way], of["dense"], strict=True)])
-        for of in launch
-    )
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 if __name__ == "__main__":

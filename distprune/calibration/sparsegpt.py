@@ -8,6 +8,7 @@ that one selection serves all of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
 from distprune.collectives import Communicator, broadcast_tensor, together
+from distprune.masks import zero_where_pruned
 from distprune.scores import Magnitude
 from distprune.selection import (
+    Block,
     Competition,
     Entry,
     NByM,
     Pattern,
     PerRow,
+    Unstructured,
     common_order,
     keep_highest_per_group,
     keep_highest_per_row,
@@ -37,6 +41,7 @@ COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
 _MAX_RAISED = 8
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
+_STRETCH = 192  # columns of a triangular matrix that are inverted together
 _CHUNK = 1 << 22  # weights whose product with H is in memory at a time
 
 
@@ -76,71 +81,101 @@ def factor(products: torch.Tensor, num_tokens: int) -> Factor:
         # H turned end to end is L L^T; so H is R R^T with R, L turned, upper, and H^-1 is (R^-1)^T R^-1.
         lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            identity = torch.eye(len(h), dtype=h.dtype, device=h.device)
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+            upper = _inverse(lower.flip(0, 1))
             if bool(torch.isfinite(upper).all()):
                 return Factor(upper, dead, num_raised, added)
     raise ValueError(f"the second moments of {len(h)} inputs are not positive definite with any damping")
 
 
-@dataclass
+def _inverse(upper: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of an upper triangular matrix: a stretch of columns needs only the rows down to its end."""
+    inverse = torch.zeros_like(upper)
+    for start in range(0, len(upper), _STRETCH):
+        stop = min(start + _STRETCH, len(upper))
+        unit = torch.zeros((stop, stop - start), dtype=upper.dtype, device=upper.device)
+        unit[start:].fill_diagonal_(1)
+        inverse[:stop, start:stop] = torch.linalg.solve_triangular(upper[:stop, :stop], unit, upper=True)
+    return inverse
+
+
 class _Sweep:
-    """The rows of one map on their way: ``weight`` is (in, rows), float32, so that a column lies together."""
+    """The rows of all maps that share an input, on their way, side by side: an operation serves all of them.
 
-    weight: torch.Tensor
-    factor: Factor
-    num_pruned: int = 0
-    error: float = 0.0  # under the damped H
+    ``weight`` is (in, rows), float32, so that a column lies together; ``part`` says which rows are whose.
+    """
 
-    def scores(self, start: int, stop: int) -> torch.Tensor:
-        """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop``, (rows, columns)."""
-        if self.weight.shape[1] == 0:
-            return self.weight.new_empty((0, stop - start))
-        return _scores(self.weight[start:stop], self.factor.upper.diagonal()[start:stop])
+    def __init__(self, rows: Mapping[str, Rows], factor: Factor) -> None:
+        self.factor = factor
+        ends = list(itertools.accumulate(len(of_map.weight) for of_map in rows.values()))
+        self.part = {name: slice(end - len(rows[name].weight), end) for name, end in zip(rows, ends, strict=True)}
+        num_in = next(iter(rows.values())).num_in
+        device = next(iter(rows.values())).weight.device
+        self.weight = torch.empty((num_in, ends[-1]), device=device)
+        for name, of_map in rows.items():
+            self.weight[:, self.part[name]] = of_map.weight.t()
+        self.weight[factor.dead] = 0
+        self._num_pruned = torch.zeros(ends[-1], dtype=torch.int64, device=device)  # by row
+        self._errors = torch.zeros(ends[-1], dtype=torch.float64, device=device)  # under the damped H, by row
 
-    def run(self, start: int, stop: int, keep: torch.Tensor | NByM) -> None:
+    def scores(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of map ``name``, (rows, columns)."""
+        weight = self.weight[start:stop, self.part[name]]
+        if weight.shape[1] == 0:
+            return weight.new_empty((0, stop - start))
+        return _scores(weight, self.factor.upper.diagonal()[start:stop])
+
+    def run(self, start: int, stop: int, keep: Mapping[str, torch.Tensor] | NByM) -> None:
         """Prune columns ``start`` to ``stop``: all but ``keep`` (rows, columns), or group by group as they come up."""
         block, upper = self.weight[start:stop], self.factor.upper
         if block.shape[1] == 0:
             return
-        errors = torch.empty_like(block)
-        goes = torch.empty_like(block, dtype=torch.bool) if isinstance(keep, NByM) else ~keep.t().contiguous()
-        m = keep.m if isinstance(keep, NByM) else 1
         diagonal = upper.diagonal()[start:stop]
-        divisors = diagonal.tolist()
+        stays = torch.empty_like(block, dtype=torch.bool)
+        if not isinstance(keep, NByM):
+            for name, part in self.part.items():
+                stays[:, part] = keep[name].t()
+        scales = torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays
+        errors = torch.empty_like(block)
+        columns, of_columns, scale_of = block.unbind(), errors.unbind(), scales.unbind()
+        m = keep.m if isinstance(keep, NByM) else 1
         step = m * max(1, _PART // m)
         for first in range(0, stop - start, step):
             end = min(first + step, stop - start)
+            part_upper = upper[start + first : start + end, start + first : start + end]
             for i in range(first, end):
-                if isinstance(keep, NByM) and i % m == 0:
+                if i == first and not isinstance(keep, NByM):
+                    torch.div(~stays[i:end], diagonal[i:end, None], out=scales[i:end])
+                elif isinstance(keep, NByM) and i % m == 0:
                     scores = _scores(block[i : i + m], diagonal[i : i + m])
-                    goes[i : i + m] = ~keep_highest_per_group(scores, keep.n, m).t()
-                torch.div(block[i], divisors[i], out=errors[i])
-                errors[i].masked_fill_(~goes[i], 0)
-                block[i].masked_fill_(goes[i], 0)
+                    stays[i : i + m] = keep_highest_per_group(scores, keep.n, m).t()
+                    torch.div(~stays[i : i + m], diagonal[i : i + m, None], out=scales[i : i + m])
+                torch.mul(columns[i], scale_of[i], out=of_columns[i])
                 if i + 1 < end:
-                    block[i + 1 : end].addr_(upper[start + i, start + i + 1 : start + end], errors[i], alpha=-1)
+                    block[i + 1 : end].addr_(part_upper[i - first, i - first + 1 :], of_columns[i], alpha=-1)
             if end < stop - start:
                 block[end:].addmm_(
                     upper[start + first : start + end, start + end : stop].t(), errors[first:end], alpha=-1
                 )
         if stop < len(self.weight):
             self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
-        self.error += float(errors.square().sum(dtype=torch.float64))
-        self.num_pruned += int(torch.count_nonzero(goes))
+        zero_where_pruned(block, stays)
+        self._errors += errors.square_().sum(dim=0, dtype=torch.float64)
+        self._num_pruned += len(stays) - stays.sum(dim=0)
 
-    def finish(self, original: torch.Tensor, output: float) -> Outcome:
-        """Write the new weights into ``original`` (rows, in) and return what became of them.
+    def finish(self, name: str, original: torch.Tensor, output: float) -> Outcome:
+        """Write the new weights of map ``name`` into ``original`` (rows, in) and return what became of them.
 
         With W - W' = E upper, E the errors, the error under the damped H is ||E||^2; what the damping
         added to it is taken off again.
         """
-        new = self.weight.t()
-        change = (original.float() - new).masked_fill_(self.factor.dead, 0)
-        added = self.factor.added * float(change.square().sum(dtype=torch.float64))
+        part = self.part[name]
+        new = self.weight[:, part].t()
+        change = (original.float() - new).mul_(~self.factor.dead)
+        added = self.factor.added * float(change.square_().sum(dtype=torch.float64))
         original.copy_(new)
         num_zeros = original.numel() - int(torch.count_nonzero(original))
-        return Outcome(self.num_pruned, num_zeros, max(self.error - added, 0.0), output)
+        error = float(self._errors[part].sum())
+        return Outcome(int(self._num_pruned[part].sum()), num_zeros, max(error - added, 0.0), output)
 
 
 def prune_by_sparsegpt(
@@ -167,18 +202,16 @@ def prune_by_sparsegpt(
     with clock("factor"):
         factors = _factors(comm, moments, rows)
     with clock("sweep"):
-        sweeps = {}
-        for name, of_map in rows.items():
-            weight = of_map.weight.t().float().clone(memory_format=torch.contiguous_format)
-            weight[factors[name].dead] = 0
-            sweeps[name] = _Sweep(weight, factors[name])
+        sweeps = [_Sweep({name: rows[name] for name in m.names}, factors[m.names[0]]) for m in moments]
+        sweep_of = {name: sweep for sweep in sweeps for name in sweep.part}
         step = COLUMNS if not isinstance(pattern, NByM) else pattern.m * max(1, COLUMNS // pattern.m)
         for start in range(0, max(of_map.num_in for of_map in rows.values()), step):
             part = {name: min(start + step, r.num_in) for name, r in rows.items() if start < r.num_in}
-            keep = _keep(comm, prefix, rows, sweeps, start, part, pattern)
-            for name, stop in part.items():
-                sweeps[name].run(start, stop, keep[name])
-        outcomes = {name: sweep.finish(rows[name].weight, outputs[name]) for name, sweep in sweeps.items()}
+            keep = pattern if isinstance(pattern, NByM) else _keep(comm, prefix, rows, sweep_of, start, part, pattern)
+            for sweep in sweeps:
+                if start < len(sweep.weight):
+                    sweep.run(start, min(start + step, len(sweep.weight)), keep)
+        outcomes = {name: sweep.finish(name, rows[name].weight, outputs[name]) for name, sweep in sweep_of.items()}
     num_raised = comm.max(torch.tensor([factors[name].num_raised for name in rows], dtype=torch.int64)).tolist()
     return outcomes, {name: DAMPING * 10**num for name, num in zip(rows, num_raised, strict=True)}
 
@@ -202,43 +235,28 @@ def _keep(
     comm: Communicator,
     prefix: str,
     rows: Mapping[str, Rows],
-    sweeps: Mapping[str, _Sweep],
+    sweep_of: Mapping[str, _Sweep],
     start: int,
     part: Mapping[str, int],
-    pattern: Pattern,
-) -> Mapping[str, torch.Tensor | NByM]:
-    """Return what stays of the columns from ``start`` to before ``part[name]``, by map."""
-    if isinstance(pattern, NByM):
-        return dict.fromkeys(part, pattern)
+    pattern: Unstructured | PerRow | Block,
+) -> dict[str, torch.Tensor]:
+    """Return what stays (rows, columns) of the columns from ``start`` to before ``part[name]``, by map."""
+    scores = {name: sweep_of[name].scores(name, start, stop) for name, stop in part.items()}
     if isinstance(pattern, PerRow):
         # Rounded so that the counts of all blocks add up to that of the row.
         return {
-            name: keep_highest_per_row(
-                sweeps[name].scores(start, stop), round(pattern.amount * stop) - round(pattern.amount * start)
-            )
+            name: keep_highest_per_row(scores[name], round(pattern.amount * stop) - round(pattern.amount * start))
             for name, stop in part.items()
         }
-    return _keep_over_rows(comm, prefix, rows, sweeps, start, part, pattern.amount)
-
-
-def _keep_over_rows(
-    comm: Communicator,
-    prefix: str,
-    rows: Mapping[str, Rows],
-    sweeps: Mapping[str, _Sweep],
-    start: int,
-    part: Mapping[str, int],
-    amount: float,
-) -> dict[str, torch.Tensor]:
     competitions: list[Competition] = []
     entries: list[Entry] = []
     order = common_order([("magnitude", torch.float32)])
     for name, stop in part.items():
         full_name = f"{prefix}.{name}"
-        shard = rows[name].shard(full_name, sweeps[name].scores(start, stop))
+        shard = rows[name].shard(full_name, scores[name])
         numel = rows[name].num_out * (stop - start)
         entries.append(Entry(full_name, Magnitude(shard), shard.geometry, rows[name].owned, len(competitions), 0))
-        competitions.append(Competition(full_name, order, numel, numel, round(amount * numel)))
+        competitions.append(Competition(full_name, order, numel, numel, round(pattern.amount * numel)))
     return dict(zip(part, select_lowest(comm, competitions, entries).masks, strict=True))
 
 
