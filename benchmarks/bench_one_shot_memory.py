@@ -1,0 +1,97 @@
+"""Peak memory of one-shot pruning, with 4 and with 16 decoder blocks: what a rank needs beyond its shard.
+
+python -m benchmarks.bench_one_shot_memory --output benchmarks/results/one_shot_memory_HARDWARE_DATE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.measure import heading, on_ranks, peak_memory, table
+from distprune import Unstructured
+from distprune.calibration import OneShotMethod, linear_maps, prune_blocks
+from distprune.shards import decoder_blocks
+
+SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
+
+
+def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> dict[str, int]:
+    """Prune a random Llama of ``num_blocks`` and return, in bytes, the peak and what it is allowed to be made of."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=SIZE,
+        intermediate_size=INNER,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+    )
+    model = LlamaForCausalLM(config).eval()
+    maps = list(linear_maps(decoder_blocks(model)[0][1]).values())
+    inputs = {of_map.num_in for of_map in maps}  # of the widths; three inputs share the smaller one
+    block = 4 * sum(of_map.num_out * of_map.num_in for of_map in maps)
+    if num_ranks > 1:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    samples = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what building the model left behind would hide what pruning takes
+    with peak_memory() as peak:
+        prune_blocks(
+            model,
+            samples,
+            method=cast(OneShotMethod, method),
+            pattern=Unstructured(0.5),
+            offload=offload,
+        )
+    words = 8 * (3 * min(inputs) ** 2 + max(inputs) ** 2) if method == "sparsegpt" else 0
+    return {
+        "peak": peak.num_bytes,
+        "statistics": words,
+        "block": block,
+        "activations": 4 * NUM_SAMPLES // num_ranks * LENGTH * SIZE,
+        "shard": 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows: list[tuple[Any, ...]] = []
+    for method in ("wanda", "sparsegpt"):
+        for num_ranks in (1, 2):
+            for num_blocks in (4, 16):
+                found = max(on_ranks(num_ranks, run, num_ranks, method, num_blocks, False), key=lambda r: r["peak"])
+                mebi = {name: f"{num_bytes / 2**20:.0f}" for name, num_bytes in found.items()}
+                rows.append((method, num_ranks, num_blocks, *mebi.values()))
+                print(rows[-1], flush=True)
+    columns = ("method", "ranks", "blocks", "peak", "statistics", "block", "activations", "model shard")
+    text = (
+        heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
+        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. Beside\n"
+        "it what it may be made of: the statistics of one block (float64), one block's weights whole (float32), the\n"
+        "rank's share of one block's activations; the shard for comparison. Blocks of SmolLM2-135M's size, "
+        f"{NUM_SAMPLES}\nsamples of {LENGTH} tokens. Under SparseGPT the factors and the rows on their way come to "
+        "about as much as\nthe statistics and the rank's rows again.\n\n" + table(columns, rows)
+    )
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
