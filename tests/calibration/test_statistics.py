@@ -168,7 +168,7 @@ def test_one_triangle_travels(size: int) -> None:
 @pytest.mark.parametrize("of", KINDS)
 def test_rounds_and_bytes(of: MomentsOf) -> None:
     comm, linear = Alone(), nn.Linear(10, 3, bias=False)
-    block = nn.Sequential(linear, nn.Linear(3, 1))
+    block = nn.Sequential(linear, nn.Linear(3, 2))
     statistics = InputStatistics(linear_maps(block), of)
     with statistics.listening():
         statistics.begin_sample()
