@@ -29,7 +29,14 @@ from typing_extensions import override
 __all__ = ["Fsdp2Params", "Managed", "missing_names"]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
-_PARAM_NAMES = ("_module_info", "_sharded_param_data", "sharded_param", "reset_sharded_param", "sharded_state")
+_PARAM_NAMES = (
+    "_module_info",
+    "_sharded_param_data",
+    "sharded_param",
+    "reset_sharded_param",
+    "sharded_state",
+    "mesh_info",
+)
 
 
 def missing_names(param_class: type) -> list[str]:
@@ -120,6 +127,11 @@ class Managed:
     def name(self) -> str:
         """Return the parameter's name in its module."""
         return str(self.param._module_info.param_name)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The global ranks over which FSDP2 shards and replicates it: data-parallel, each with samples of its own."""
+        return frozenset(int(rank) for rank in self.param.mesh_info.mesh.mesh.flatten())
 
     @property
     def is_masked(self) -> bool:
