@@ -20,7 +20,7 @@ from distprune.calibration.data import check_fit, spread
 from distprune.calibration.linear_maps import LinearMap, linear_maps
 from distprune.calibration.outcome import sum_outcomes
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
-from distprune.calibration.rows import whole_rows
+from distprune.calibration.rows import Rows, whole_rows
 from distprune.calibration.sparsegpt import prune_by_sparsegpt
 from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
 from distprune.calibration.walk import Walk, catch_inputs
@@ -77,7 +77,7 @@ def prune_blocks(
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
     shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
-    of the same size) and one unsharded block. Rounds: about 10 at the beginning; for a block 10
+    of the same size) and one unsharded block. Rounds: about 10 at the beginning; for a block 10 (SparseGPT: 11)
     and those of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of
     ``whole_rows``. SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample
     each; Wanda does not.
@@ -86,7 +86,9 @@ def prune_blocks(
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
             parameter whose inputs ``m`` does not divide; samples that do not fit the model; NaN weights;
             no decoder blocks. On every rank, with the blocks before pruned: NaN or Inf in the activations
-            (it names the block and the linear map).
+            (it names the block and the linear map); with that block's weights changed, too: new weights that
+            are not finite (SparseGPT), or what the pruned block then puts out. The last block is not run again:
+            there Wanda, magnitude and random have only set weights to zero.
         TypeError: on every rank, nothing changed: an argument of the wrong type.
         NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
             expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
@@ -232,6 +234,9 @@ class _Work:
         with whole_rows(self.comm, maps, owned) as rows, torch.no_grad():
             if self.method == "sparsegpt":
                 outcomes, damping = prune_by_sparsegpt(self.comm, name, rows, moments, self.pattern, self._clock)
+                # The weights are new, and what the last block puts out is never looked at.
+                with together(self.comm):
+                    _check_finite(name, rows)
             else:
                 with self._clock("sweep"):
                     outcomes = prune_by_scores(self.comm, name, rows, moments, self.method, self.pattern, self.seed)
@@ -276,6 +281,15 @@ class _Work:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
+
+
+def _check_finite(name: str, rows: Mapping[str, Rows]) -> None:
+    bad = [of_map for of_map, of_rank in rows.items() if not bool(torch.isfinite(of_rank.weight).all())]
+    if bad:
+        raise ValueError(
+            f"block {name!r}: the new weights of {', '.join(map(repr, bad[:5]))} are NaN or infinite in "
+            f"{rows[bad[0]].weight.dtype}"
+        )
 
 
 @contextmanager

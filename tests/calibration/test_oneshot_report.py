@@ -99,6 +99,16 @@ def test_nan_in_activations_names_block_and_map() -> None:
         prune_blocks(model, TOKENS, method="wanda", pattern=HALF)
 
 
+def test_new_weights_that_overflow_are_refused() -> None:
+    """In the last block, too, whose outputs nobody looks at."""
+    model: Any = tiny_model("llama").half()
+    linear = model.model.layers[2].mlp.down_proj
+    with torch.no_grad():
+        linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
+    with pytest.raises(ValueError, match=r"block 'model.layers.2': the new weights of 'mlp.down_proj' are NaN or inf"):
+        prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+
+
 def test_nan_weights_are_refused() -> None:
     model: Any = tiny_model("llama")
     with torch.no_grad():
