@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.linear_maps import EXPERT_WEIGHTS, is_experts
 from distprune.collectives import Communicator, gather_features
-from distprune.masks.fsdp2 import Fsdp2Params
+from distprune.masks import Fsdp2Params
 from distprune.shards import chunk_runs
 
 __all__ = ["Axis", "Crew", "find_crew", "shared_axis"]

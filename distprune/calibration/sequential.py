@@ -77,10 +77,10 @@ def prune_blocks(
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
     shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
-    of the same size) and one unsharded block. Rounds: about 10 at the beginning; for a block 10 (SparseGPT: 11)
-    and those of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of
-    ``whole_rows``. SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample
-    each; Wanda does not.
+    of the same size) and one block as its forward needs it: unsharded by FSDP2, cut by tensor parallelism.
+    Rounds: 8 for the whole (4 more where ranks hold different parameters); for a block 3 (SparseGPT: 4) and those
+    of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
+    SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a

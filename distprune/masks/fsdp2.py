@@ -187,8 +187,8 @@ def check_names(missing: list[str]) -> None:
     if missing:
         raise NotImplementedError(
             f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found in FSDPParam), "
-            "so a mask cannot be put before its all-gather; use a torch this version of distprune was tested with, "
-            "or prune in place with distprune.prune_model"
+            "which masks before its all-gather and one-shot pruning rely on; use a torch this version of distprune was "
+            "tested with, or prune in place with distprune.prune_model"
         )
 
 
