@@ -57,7 +57,8 @@ def prune_blocks(
     the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
     the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
     so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
-    but for rounding by SparseGPT.
+    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row.
+    Tensor parallelism adds up a map's outputs in another order, so activations differ in their last bits.
 
     Args:
         model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor

@@ -5,7 +5,8 @@ X^T X, or all of X^T X. Maps that are given the very same tensor (q, k and v; ga
 
 Ranks that run the same samples (see :mod:`distprune.calibration.crew`) take a part each: of ``in`` features,
 the sums of theirs, and of X^T X their rows. That is also how tensor parallelism cuts the inputs of a row-wise
-map, whose sums of squares so need no communication; its X^T X needs all of X beside it.
+map, whose sums of squares so need no communication; its X^T X needs all of X beside it. (A matrix product of
+fewer rows may round otherwise: X^T X of such ranks is that of one but for the last bit.)
 
 Every sample is one addend, computed from that sample alone and rounded to float32, and added in
 float64. Such a sum is exact, whatever the order, as long as the addends of an element lie within a factor
