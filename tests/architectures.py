@@ -47,8 +47,11 @@ ONE_SHOT_ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
-    """Return a random float32 model in evaluation mode, its weights large enough that every layer matters."""
+def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Return a random float32 model in evaluation mode, its weights large enough that every layer matters.
+
+    ``changes`` are to its configuration.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -57,7 +60,7 @@ def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        **ONE_SHOT_ARCHITECTURES[architecture],
+        **{**ONE_SHOT_ARCHITECTURES[architecture], **changes},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -103,14 +103,18 @@ class Linear2d:
 
 
 def linears(block: nn.Module) -> dict[str, Linear2d]:
-    """Return the linear maps of a block by name: Linear, GPT-2's Conv1D (in, out), the experts' 3-D weights."""
+    """Return the linear maps of a block by name: Linear, GPT-2's Conv1D (in, out), the experts' 3-D weights.
+
+    A Linear with one output is a gate, and stays as it is.
+    """
     from transformers.pytorch_utils import Conv1D
 
     found: dict[str, Linear2d] = {}
     for name, module in block.named_modules():
         weights: dict[str, torch.Tensor] = {}
         if isinstance(module, nn.Linear):
-            weights[name] = module.weight
+            if module.out_features > 1:
+                weights[name] = module.weight
         elif isinstance(module, Conv1D):
             weights[name] = module.weight.T
         elif is_experts(module):

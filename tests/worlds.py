@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = ["ProcessPool", "RankError", "run_threads"]
 
@@ -134,6 +135,8 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # DTensor remembers meshes that equal those of the next run, with groups that are gone.
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _send_error(pipe: Connection, error: Exception) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.collectives import Communicator, Group, agree, communicator, together
+from distprune.collectives import Group, agree, communicator, together
 
 __all__ = ["Samples", "check_fit", "load_samples", "spread"]
 
@@ -74,16 +74,18 @@ def load_samples(
     return token_ids
 
 
-def spread(token_ids: torch.Tensor, comm: Communicator, device: torch.device | str = "cpu") -> Samples:
-    """Return rank r's of the samples ``token_ids`` (num_samples, length): r, r + ranks, ... Local.
+def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.device | str = "cpu") -> Samples:
+    """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
+
+    ``part`` is the data-parallel rank: ranks that need each other to run a sample must ask for the same.
 
     One sample is one batch, so that its activations are the same bits on whichever rank it runs.
     """
     num_samples = len(token_ids)
     if num_samples == 0:
         raise ValueError("there is no calibration sample")
-    num_rounds = -(-num_samples // comm.size)
-    mine = range(comm.rank, num_samples, comm.size)
+    num_rounds = -(-num_samples // num_parts)
+    mine = range(part, num_samples, num_parts)
     chosen = [*mine, *[mine[-1] if mine else 0] * (num_rounds - len(mine))]
     batches = [{"input_ids": token_ids[i : i + 1].to(device), "use_cache": False} for i in chosen]
     return Samples(batches, len(mine))

@@ -3,6 +3,12 @@
 Noun: a *linear map* is one matrix (out, in) and where it lives: the weight of an ``nn.Linear``, that of
 transformers' ``Conv1D`` (GPT-2), which is kept as (in, out), or one expert's slice of the 3-D weights
 into which transformers 5 puts all experts of a block. Read off the modules; no table of architectures.
+
+What decides where a token goes is left whole: it is a few thousand weights, and the damage is that of a
+wrong expert. Two rules, both by structure. A matrix with one output is a gate (``shared_expert_gate`` of
+Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and holds one matrix
+alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``). The
+routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter, which is no linear map.
 """
 
 from __future__ import annotations
@@ -50,7 +56,20 @@ class LinearMap:
 
 
 def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
-    """Return the linear maps of ``block`` by name, in the order of its modules. Global shapes; no communication."""
+    """Return the linear maps of ``block`` by name, in the order of its modules; no routers and gates (see above).
+
+    Global shapes; no communication.
+    """
+    found = _matrices(block)
+    routers = _routers(block)
+    return {
+        name: linear
+        for name, linear in found.items()
+        if linear.expert is not None or (linear.num_out > 1 and linear.module not in routers)
+    }
+
+
+def _matrices(block: nn.Module) -> dict[str, LinearMap]:
     found: dict[str, LinearMap] = {}
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):
@@ -69,6 +88,28 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
                     key = f"{name}.{parameter_name}.{expert}" if name else f"{parameter_name}.{expert}"
                     found[key] = LinearMap(key, module, parameter_name, num_out, num_in, transposed, expert)
     return found
+
+
+def _routers(block: nn.Module) -> set[nn.Module]:
+    """Return the modules whose one matrix chooses among the experts beside them."""
+    found: set[nn.Module] = set()
+    for parent in block.modules():
+        children = list(parent.children())
+        counts = {num for child in children if (num := _num_experts(child))}
+        for child in children if counts else ():
+            held = list(_matrices(child).values())
+            if len(held) == 1 and held[0].expert is None and held[0].num_out in counts:
+                found.add(held[0].module)
+    return found
+
+
+def _num_experts(module: nn.Module) -> int:
+    """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; 0: it holds none."""
+    if is_experts(module):
+        return int(next(p.shape[0] for name, p in module.named_parameters(recurse=False) if name in EXPERT_WEIGHTS))
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return 0
+    return len(module) if all(_matrices(expert) for expert in module) else 0
 
 
 def is_experts(module: nn.Module) -> bool:

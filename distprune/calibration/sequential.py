@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +14,15 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import check_fit, spread
 from distprune.calibration.linear_maps import LinearMap, linear_maps
 from distprune.calibration.outcome import sum_outcomes
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
-from distprune.calibration.rows import whole_rows
+from distprune.calibration.rows import Rows, whole_rows
 from distprune.calibration.sparsegpt import prune_by_sparsegpt
-from distprune.calibration.statistics import InputStatistics, Moments
+from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
 from distprune.calibration.walk import Walk, catch_inputs
 from distprune.calibration.wanda import prune_by_scores
 from distprune.collectives import Communicator, Group, communicator, together
@@ -57,10 +57,13 @@ def prune_blocks(
     the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
     the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
     so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
-    but for rounding by SparseGPT.
+    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row.
+    Tensor parallelism adds up a map's outputs in another order, so activations differ in their last bits.
 
     Args:
-        model: plain, the same on all ranks, or FSDP2 or HSDP (``fully_shard`` on each block and the root).
+        model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor
+            parallel (``parallelize_module``), alone or under FSDP2. Ranks of one tensor-parallel group run the
+            same samples, which is read off the layout, and hidden states are whole on each between blocks.
         samples: token ids, (num_samples, length) int64, the same on every rank.
         method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
             ``"magnitude"`` and ``"random"`` by the same walk.
@@ -75,16 +78,23 @@ def prune_blocks(
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
     shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
-    of the same size) and one unsharded block. Rounds: about 7 at the beginning; for a block 10 and those of
-    ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
+    of the same size) and one block as its forward needs it: unsharded by FSDP2, cut by tensor parallelism.
+    Rounds: 8 for the whole (4 more where ranks hold different parameters); for a block 3 (SparseGPT: 4) and those
+    of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
+    SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
             parameter whose inputs ``m`` does not divide; samples that do not fit the model; NaN weights;
             no decoder blocks. On every rank, with the blocks before pruned: NaN or Inf in the activations
-            (it names the block and the linear map).
+            (it names the block and the linear map); with that block's weights changed, too: new weights that
+            are not finite (SparseGPT), or what the pruned block then puts out. The last block is not run again:
+            there Wanda, magnitude and random have only set weights to zero.
         TypeError: on every rank, nothing changed: an argument of the wrong type.
-        NotImplementedError: on every rank, nothing changed: FSDP1; tensor parallelism.
+        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
+            expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
+            blocks. With the blocks before pruned: a linear map whose inputs are cut otherwise than evenly along
+            their features.
     """
     comm = communicator(group)
     started, traffic = time.perf_counter(), comm.traffic.copy()
@@ -108,13 +118,17 @@ def prune_blocks(
     if seed is None and method == "random":
         seed = draw_seed(comm)
 
-    mine = spread(samples, comm)
+    crew = find_crew(comm, plan.axis)
+    device = next((p.device for p in model.parameters()), "cpu")
+    mine = spread(samples, crew.number, crew.num_crews, device)
     reports = []
     with _evaluating(model):
         walk = catch_inputs(model, mine.batches, offload=offload)
+        with together(comm):
+            _check_whole(walk, samples.shape[1])
         for index in range(len(walk.blocks)):
             if index >= first_block:
-                work = _Work(comm, walk, index, mine.num_counted, method, pattern, seed or 0, owned)
+                work = _Work(comm, crew, walk, index, mine.num_counted, method, pattern, seed or 0, owned)
                 reports.append(work.run())
                 if on_block is not None:
                     with together(comm):
@@ -139,6 +153,7 @@ def prune_blocks(
 @dataclass
 class _Plan:
     shards: list[LocalShard] = field(default_factory=list)
+    axis: Axis | None = None
     digest: str = ""
 
 
@@ -176,21 +191,18 @@ def _plan(
             check_divides(pattern, map_name, linear.num_out, linear.num_in)
             name = f"{block_name}.{linear.parameter_path}"
             if name not in shards:
-                _check_layout(name, linear.parameter)
                 shards[name] = local_shard(name, linear.parameter)
-    return _Plan(list(shards.values()), hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest())
+    digest = hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest()
+    return _Plan(list(shards.values()), shared_axis(model), digest)
 
 
-def _check_layout(name: str, parameter: nn.Parameter) -> None:
-    """Refuse what is cut by anything beyond FSDP2: the ranks beside would have to run the same samples."""
-    if not isinstance(parameter, DTensor):
-        return
-    cutting = [p for p in parameter.placements if isinstance(p, Shard | _StridedShard)]
-    last = parameter.placements[-1]
-    if len(cutting) > 1 or (len(parameter.placements) > 1 and not isinstance(last, Shard | _StridedShard)):
+def _check_whole(walk: Walk, length: int) -> None:
+    """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice."""
+    shape = tuple(walk.hidden[0].shape)
+    if math.prod(shape[:-1]) != length:
         raise NotImplementedError(
-            f"{name!r} is laid out as {parameter.placements}: ranks that share a sample, as in tensor parallelism, "
-            "are not supported yet; FSDP2 and HSDP are"
+            f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel plan "
+            "must leave them whole on every rank (no SequenceParallel across blocks)"
         )
 
 
@@ -199,6 +211,7 @@ class _Work:
     """One block's turn."""
 
     comm: Communicator
+    crew: Crew
     walk: Walk
     index: int
     num_counted: int
@@ -222,6 +235,9 @@ class _Work:
         with whole_rows(self.comm, maps, owned) as rows, torch.no_grad():
             if self.method == "sparsegpt":
                 outcomes, damping = prune_by_sparsegpt(self.comm, name, rows, moments, self.pattern, self._clock)
+                # The weights are new, and what the last block puts out is never looked at.
+                with together(self.comm):
+                    _check_finite(name, rows)
             else:
                 with self._clock("sweep"):
                     outcomes = prune_by_scores(self.comm, name, rows, moments, self.method, self.pattern, self.seed)
@@ -247,7 +263,8 @@ class _Work:
         return BlockReport(self.index, name, reports, self.seconds, used.num_rounds, used.num_bytes)
 
     def _moments(self, name: str, maps: Mapping[str, LinearMap]) -> list[Moments]:
-        statistics = InputStatistics(maps, "pairs" if self.method == "sparsegpt" else "features")
+        of: MomentsOf = "pairs" if self.method == "sparsegpt" else "features"
+        statistics = InputStatistics(maps, of, self.crew, self.comm)
         with self._clock("forward"), statistics.listening(), self.walk.block(self.index) as run:
             for sample in range(self.walk.num_samples):
                 statistics.begin_sample(counts=sample < self.num_counted)
@@ -265,6 +282,15 @@ class _Work:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
+
+
+def _check_finite(name: str, rows: Mapping[str, Rows]) -> None:
+    bad = [of_map for of_map, of_rank in rows.items() if not bool(torch.isfinite(of_rank.weight).all())]
+    if bad:
+        raise ValueError(
+            f"block {name!r}: the new weights of {', '.join(map(repr, bad[:5]))} are NaN or infinite in "
+            f"{rows[bad[0]].weight.dtype}"
+        )
 
 
 @contextmanager

@@ -3,6 +3,11 @@
 Noun: the *moments* of an input X (tokens, in) are the sum of squares of each feature, the diagonal of
 X^T X, or all of X^T X. Maps that are given the very same tensor (q, k and v; gate and up) share theirs.
 
+Ranks that run the same samples (see :mod:`distprune.calibration.crew`) take a part each: of ``in`` features,
+the sums of theirs, and of X^T X their rows. That is also how tensor parallelism cuts the inputs of a row-wise
+map, whose sums of squares so need no communication; its X^T X needs all of X beside it. (A matrix product of
+fewer rows may round otherwise: X^T X of such ranks is that of one but for the last bit.)
+
 Every sample is one addend, computed from that sample alone and rounded to float32, and added in
 float64. Such a sum is exact, whatever the order, as long as the addends of an element lie within a factor
 of 2^29 / samples of each other (24 bits of 53 are the addend's own); what little is lost beyond that
@@ -22,8 +27,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distprune.calibration.crew import Crew
 from distprune.calibration.linear_maps import LinearMap, expert_inputs
-from distprune.collectives import Communicator, agree
+from distprune.collectives import Alone, Communicator, agree
+from distprune.shards import local_of
 
 __all__ = ["InputStatistics", "Moments", "MomentsOf", "pack_triangle", "unpack_triangle"]
 
@@ -54,7 +61,7 @@ class Moments:
 @dataclass
 class _Sum:
     num_tokens: int = 0
-    values: torch.Tensor | None = None  # float64
+    values: torch.Tensor | None = None  # float64; this rank's features, or rows of X^T X
 
 
 @dataclass
@@ -62,10 +69,14 @@ class InputStatistics:
     """The sums of this rank for the linear maps ``maps`` of one block.
 
     Use: within :meth:`listening`, :meth:`begin_sample` before every run of the block; then :meth:`reduce`.
+    Nothing is communicated while listening, except by a crew of several ranks for ``"pairs"``: one round for
+    each sample and each input that comes in parts, of the input's bytes, counted in the traffic of ``comm``.
     """
 
     maps: Mapping[str, LinearMap]
     of: MomentsOf
+    crew: Crew = field(default_factory=Crew)
+    comm: Communicator = field(default_factory=Alone)
     _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first map of those that share
     _first_of: dict[str, str] = field(default_factory=dict)  # map -> the first of those that share its input
     _seen: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)  # in this sample
@@ -118,10 +129,14 @@ class InputStatistics:
         """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it."""
         version = 0 if x.is_inference() else x._version  # written to in between, it is another input
         first = next((other for other, ref, v in self._seen if ref() is x and v == version), name)
-        if x.shape[-1] != self.maps[name].num_in or isinstance(x, DTensor):
+        num_in = self.maps[name].num_in
+        start, stop = self.crew.features(num_in)
+        is_cut = _width(x) != num_in
+        if is_cut and (self.crew.size == 1 or _width(x) != stop - start):
+            layout = f" laid out as {x.placements}" if isinstance(x, DTensor) else ""
             self._error = NotImplementedError(
-                f"{name!r} is given {type(x).__name__} {tuple(x.shape)} on this rank where {self.maps[name].num_in} "
-                "whole features were expected; inputs that are themselves sharded are not supported"
+                f"{name!r} is given {type(x).__name__} {tuple(x.shape)}{layout} where {num_in} features were expected, "
+                f"or, of ranks that share a sample, {stop - start}; inputs cut in another way are not supported"
             )
             return
         self._num_calls[name] = self._num_calls.get(name, 0) + 1
@@ -133,10 +148,14 @@ class InputStatistics:
         if first != name:
             return
         self._seen.append((name, weakref.ref(x), version))
-        x = x.detach().reshape(-1, x.shape[-1])
+        x = local_of(x.detach())
+        x = x.reshape(-1, x.shape[-1])
         total = self._sums.setdefault(name, _Sum())
         total.num_tokens += len(x)
-        addend = _square_sums(x) if self.of == "features" else _products(x)
+        if self.of == "features":
+            addend = _square_sums(x if is_cut else x[:, start:stop])
+        else:
+            addend = _products(self.crew.gather(self.comm, x, num_in) if is_cut else x, start, stop)
         total.values = addend.double() if total.values is None else total.values.add_(addend)
 
     def reduce(self, comm: Communicator) -> list[Moments]:
@@ -188,11 +207,19 @@ class InputStatistics:
         return {name: shared.get(name, name) for name in self.maps}
 
     def _num_tokens(self, first: str) -> int:
-        return self._sums[first].num_tokens if first in self._sums else 0
+        # All of a crew saw the same tokens: its first rank counts them.
+        return self._sums[first].num_tokens if first in self._sums and self.crew.place == 0 else 0
 
     def _values(self, first: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return this rank's addend to all of the sums, zero but for its own features or rows."""
         values = self._sums[first].values if first in self._sums else None
-        return torch.zeros(shape, dtype=torch.float64) if values is None else values.cpu()
+        if values is not None and values.shape == shape:
+            return values.cpu()
+        whole = torch.zeros(shape, dtype=torch.float64)
+        if values is not None:
+            start, stop = self.crew.features(shape[0])
+            whole[start:stop] = values
+        return whole
 
 
 def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:
@@ -203,17 +230,27 @@ def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:
 
 
 def _square_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of every column of ``x`` (tokens, in), summed in float64, as float32."""
+    """Return the sum of squares of every column of ``x`` (tokens, columns), summed in float64, as float32."""
     total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     for rows in torch.split(x, _ROWS):
         total += rows.double().square().sum(dim=0)
     return total.float()
 
 
-def _products(x: torch.Tensor) -> torch.Tensor:
-    """Return X^T X of ``x`` (tokens, in) in float32."""
+def _products(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return rows ``start`` to ``stop`` of X^T X of ``x`` (tokens, in) in float32."""
     x = x.float()
-    return x.t() @ x
+    return x[:, start:stop].t() @ x
+
+
+def _width(x: torch.Tensor) -> int | None:
+    """Return how many features ``x`` (..., in) has on this rank, ``None`` if it is not there for all tokens."""
+    if not isinstance(x, DTensor):
+        return x.shape[-1]
+    layouts = [p for axis, p in enumerate(x.placements) if x.device_mesh.size(axis) > 1]
+    if any(not p.is_replicate() and not p.is_shard(x.ndim - 1) for p in layouts):
+        return None
+    return x.to_local().shape[-1]
 
 
 def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:

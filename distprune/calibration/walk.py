@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, together
 from distprune.shards import decoder_blocks
@@ -134,6 +135,7 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
 
     Raises:
         ValueError: no decoder blocks, no batches, or a forward that does not reach the blocks in order.
+        NotImplementedError: hidden states that are DTensors.
     """
     blocks = decoder_blocks(model)
     if not batches:
@@ -201,6 +203,7 @@ def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tor
         kwargs = {key: value for key, value in kwargs.items() if key != hidden_name}
     if not isinstance(hidden, torch.Tensor):
         raise ValueError(f"block {name!r} is called without a tensor of hidden states in front")
+    _check_plain(f"block {name!r} is called with", hidden)
     return hidden, Call(others, kwargs, hidden_name)
 
 
@@ -208,7 +211,17 @@ def _hidden_of(output: Any) -> torch.Tensor:
     hidden = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(hidden, torch.Tensor):
         raise TypeError(f"a decoder block returned a {type(hidden).__name__} where hidden states were expected")
+    _check_plain("a decoder block returned", hidden)
     return hidden
+
+
+def _check_plain(what: str, hidden: torch.Tensor) -> None:
+    """Between blocks hidden states are whole on every rank; a plain tensor is taken to be."""
+    if isinstance(hidden, DTensor):
+        raise NotImplementedError(
+            f"{what} hidden states laid out as {hidden.placements}; a tensor-parallel plan must leave those between "
+            "blocks as plain tensors, whole on every rank (no SequenceParallel across blocks)"
+        )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
-from distprune.collectives.tensors import broadcast_tensor, exchange
+from distprune.collectives.tensors import broadcast_tensor, exchange, gather_features
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,6 +31,7 @@ __all__ = [
     "broadcast_tensor",
     "communicator",
     "exchange",
+    "gather_features",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

@@ -1,4 +1,4 @@
-"""Large tensors on their way between ranks: from one to all, and shards turned from one dim to another."""
+"""Large tensors on their way between ranks: from one to all, put together, and turned from one dim to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from distprune.collectives.base import Communicator
 from distprune.collectives.process_group import staging_device
 
-__all__ = ["broadcast_tensor", "exchange"]
+__all__ = ["broadcast_tensor", "exchange", "gather_features"]
 
 
 def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> torch.Tensor:
@@ -56,3 +56,24 @@ def exchange(
     dist.all_to_all_single(received, sent, numels, [piece.numel() for piece in pieces], group=group)
     parts = torch.split(received.to(local.device), numels)
     return torch.cat([part.view(s) for part, s in zip(parts, shapes, strict=True)], dim=whole_dim)
+
+
+def gather_features(
+    comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, sizes: list[int]
+) -> torch.Tensor:
+    """Return (tokens, sum of ``sizes``): the ranks' ``local`` (tokens, ``sizes[r]``) side by side.
+
+    For activations, which tensor parallelism cuts along their features; never for parameters. Every rank
+    of ``group`` must call it, with as many tokens and the same dtype: one round, counted in the traffic of
+    ``comm``, of the result's bytes (every part padded to the largest).
+    """
+    width = max(sizes)
+    sent = local.new_zeros((local.shape[0], width))
+    sent[:, : local.shape[1]] = local
+    staged = sent.view(torch.uint8).to(staging_device(group))  # bytes: not every backend knows every dtype
+    parts = [torch.empty_like(staged) for _ in sizes]
+    comm._count(staged.numel() * len(sizes))
+    if staged.numel():
+        dist.all_gather(parts, staged, group=group)
+    received = [part.to(local.device).view(local.dtype) for part in parts]
+    return torch.cat([part[:, :size] for part, size in zip(received, sizes, strict=True)], dim=1)

@@ -29,7 +29,14 @@ from typing_extensions import override
 __all__ = ["Fsdp2Params", "Managed", "missing_names"]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
-_PARAM_NAMES = ("_module_info", "_sharded_param_data", "sharded_param", "reset_sharded_param", "sharded_state")
+_PARAM_NAMES = (
+    "_module_info",
+    "_sharded_param_data",
+    "sharded_param",
+    "reset_sharded_param",
+    "sharded_state",
+    "mesh_info",
+)
 
 
 def missing_names(param_class: type) -> list[str]:
@@ -123,6 +130,11 @@ class Managed:
         return str(self.param._module_info.param_name)
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """The global ranks over which FSDP2 shards and replicates it: data-parallel, each with samples of its own."""
+        return frozenset(int(rank) for rank in self.param.mesh_info.mesh.mesh.flatten())
+
+    @property
     def is_masked(self) -> bool:
         return isinstance(self.param, _MaskedParam)
 
@@ -176,8 +188,8 @@ def check_names(missing: list[str]) -> None:
     if missing:
         raise NotImplementedError(
             f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found in FSDPParam), "
-            "so a mask cannot be put before its all-gather; use a torch this version of distprune was tested with, "
-            "or prune in place with distprune.prune_model"
+            "which masks before its all-gather and one-shot pruning rely on; use a torch this version of distprune was "
+            "tested with, or prune in place with distprune.prune_model"
         )
 
 

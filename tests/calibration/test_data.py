@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import load_samples, spread
-from distprune.collectives import Alone, communicator
+from distprune.collectives import communicator
 from tests.worlds import run_threads
 
 
@@ -129,9 +129,7 @@ def test_every_sample_counts_once(world_size: int, num_samples: int) -> None:
     token_ids = torch.arange(num_samples * 3).view(num_samples, 3)
     counted = []
     for rank in range(world_size):
-        comm = Alone()
-        comm.rank, comm.size = rank, world_size
-        mine = spread(token_ids, comm)
+        mine = spread(token_ids, rank, world_size)
         assert len(mine.batches) == -(-num_samples // world_size)
         assert all(batch["input_ids"].shape == (1, 3) for batch in mine.batches)
         counted += [batch["input_ids"][0].tolist() for batch in mine.batches[: mine.num_counted]]
@@ -140,7 +138,7 @@ def test_every_sample_counts_once(world_size: int, num_samples: int) -> None:
 
 def test_nothing_to_spread() -> None:
     with pytest.raises(ValueError, match="no calibration sample"):
-        spread(torch.empty(0, 4, dtype=torch.int64), Alone())
+        spread(torch.empty(0, 4, dtype=torch.int64), 0, 1)
 
 
 def load_own(rank: int, folder: Path) -> None:

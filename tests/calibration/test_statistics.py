@@ -27,7 +27,7 @@ KINDS: tuple[MomentsOf, ...] = ("features", "pairs")
 
 def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> list[list[Moments]]:
     """The moments of every block of the unpruned model."""
-    mine = spread(TOKENS, comm)
+    mine = spread(TOKENS, comm.rank, comm.size)
     walk = catch_inputs(model, mine.batches)
     found = []
     for index, (_, block) in enumerate(walk.blocks):
@@ -105,7 +105,7 @@ def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, ar
 
 def wanda(model: nn.Module, comm: Communicator, pattern: Pattern) -> dict[str, torch.Tensor]:
     """Wanda on a model that is whole on every rank, from the parts of this package."""
-    mine = spread(TOKENS, comm)
+    mine = spread(TOKENS, comm.rank, comm.size)
     walk = catch_inputs(model, mine.batches)
     masks: dict[str, torch.Tensor] = {}
     for index, (block_name, block) in enumerate(walk.blocks):
@@ -168,7 +168,7 @@ def test_one_triangle_travels(size: int) -> None:
 @pytest.mark.parametrize("of", KINDS)
 def test_rounds_and_bytes(of: MomentsOf) -> None:
     comm, linear = Alone(), nn.Linear(10, 3, bias=False)
-    block = nn.Sequential(linear, nn.Linear(3, 1))
+    block = nn.Sequential(linear, nn.Linear(3, 2))
     statistics = InputStatistics(linear_maps(block), of)
     with statistics.listening():
         statistics.begin_sample()
@@ -263,14 +263,14 @@ def test_errors_are_heard_on_all_ranks() -> None:
 
 
 def test_a_part_of_the_features() -> None:
-    """As tensor parallelism hands its row-wise maps."""
+    """As tensor parallelism hands its row-wise maps, on a rank that shares its samples with nobody."""
     block = nn.Sequential(nn.Linear(4, 4))
     statistics = InputStatistics(linear_maps(block), "features")
     block[0].weight = nn.Parameter(torch.ones(4, 2))
     with statistics.listening():
         statistics.begin_sample()
         block(torch.ones(3, 2))
-    with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) on this rank where 4 whole features"):
+    with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) where 4 features were expected"):
         statistics.reduce(Alone())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from distprune.calibration import Walk, catch_inputs, spread
@@ -47,7 +47,7 @@ def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 def test_every_architecture(architecture: str, offload: bool) -> None:
-    model, batches = tiny_model(architecture), spread(TOKENS, Alone()).batches
+    model, batches = tiny_model(architecture), spread(TOKENS, 0, 1).batches
     walk = catch_inputs(model, batches, offload=offload)
     assert walk.kinds == [0] * len(walk.blocks)
     check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
@@ -74,7 +74,7 @@ def alternating_model() -> nn.Module:
 
 
 def test_blocks_of_two_kinds() -> None:
-    model, batches = alternating_model(), spread(TOKENS, Alone()).batches
+    model, batches = alternating_model(), spread(TOKENS, 0, 1).batches
     walk = catch_inputs(model, batches)
     assert walk.kinds == [0, 1, 0, 1]
     check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
@@ -88,7 +88,7 @@ def test_later_samples_stop_at_the_last_kind() -> None:
             num_runs[index] += 1
 
         block.register_forward_pre_hook(count)
-    catch_inputs(model, spread(TOKENS, Alone()).batches)
+    catch_inputs(model, spread(TOKENS, 0, 1).batches)
     assert num_runs == [1, 1, 0]  # the first sample runs up to the last block, the others run none
 
 
@@ -104,7 +104,7 @@ def sharded(architecture: str, reshard_after_forward: bool) -> nn.Module:
 def walk_sharded(_: int, architecture: str, reshard_after_forward: bool) -> None:
     comm = communicator()
     plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward)
-    batches = spread(TOKENS, comm).batches
+    batches = spread(TOKENS, comm.rank, comm.size).batches
     walk = catch_inputs(model, batches)
     check_sharded(model)
     wanted = [block_outputs(plain, batch["input_ids"]) for batch in batches]
@@ -169,6 +169,17 @@ def test_blocks_out_of_order() -> None:
         catch_inputs(Backwards([1, 0]), [batch])
     with pytest.raises(ValueError, match="ended after 1 of 2 decoder blocks"):
         catch_inputs(Backwards([0]), [batch])
+
+
+def hidden_in_shards(_: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    catch_inputs(Backwards([0, 1]), [{"x": DTensor.from_local(torch.ones(1, 1, 2), mesh, [Shard(1)])}])
+
+
+def test_hidden_states_are_plain() -> None:
+    for error in run_threads(2, hidden_in_shards, catch=True):
+        assert isinstance(error, NotImplementedError)
+        assert "block 'layers.0' is called with hidden states laid out as (Shard(dim=1),)" in str(error)
 
 
 def advance_with_nan(rank: int) -> None:

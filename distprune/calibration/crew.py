@@ -1,0 +1,149 @@
+"""Which ranks run the same samples.
+
+Noun: a *crew* is the ranks that need each other to run one sample, since each holds a part of every matrix:
+one tensor-parallel group. Crews share the samples out among themselves; the ranks of a crew run the same
+ones and share out their statistics, each taking some of the input features. Without tensor parallelism
+every rank is a crew.
+
+It is read off the layout. FSDP2 gathers a parameter over its own mesh before it is used, so the ranks of that
+mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathered, so its ranks share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distprune.calibration.linear_maps import EXPERT_WEIGHTS, is_experts
+from distprune.collectives import Communicator, gather_features
+from distprune.masks import Fsdp2Params
+from distprune.shards import chunk_runs
+
+__all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The mesh axis along which this rank shares its samples: the global ranks in order, and their group."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Crew:
+    """This rank's crew, the ``number``-th of ``num_crews``; this rank has the ``place``-th of ``size`` places."""
+
+    number: int = 0
+    num_crews: int = 1
+    place: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # None: a crew of one
+
+    def features(self, num_in: int) -> tuple[int, int]:
+        """Return the features, first and one past the last, that this rank takes of an input of ``num_in``.
+
+        They are those that tensor parallelism gives it of an input that is cut. Local.
+        """
+        return _chunk(num_in, self.size, self.place)
+
+    def gather(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
+        """Return the whole input (tokens, ``num_in``), of which ``x`` are this rank's features.
+
+        Every rank of the crew must call it: one round, of the input's bytes.
+        """
+        assert self.group is not None  # a crew of one holds all features
+        chunks = [_chunk(num_in, self.size, place) for place in range(self.size)]
+        return gather_features(comm, self.group, x, [stop - start for start, stop in chunks])
+
+
+def shared_axis(model: nn.Module) -> Axis | None:
+    """Return the mesh axis along which this rank shares its samples, ``None`` if it runs its own. No communication.
+
+    ``model`` must be in its shards.
+
+    Raises:
+        NotImplementedError: it names the parameter: experts that are cut beyond FSDP2, several such axes,
+            or one whose ranks FSDP2 gives samples of their own (expert parallelism).
+    """
+    managed_by = Fsdp2Params()
+    found: Axis | None = None
+    own_samples: set[int] = set()  # ranks that FSDP2 gives samples of their own
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
+                continue
+            full_name = f"{name}.{parameter_name}" if name else parameter_name
+            managed = managed_by.find(module, parameter_name)
+            data_ranks = frozenset[int]() if managed is None else managed.ranks
+            own_samples |= data_ranks
+            axes = _axes_beyond(data_ranks, parameter.device_mesh)
+            if axes and parameter_name in EXPERT_WEIGHTS and is_experts(module):
+                raise NotImplementedError(
+                    f"the experts {full_name!r} are laid out as {parameter.placements}, which is more than FSDP2: "
+                    "leave experts out of the tensor-parallel plan"
+                )
+            if len(axes) > 1 or (axes and found is not None and axes[0].ranks != found.ranks):
+                raise NotImplementedError(
+                    f"{full_name!r} is laid out as {parameter.placements} on {parameter.device_mesh}: ranks may share "
+                    "samples along one mesh axis beyond FSDP2's, the same for all parameters"
+                )
+            if axes and list(axes[0].ranks) != sorted(axes[0].ranks):
+                raise NotImplementedError(f"{full_name!r} lies on ranks out of order: {list(axes[0].ranks)}")
+            found = axes[0] if axes else found
+            if found is not None and len(own_samples & set(found.ranks)) > 1:
+                raise NotImplementedError(
+                    f"{full_name!r}: ranks {list(found.ranks)} hold parts that are never gathered, and FSDP2 gives "
+                    "them samples of their own; expert parallelism is not supported"
+                )
+    return found
+
+
+def find_crew(comm: Communicator, axis: Axis | None) -> Crew:
+    """Return this rank's crew in ``comm``; ``axis`` is its :func:`shared_axis`.
+
+    Every rank must call it: two rounds, of a few bytes for each rank of a crew.
+
+    Raises:
+        ValueError: on every rank: ranks disagree on who shares samples, or ``comm`` does not span a crew.
+    """
+    ids = [comm.global_rank(rank) for rank in range(comm.size)]
+    said = comm.gather([ids[comm.rank]] if axis is None else list(axis.ranks))
+    # From here on every rank works on the same lists, so every rank raises the same error.
+    crew_of = dict(zip(ids, said, strict=True))
+    for rank, crew in crew_of.items():
+        for other in crew:
+            if crew_of.get(other) != crew:
+                heard = (
+                    f"rank {other} shares with {crew_of[other]}" if other in crew_of else f"{other} is not in the group"
+                )
+                raise ValueError(
+                    f"ranks disagree on who runs the same samples: rank {rank} shares with {crew}, {heard}; lay out "
+                    "the model alike on every rank, and pass a group that spans all of them"
+                )
+    crews = sorted({tuple(crew) for crew in said})
+    own: Sequence[int] = said[comm.rank]
+    place = list(own).index(ids[comm.rank])
+    return Crew(crews.index(tuple(own)), len(crews), place, len(own), None if axis is None else axis.group)
+
+
+def _axes_beyond(data_ranks: frozenset[int], mesh: DeviceMesh) -> list[Axis]:
+    """Return the axes of ``mesh`` through this rank on which there are other ranks than ``data_ranks`` and itself."""
+    coordinate = list(mesh.get_coordinate() or ())
+    found = []
+    for axis in range(mesh.ndim):
+        line = mesh.mesh[tuple(slice(None) if a == axis else c for a, c in enumerate(coordinate))].tolist()
+        if len(line) > 1 and not set(line) <= data_ranks:
+            found.append(Axis(tuple(line), mesh.get_group(axis)))
+    return found
+
+
+def _chunk(num_in: int, num_chunks: int, index: int) -> tuple[int, int]:
+    runs = chunk_runs(((0, num_in),), num_chunks, index) if num_in else ()
+    return runs[0] if runs else (num_in, num_in)

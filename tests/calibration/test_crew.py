@@ -1,0 +1,223 @@
+"""Who runs the same samples is read off the layout, and what each of them takes of the statistics adds up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distprune import Unstructured
+from distprune.calibration import InputStatistics, MomentsOf, linear_maps, prune_blocks
+from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
+from distprune.collectives import Alone, communicator, gather_features
+from tests.architectures import samples, tiny_model
+from tests.worlds import ProcessPool, RankError, run_threads
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(OrderedDict(up=nn.Linear(8, 8), down=nn.Linear(8, 8), norm=nn.LayerNorm(8)))
+
+
+PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
+
+
+def crews_on_rank(_: int, shape: tuple[int, ...], shards: bool) -> Crew:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    model = two_layers()
+    if shape[-1] > 1:
+        parallelize_module(model, mesh["tp"], {name: style() for name, style in PLAN.items()})
+    if shards:
+        fully_shard(model, mesh=mesh["dp"])
+    crew = find_crew(communicator(), shared_axis(model))
+    assert (crew.group is None) == (crew.size == 1)
+    return Crew(crew.number, crew.num_crews, crew.place, crew.size)
+
+
+def test_who_shares_samples(pool: ProcessPool) -> None:
+    one_each = [Crew(rank, 4) for rank in range(4)]
+    assert pool.run(4, crews_on_rank, (4, 1), True) == one_each  # FSDP2
+    assert pool.run(4, crews_on_rank, (4, 1), False) == one_each  # plain
+    assert pool.run(4, crews_on_rank, (4,), False) == [Crew(0, 1, place, 4) for place in range(4)]
+    two_by_two = [Crew(rank // 2, 2, rank % 2, 2) for rank in range(4)]
+    assert pool.run(4, crews_on_rank, (2, 2), True) == two_by_two
+    assert pool.run(4, crews_on_rank, (2, 2), False) == two_by_two  # as many copies of the model
+    assert find_crew(Alone(), None) == Crew()
+
+
+def test_features_of_each_place() -> None:
+    assert [Crew(place=place, size=3).features(7) for place in range(3)] == [(0, 3), (3, 6), (6, 7)]
+    assert [Crew(place=place, size=3).features(4) for place in range(3)] == [(0, 2), (2, 4), (4, 4)]
+    assert Crew().features(5) == (0, 5)
+
+
+def disagree(rank: int, said: list[list[int] | None]) -> None:
+    ranks = said[rank]
+    group: Any = dist.group.WORLD
+    find_crew(communicator(), None if ranks is None else Axis(tuple(ranks), group))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([[0, 1], None, None], r"rank 0 shares with \[0, 1\], rank 1 shares with \[1\]"),
+        ([[0, 1], [0, 1], [1, 2]], r"rank 2 shares with \[1, 2\], rank 1 shares with \[0, 1\]"),
+        ([None, None, [2, 3]], r"rank 2 shares with \[2, 3\], 3 is not in the group"),
+    ],
+)
+def test_ranks_that_disagree(said: list[list[int] | None], message: str) -> None:
+    for error in run_threads(3, disagree, said, catch=True):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def gather_on_rank(rank: int, dtype: torch.dtype) -> None:
+    comm, whole = communicator(), torch.arange(35).view(5, 7).to(dtype)
+    sizes = [3, 3, 1]
+    group: Any = dist.group.WORLD
+    found = gather_features(comm, group, whole[:, 3 * rank : 3 * rank + sizes[rank]], sizes)
+    assert found.dtype == dtype
+    assert torch.equal(found, whole)
+    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == (1, 5 * 9 * dtype.itemsize)
+    assert gather_features(comm, group, whole[:0, : sizes[rank]], sizes).shape == (0, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uneven_features_are_put_together(dtype: torch.dtype) -> None:
+    run_threads(3, gather_on_rank, dtype)
+
+
+def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
+    block = nn.Sequential(nn.Linear(7, 4, bias=False))
+    inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    wanted = InputStatistics(linear_maps(block), of)
+    wanted.begin_sample()
+    for x in inputs:
+        wanted._take("0", x)
+    comm, mesh = communicator(), init_device_mesh("cpu", (3,))
+    crew = Crew(0, 1, rank, 3, mesh.get_group())
+    start, stop = crew.features(7)
+    statistics = InputStatistics(linear_maps(block), of, crew, comm)
+    statistics.begin_sample()
+    for x in inputs:
+        if how == "plain":
+            given = x[:, start:stop]
+        elif how == "whole":
+            given = x
+        else:
+            given = distribute_tensor(x, mesh, [Shard(1) if how == "cut" else Replicate()], src_data_rank=None)
+        statistics._take("0", given)
+    # Only X^T X of inputs that are cut needs them whole: the features and a round for each sample.
+    gathers = of == "pairs" and how in ("plain", "cut")
+    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, 2 * 5 * 9 * 4) if gathers else (0, 0))
+    (found,), (one,) = statistics.reduce(comm), wanted.reduce(Alone())
+    assert found.num_tokens == one.num_tokens == 10
+    if of == "features":
+        assert torch.equal(found.values, one.values)
+    else:
+        torch.testing.assert_close(found.values, one.values, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found.values, found.values.t())
+
+
+@pytest.mark.parametrize("how", ["plain", "whole", "cut", "replicated"])
+@pytest.mark.parametrize("of", ["features", "pairs"])
+def test_a_crew_counts_its_samples_once(of: MomentsOf, how: str) -> None:
+    run_threads(3, moments_on_rank, of, how)
+
+
+def wrong_inputs_on_rank(_: int, how: str) -> None:
+    comm, mesh = communicator(), init_device_mesh("cpu", (2,))
+    crew = Crew(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
+    statistics = InputStatistics(linear_maps(nn.Sequential(nn.Linear(8, 4))), "pairs", crew, comm)
+    statistics.begin_sample()
+    x = torch.ones(4, 8)
+    statistics._take("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]))
+    statistics.reduce(comm)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("width", r"Tensor \(4, 3\) where 8"), ("tokens", r"\(Shard\(dim=0\),\)")]
+)
+def test_inputs_cut_otherwise(how: str, message: str) -> None:
+    for error in run_threads(2, wrong_inputs_on_rank, how, catch=True):
+        with pytest.raises(NotImplementedError, match=message):
+            raise error
+
+
+def prune(model: nn.Module) -> None:
+    before = [p.to_local().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+    try:
+        prune_blocks(model, samples(2), method="wanda", pattern=Unstructured(0.5))
+    finally:
+        after = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def with_experts_cut(_: int) -> None:
+    model: Any = tiny_model("mixtral")
+    mesh = init_device_mesh("cpu", (2,))
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(distribute_tensor(experts.down_proj.detach(), mesh, [Shard(0)]))
+    prune(model)
+
+
+def with_two_axes(_: int) -> None:
+    model: Any = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = attention.o_proj.weight.detach()
+    attention.o_proj.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(1)]))
+    prune(model)
+
+
+def with_ranks_out_of_order(_: int) -> None:
+    model: Any = tiny_model("llama")
+    mesh = dist.device_mesh.DeviceMesh("cpu", [1, 0])
+    parallelize_module(model.model.layers[0], mesh, {"mlp.gate_proj": ColwiseParallel()})
+    prune(model)
+
+
+def with_both_on_the_same_ranks(_: int) -> None:
+    model: Any = tiny_model("llama")
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.model.layers[0], mesh=mesh)
+    parallelize_module(model.model.layers[1], mesh, {"mlp.up_proj": ColwiseParallel()})
+    prune(model)
+
+
+def with_a_cut_sequence(_: int) -> None:
+    model: Any = tiny_model("llama")
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.embed_tokens": embedding})
+    prune(model)
+
+
+REFUSED = [
+    (with_experts_cut, 2, r"experts 'model.layers.1.mlp.experts.down_proj' are laid out as \(Shard\(dim=0\),\)"),
+    (with_two_axes, 4, r"'model.layers.1.self_attn.o_proj.weight' is laid out as .* along one mesh axis"),
+    (with_ranks_out_of_order, 2, r"'model.layers.0.mlp.gate_proj.weight' lies on ranks out of order: \[1, 0\]"),
+    (with_both_on_the_same_ranks, 2, r"'model.layers.1.mlp.up_proj.weight': ranks \[0, 1\] hold parts that are never"),
+    (with_a_cut_sequence, 2, r"hidden states of shape \(1, 8, 24\) between blocks, for samples of 16 tokens"),
+]
+
+
+def raised_on(rank: int, fn: Any) -> str:
+    try:
+        fn(rank)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("fn", "world_size", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_refused_on_every_rank(pool: ProcessPool, fn: Any, world_size: int, message: str) -> None:
+    for text in pool.run(world_size, raised_on, fn):
+        with pytest.raises(RankError, match=message):
+            raise RankError(0, None, text)

@@ -1,0 +1,56 @@
+"""Which matrices of a block count as linear maps, and which only choose where tokens go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distprune.calibration import linear_maps
+from tests.architectures import tiny_model
+
+
+def of_block(architecture: str, index: int = 0) -> set[str]:
+    model: Any = tiny_model(architecture)
+    return {name.rstrip(".0123456789") for name in linear_maps(model.model.layers[index])}
+
+
+def test_gates_and_routers_of_real_models_stay_whole() -> None:
+    attention = {f"self_attn.{kind}_proj" for kind in "qkvo"}
+    experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    shared = {f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+    assert of_block("mixtral") == attention | experts
+    assert of_block("qwen2_moe") == attention | experts | shared  # without mlp.shared_expert_gate
+    assert of_block("qwen2_moe", 1) == attention | {f"mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
+def stacked(num_experts: int) -> nn.Module:
+    """Experts in 3-D weights, as transformers 5 has them."""
+    module = nn.Module()
+    module.gate_up_proj = nn.Parameter(torch.ones(num_experts, 12, 8))
+    module.down_proj = nn.Parameter(torch.ones(num_experts, 8, 6))
+    return module
+
+
+def listed(num_experts: int) -> nn.Module:
+    return nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)) for _ in range(num_experts))
+
+
+@pytest.mark.parametrize("make", [stacked, listed], ids=["stacked", "listed"])
+def test_routers_are_told_by_where_they_stand(make: Any) -> None:
+    block = nn.Module()
+    block.experts = make(4)
+    block.gate = nn.Linear(8, 4)  # the router
+    block.router = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))  # one level down
+    block.scale = nn.Linear(8, 1)  # a gate
+    block.other = nn.Linear(8, 5)  # beside the experts, of another size
+    block.shared = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))  # an MLP that happens to be as wide
+    names = {name for name in linear_maps(block) if not name.startswith("experts")}
+    assert names == {"other", "shared.0", "shared.1"}
+
+
+def test_without_experts_nothing_is_a_router() -> None:
+    block = nn.ModuleDict({"a": nn.Linear(8, 4), "one": nn.Linear(8, 1), "list": nn.ModuleList([nn.Linear(8, 8)])})
+    assert list(linear_maps(block)) == ["a", "list.0"]
