@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distprune.calibration.free_memory import return_free_memory
 from distprune.collectives import Communicator, together
 from distprune.shards import decoder_blocks
 
@@ -118,6 +119,7 @@ class Walk:
                 if not bool(torch.isfinite(output).all()):
                     bad.append(sample)
                 self.hidden[sample] = output.cpu() if self.offload else output
+        return_free_memory()
         with together(comm):
             if bad:
                 raise ValueError(
@@ -177,6 +179,7 @@ def _calls_of(
             if index == 0:
                 first_hidden.append(hidden)
             calls.append(call)
+            return_free_memory()
             if index == len(blocks) - 1:
                 raise _ReachedLast
 
