@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,14 +14,12 @@ from distprune.calibration import BlockReport, OneShotMethod, load_samples, prun
 from distprune.checkpoint import ModelWriter, check_output, load_model, open_unfinished, resolve_model
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.steps import evaluate, load_tokenizer, open_source, strict_json
+from distprune.cli.steps import evaluate, flags, load_tokenizer, open_source, report_head, write_report
 from distprune.collectives import together
 from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
-
-REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class OneShotJob:
     def facts(self) -> dict[str, Any]:
         """Return the arguments as JSON carries them, but for ``resume``."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "resume"}
-        return {**facts, "pattern": repr(self.pattern), "dtype": str(self.dtype)}
+        return {**facts, "pattern": repr(self.pattern), "dtype": None if self.dtype is None else str(self.dtype)}
 
 
 def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
             mistakes: see the functions this calls.
     """
     comm = ranks.comm
-    facts = {f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}
+    facts = flags(job.facts())
     with together(comm, **facts, resume=job.resume, device=ranks.device.type):
         check_output(job.output, overwrite=job.overwrite)
     path = resolve_model(job.model, group=comm, log=display.say)
@@ -121,18 +116,8 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
         )
     unfinished.record(len(blocks), blocks=done)
     after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
-    written = {
-        "distprune": version("distprune"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "model": str(directory.path),
-        "arguments": {**job.facts(), "dtype": None if job.dtype is None else str(job.dtype)},
-        "num_ranks": comm.size,
-        "device": ranks.device.type,
-        "perplexity_before": unfinished.journal["perplexity_before"],
-        "perplexity_after": after,
-        "pruning": {**report.to_dict(), "blocks": done, "resumed_at": first},
-    }
+    head = report_head(job.facts(), directory, ranks, (unfinished.journal["perplexity_before"], after))
+    written = {**head, "pruning": {**report.to_dict(), "blocks": done, "resumed_at": first}}
     started_saving = time.perf_counter()
     with display.progress("saving", "bytes") as progress, together(comm):
         writer.write(progress=progress)
@@ -142,8 +127,7 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
     }
     with together(comm):
         if comm.rank == 0:
-            text = json.dumps(strict_json(written), indent=2, allow_nan=False) + "\n"
-            (unfinished.folder / REPORT_NAME).write_text(text, encoding="utf-8")
+            write_report(written, unfinished.folder)
     unfinished.finish(overwrite=job.overwrite)
     display.one_shot_summary(written)
     return written

@@ -16,7 +16,8 @@ from distprune.checkpoint import inspect_directory
 from distprune.cli import one_shot_job
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.one_shot_job import REPORT_NAME, OneShotJob, run_one_shot_job
+from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
+from distprune.cli.steps import REPORT_NAME
 from distprune.collectives import communicator
 from tests.cli.test_prune_job import contents
 from tests.worlds import ProcessPool
