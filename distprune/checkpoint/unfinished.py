@@ -52,8 +52,9 @@ class Unfinished:
         """Make it the target, on every rank: one round."""
         with together(self.comm):
             if self.comm.rank == 0:
-                (self.folder / JOURNAL_NAME).unlink()
                 publish(self.folder, self._target, overwrite=overwrite)
+                # Last: a job that is killed in between has finished, and one that is killed before can go on.
+                (self._target / JOURNAL_NAME).unlink()
 
 
 def open_unfinished(

@@ -39,8 +39,8 @@ def run_on_rank(rank: int, world_size: int, jobs: list[PruneJob]) -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file's bytes, but for the report, which holds times."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != REPORT_NAME}
+    """Return every file's bytes, but for the report, which holds times, and its picture."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.stem != Path(REPORT_NAME).stem}
 
 
 @pytest.fixture
