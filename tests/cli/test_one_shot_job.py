@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 from distprune import NByM, PerRow, Unstructured
 from distprune.checkpoint import inspect_directory
-from distprune.cli import one_shot_job
+from distprune.cli import main, one_shot_job
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
 from distprune.cli.steps import REPORT_NAME
 from distprune.collectives import communicator
 from tests.cli.test_prune_job import contents
+from tests.models import make_model, make_tokenizer
 from tests.worlds import ProcessPool
 
 CPU = torch.device("cpu")
@@ -82,6 +84,32 @@ def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     for tensor in blocks:
         assert maps[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("pattern", [NByM(2, 4), NByM(4, 8)], ids=repr)
+def test_inspect_finds_the_pattern_in_every_pruned_matrix(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, pattern: NByM
+) -> None:
+    # Inputs that are multiples of eight; on two ranks, so that rows of one matrix come from both.
+    model = make_model(tmp_path / "model", hidden_size=24, intermediate_size=40)
+    make_tokenizer(model)
+    job = dataclasses.replace(job, model=str(model), method=method, pattern=pattern)
+    assert pool.run(2, run_on_rank, 2, job, None) == ["", ""]
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    pruned = {f"{of_map['name']}.weight" for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    assert len(pruned) == 14
+    shown = CliRunner().invoke(main.app, ["inspect", job.output, "--json"])
+    assert shown.exit_code == 0
+    inspected = json.loads(shown.stdout)
+    assert inspected == json.loads(json.dumps(inspect_directory(job.output).to_dict()))
+    tensors = {tensor["name"]: tensor for tensor in inspected["tensors"]}
+    for name in pruned:
+        assert f"{pattern.n}:{pattern.m}" in tensors[name]["patterns"], name
+        assert tensors[name]["sparsity"] >= 0.5, name
+    if pattern == NByM(4, 8):  # weaker than 2:4, and it shows
+        assert not all("2:4" in tensors[name]["patterns"] for name in pruned)
+    assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
