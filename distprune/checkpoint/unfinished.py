@@ -48,6 +48,11 @@ class Unfinished:
                 os.fsync(file.fileno())
             beside.replace(path)
 
+    def discard(self) -> None:
+        """Remove it, on the first rank: there is nothing in it to go on with. Local."""
+        if self.comm.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def finish(self, *, overwrite: bool) -> None:
         """Make it the target, on every rank: one round."""
         with together(self.comm):

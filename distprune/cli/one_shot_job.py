@@ -104,11 +104,15 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
         if not unfinished.journal:
             if job.resume:
                 display.say("nothing was recorded yet: starting at the first block")
-            with _clock(seconds, "evaluate"):
-                before = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating before")
-            writer.allocate()
-            with together(comm):
-                unfinished.record(0, perplexity_before=before, blocks=[])
+            try:
+                with _clock(seconds, "evaluate"):
+                    before = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating before")
+                writer.allocate()
+                with together(comm):
+                    unfinished.record(0, perplexity_before=before, blocks=[])
+            except Exception:
+                unfinished.discard()
+                raise
         first = unfinished.num_done
         with _clock(seconds, "prune"):
             pruning = _prune(job, model, samples, writer, unfinished, display)
@@ -157,7 +161,10 @@ def _prune(
     unfinished: Unfinished,
     display: Display,
 ) -> dict[str, Any]:
-    """Prune and write the blocks that are not on the disk yet; return the report on all of them."""
+    """Prune and write the blocks that are not on the disk yet; return the report on all of them.
+
+    Beside the stages of ``prune_blocks`` a block's seconds have ``write``, the journal's included.
+    """
     comm, first = unfinished.comm, unfinished.num_done
     names = [name for name, _ in decoder_blocks(model)]
     if first:

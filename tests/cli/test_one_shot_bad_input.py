@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,19 @@ def test_activations_that_are_no_numbers_on_one_rank(pool: ProcessPool, job: One
     assert not Path(job.output).exists()
 
 
+def run_with_little_room(rank: int, job: OneShotJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        return run_on_rank(rank, 2, job, None)
+
+
+def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
+    for error in pool.run(2, run_with_little_room, job):
+        assert error.startswith("OSError: ")
+        assert "has 1000 bytes free, the model needs" in error
+    assert list(Path(job.output).parent.iterdir()) == []
+
+
 def run_with_full_disk(rank: int, job: OneShotJob, full_rank: int) -> str:
     """Run the job; on ``full_rank`` the disk fills up in the middle of the second block."""
     room = [12] if rank == full_rank else [10_000]  # tensors: a block has nine
@@ -173,5 +187,6 @@ def test_a_journal_that_cannot_be_written(pool: ProcessPool, tmp_path: Path, job
     for error in pool.run(2, run_with_broken_journal, job, num_done):
         assert error.startswith("OSError: ")
         assert "No space left on device" in error
+    assert (Path(job.output).parent / ".out.unfinished").exists() == (num_done > 0)
     assert run(pool, dataclasses.replace(job, resume=True)) == ["", ""]
     assert contents(Path(job.output)) == contents(tmp_path / "whole")
