@@ -106,6 +106,17 @@ def test_a_missing_tokenizer(pool: ProcessPool, job: OneShotJob) -> None:
     is_refused(pool, job, "holds no tokenizer that transformers can load")
 
 
+def test_a_tokenizer_that_is_missing_on_one_rank(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
+    for rank in ("0", "1"):
+        shutil.copytree(job.model, tmp_path / rank / "model")
+    for path in (tmp_path / "1" / "model").glob("tokenizer*"):
+        path.unlink()
+    first, second = pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, model="model"))
+    assert first.startswith("ValueError: rank 1 of 2: model holds no tokenizer that transformers can load")
+    assert second.startswith("ValueError: model holds no tokenizer that transformers can load")
+    assert not Path(job.output).parent.exists()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob, value: float) -> None:
     spoil(job, "model.layers.1.post_attention_layernorm.weight", 3, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 from distprune import NByM, PerRow, Unstructured
-from distprune.checkpoint import inspect_directory
+from distprune.checkpoint import ModelWriter, inspect_directory
 from distprune.cli import main, one_shot_job
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
@@ -47,27 +48,21 @@ def run_alone(job: OneShotJob) -> dict[str, Any]:
 def run_on_rank(_: int, world_size: int, job: OneShotJob, dies_in_block: int | None) -> str:
     """Run this rank's job; return the error as text, or nothing. It may die while it writes a block."""
     ranks = Ranks(communicator(), CPU, init_device_mesh("cpu", (world_size,)))
-    jobs: Any = one_shot_job
-    original = jobs.prune_blocks
-    if dies_in_block is not None:
+    write = ModelWriter.write
 
-        def dying(*args: Any, on_block: Any, **kwargs: Any) -> Any:
-            def stop(index: int, block: Any) -> None:
-                if index == dies_in_block:
-                    raise Killed
-                on_block(index, block)
+    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
+        if prefixes == [f"model.layers.{dies_in_block}"]:
+            raise Killed
+        write(self, prefixes, **more)
 
-            return original(*args, on_block=stop, **kwargs)
-
-        jobs.prune_blocks = dying
-    try:
-        run_one_shot_job(job, ranks, QUIET)
-    except Killed:
-        return "killed"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        jobs.prune_blocks = original
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelWriter, "write", dying)
+        try:
+            run_one_shot_job(job, ranks, QUIET)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -136,6 +131,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     assert contents(Path(job.output)) == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
     report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert report["pruning"]["resumed_at"] == dies_in_block
     assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
 
 
