@@ -25,7 +25,7 @@ NUM_BLOCKS = 8
 SECONDS = 120  # for a start that nobody kills, on a busy machine
 SECONDS_TO_END = 60  # for the ranks that are left, when one is killed
 # So long after what is waited for a kill comes at most, in seconds.
-WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 5.0, 0.3, 0.3
+WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 5.0, 0.3, 0.2
 
 Moment = Literal["load", "prune", "write", "finish"]
 MOMENTS: tuple[Moment, ...] = ("load", "write", "prune", "write", "finish")
@@ -40,7 +40,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "text.txt").write_text(TEXT * 8)
     line = "--method sparsegpt --pattern unstructured --amount 0.5 --samples 240 --sequence-length 64 --timeout 60"
     text = str(folder / "text.txt")
-    more = ["--calibration", text, "--eval", text, "--eval-tokens", "1600", "--eval-length", "16"]
+    more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
     return [*TORCHRUN, "prune", str(model), *line.split(), *more]
 
 
