@@ -43,6 +43,7 @@ def make_model(
     tied: bool = True,
     max_shard_size: str = "5GB",
     seed: int = 0,
+    **sizes: int,
 ) -> Path:
     """Write a random model and return its directory; weights are rounded so that many are equal."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -54,7 +55,7 @@ def make_model(
         eos_token_id=1,
         pad_token_id=2,
         tie_word_embeddings=tied,
-        **ARCHITECTURES[architecture],
+        **{**ARCHITECTURES[architecture], **sizes},
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

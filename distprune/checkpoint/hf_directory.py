@@ -23,7 +23,8 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json"})
+_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.json"})
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 
 # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
@@ -85,6 +86,17 @@ class HfDirectory:
         parts = [(self.path / CONFIG_NAME).read_text()]
         parts += [f"{file.path.name}:{file.tensors}" for file in self.weight_files]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def sample(self) -> str:
+        """Return a digest of bytes from all over the weight files, 256 KiB of each: tells models of one shape apart."""
+        digest = hashlib.sha256()
+        for file in self.weight_files:
+            last = max(file.path.stat().st_size - _SAMPLE_BYTES, 0)
+            with file.path.open("rb") as handle:
+                for number in range(_NUM_SAMPLES):
+                    handle.seek(last * number // (_NUM_SAMPLES - 1))
+                    digest.update(handle.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
 
 
 def open_directory(path: str | Path) -> HfDirectory:

@@ -6,7 +6,6 @@ slices of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from distprune.checkpoint.computed_buffers import compute_buffers
-from distprune.checkpoint.extras import import_extra
-from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile, open_directory
+from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.stored_slices import Stored, stored_slices
 from distprune.collectives import Group, agree, communicator, together
-from distprune.shards import LocalShard, Runs, decoder_blocks, local_shard
+from distprune.shards import decoder_blocks, local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["load_model"]
-
-_COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 
 
 def load_model(
@@ -126,32 +123,30 @@ def _fill(
     state, held = model.state_dict(keep_vars=True), directory.tensors
     stored_names = {name: stored for stored, name in names.items()}
     # Of tied weights the first that is stored is read; any other must be the same.
-    stored_again = {}
-    work = []
+    firsts: dict[str, str] = {}
+    work: list[Stored] = []
+    stored_again: list[Stored] = []
     for aliases in _names_by_tensor(state):
         first, *others = [stored_names[alias] for alias in aliases if alias in stored_names]
         shard = local_shard(aliases[0], state[aliases[0]])
         work.append((shard, *held[first]))
-        stored_again.update(dict.fromkeys(others, (shard, first)))
+        stored_again += [(shard, *held[other]) for other in others]
+        firsts.update(dict.fromkeys(others, first))
     num_total = sum(shard.local.numel() * shard.local.element_size() for shard, _, _ in work)
     num_done = 0
-    for file, of_file in _by_file(work):
-        with _safe_open(file) as handle:
-            for shard, entry in of_file:
-                for target, part in _parts(shard, entry, handle.get_slice(entry.name)):
-                    target.copy_(part)
-                num_done += shard.local.numel() * shard.local.element_size()
-                if progress is not None:
-                    progress(num_done, num_total)
-    for stored, (shard, first) in stored_again.items():
-        file, entry = held[stored]
-        with _safe_open(file) as handle:
-            for target, part in _parts(shard, entry, handle.get_slice(stored)):
-                if not torch.equal(target, part.to(target)):
-                    raise ValueError(
-                        f"{directory.path} holds {first!r} and {stored!r} with different values, and its config ties "
-                        'them; set "tie_word_embeddings" to false in its config.json'
-                    )
+    for shard, _, slices in stored_slices(work):
+        for target, part in slices:
+            target.copy_(part)
+        num_done += shard.local.numel() * shard.local.element_size()
+        if progress is not None:
+            progress(num_done, num_total)
+    for _, entry, slices in stored_slices(stored_again):
+        for target, part in slices:
+            if not torch.equal(target, part.to(target)):
+                raise ValueError(
+                    f"{directory.path} holds {firsts[entry.name]!r} and {entry.name!r} with different values, and its "
+                    'config ties them; set "tie_word_embeddings" to false in its config.json'
+                )
 
 
 def _names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -160,47 +155,3 @@ def _names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return list(names.values())
-
-
-def _by_file(
-    work: list[tuple[LocalShard, WeightFile, TensorEntry]],
-) -> Iterator[tuple[WeightFile, list[tuple[LocalShard, TensorEntry]]]]:
-    files = {file.path: file for _, file, _ in work}
-    for path, file in files.items():
-        yield file, sorted(((s, e) for s, f, e in work if f.path == path), key=lambda pair: pair[1].start)
-
-
-def _safe_open(file: WeightFile) -> Any:
-    safetensors = import_extra("safetensors", "hf")
-    try:
-        return safetensors.safe_open(file.path, framework="pt", device="cpu")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{file.path} is corrupt: {error}") from error
-
-
-def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (rows of the local tensor, what is stored there), a bounded number of rows at a time."""
-    if shard.local.numel() == 0:
-        return
-    if not entry.shape:
-        yield shard.local, stored[...]
-        return
-    row_bytes = max(1, shard.local[0].numel() * entry.dtype.itemsize)
-    step = max(1, _COPY_BYTES // row_bytes)
-    local_start = 0
-    for run_start, run_stop in shard.geometry.dim_runs[0]:
-        for start in range(run_start, run_stop, step):
-            stop = min(start + step, run_stop)
-            rows = shard.local[local_start : local_start + stop - start]
-            yield rows, _stored_rows(stored, (start, stop), shard.geometry.dim_runs[1:])
-            local_start += stop - start
-
-
-def _stored_rows(stored: Any, rows: tuple[int, int], runs: tuple[Runs, ...]) -> torch.Tensor:
-    # Slices where a dim is one run; dims of several runs (strided shards of dim 1) are picked out of one.
-    part: torch.Tensor = stored[(slice(*rows), *(slice(dim[0][0], dim[-1][1]) for dim in runs))]
-    for dim, dim_runs in enumerate(runs, start=1):
-        if len(dim_runs) > 1:
-            first = dim_runs[0][0]
-            part = torch.cat([part.narrow(dim, low - first, high - low) for low, high in dim_runs], dim=dim)
-    return part

@@ -28,6 +28,7 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.stored_slices import stored_slices
 from distprune.collectives import Communicator, Group, agree, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
 
@@ -104,10 +105,10 @@ class ModelWriter:
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
         chosen = self._chosen(prefixes)
-        for file in self.files:
-            for entry in file.tensors:
-                if entry.name in chosen:
-                    _read_own(file.path, entry, chosen[entry.name])
+        work = [(chosen[e.name], file, e) for file in self.files for e in file.tensors if e.name in chosen]
+        for _, _, slices in stored_slices(work):
+            for target, part in slices:
+                target.copy_(part)
 
     def _chosen(self, prefixes: Sequence[str] | None) -> dict[str, LocalShard]:
         return {
@@ -246,22 +247,6 @@ def _write_own(
                     if progress is not None:
                         progress(num_done, num_total)
             os.fsync(handle.fileno())
-
-
-@torch.no_grad()
-def _read_own(path: Path, entry: TensorEntry, shard: LocalShard) -> None:
-    numel, itemsize = shard.local.numel(), shard.local.element_size()
-    if numel == 0:
-        return
-    stored = np.memmap(path, np.uint8, "r", entry.start, (entry.stop - entry.start,))
-    flat = torch.empty(numel, dtype=shard.local.dtype)
-    step = max(1, _SCATTERED_ELEMENTS)
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        indices = shard.geometry.flat_indices(start, stop)
-        values = stored.reshape(-1, itemsize)[indices]
-        flat[start:stop] = torch.from_numpy(values.reshape(-1)).view(shard.local.dtype)
-    shard.local.copy_(flat.view(shard.local.shape))
 
 
 def _stretches(shard: LocalShard) -> Iterator[tuple[int, memoryview]]:

@@ -48,12 +48,18 @@ class Unfinished:
                 os.fsync(file.fileno())
             beside.replace(path)
 
+    def discard(self) -> None:
+        """Remove it, on the first rank: there is nothing in it to go on with. Local."""
+        if self.comm.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def finish(self, *, overwrite: bool) -> None:
         """Make it the target, on every rank: one round."""
         with together(self.comm):
             if self.comm.rank == 0:
-                (self.folder / JOURNAL_NAME).unlink()
                 publish(self.folder, self._target, overwrite=overwrite)
+                # Last: a job that is killed in between has finished, and one that is killed before can go on.
+                (self._target / JOURNAL_NAME).unlink()
 
 
 def open_unfinished(

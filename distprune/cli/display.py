@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from distprune.checkpoint import InspectReport, import_extra
+from distprune.cli.one_shot_figures import kinds_of, mean_error
 
 __all__ = ["Display", "show_inspection"]
 
 Progress = Callable[[int, int], None]
 
 _WIDTH_OF_FILES = 200  # characters
+_RANKS_SHOWN = 8
 
 
 class Display:
@@ -37,6 +40,34 @@ class Display:
             def update(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
+
+            yield update
+
+    @contextmanager
+    def block_progress(self, first: int, total: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """Yield a callback for the report of every block from ``first`` on, called as the block is done.
+
+        On a terminal a bar with the time left and the error of the block just done; elsewhere, in the log of
+        a job that takes hours, one line a block that says the same.
+        """
+        tqdm = import_extra("tqdm", "hf").tqdm
+        hidden = not self._visible or not sys.stderr.isatty()
+        started = time.perf_counter()
+        bar = tqdm(desc="pruning", unit="block", initial=first, total=total, disable=hidden, leave=False, mininterval=0)
+        with bar:
+
+            def update(block: Mapping[str, Any]) -> None:
+                error = mean_error(block)
+                shown = "none" if error is None else f"{error:.4f}"
+                bar.set_postfix_str(f"error {shown}", refresh=False)
+                bar.update()
+                if hidden:
+                    num_done = block["index"] + 1
+                    left = (time.perf_counter() - started) / (num_done - first) * (total - num_done)
+                    self.say(
+                        f"pruned {block['name']}, {num_done} of {total} blocks: relative error {shown}, "
+                        f"{tqdm.format_interval(left)} left"
+                    )
 
             yield update
 
@@ -64,36 +95,57 @@ class Display:
         console.print(table)
 
     def one_shot_summary(self, report: dict[str, Any]) -> None:
-        """Print what a finished one-shot job did, block by block."""
+        """Print what a finished one-shot job did, block by block and kind by kind of linear map."""
         if not self._visible:
             return
-        pruning, seconds = report["pruning"], report["stage_seconds"]
-        stages = list(pruning["blocks"][0]["seconds"]) if pruning["blocks"] else []
-        columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB")
+        pruning, blocks = report["pruning"], report["pruning"]["blocks"]
+        stages = list(blocks[0]["seconds"]) if blocks else []
+        columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB sent")
         console, table = _console_and_table(f"{pruning['method']}, {pruning['pattern']}", columns)
-        for block in pruning["blocks"]:
-            num_elements = sum(of_map["num_elements"] for of_map in block["maps"])
-            num_zeros = sum(of_map["num_zeros"] for of_map in block["maps"])
-            errors = [of_map["relative_error"] for of_map in block["maps"] if of_map["relative_error"] is not None]
+        for block in blocks:
+            num_elements, num_zeros = (sum(m[key] for m in block["maps"]) for key in ("num_elements", "num_zeros"))
             table.add_row(
                 block["name"],
                 f"{num_zeros / max(num_elements, 1):.4%}",
-                f"{min(errors):.3f} to {max(errors):.3f}" if errors else "",
+                _range_of((mean_error(block),)),
                 *(f"{block['seconds'][stage]:.2f}" for stage in stages),
                 str(block["num_rounds"]),
                 f"{block['num_bytes'] / 2**20:.1f}",
             )
+            for kind in kinds_of(block):
+                table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", _range_of(kind.errors))
+        table.add_section()
+        table.add_row(
+            "all",
+            "",
+            "",
+            *(f"{sum(block['seconds'][stage] for block in blocks):.2f}" for stage in stages),
+            str(sum(block["num_rounds"] for block in blocks)),
+            f"{sum(block['num_bytes'] for block in blocks) / 2**20:.1f}",
+        )
         console.print(table)
-        memory = max(pruning["peak_memory"]) / 2**20
+        peaks = sorted((peak / 2**20 for peak in pruning["peak_memory"]), reverse=True)
+        by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
         lines = [
             f"model {report['model']}, output {report['arguments']['output']}",
             f"{report['num_ranks']} ranks on {report['device']}, {pruning['num_samples']} samples",
-            f"{seconds['total']:.1f} s, peak memory {memory:.0f} MiB a rank",
+            "seconds: " + ", ".join(f"{stage} {value:.1f}" for stage, value in report["stage_seconds"].items()),
+            f"peak memory of the ranks: {by_rank} MiB",
         ]
+        if pruning["resumed_at"]:
+            lines.append(f"resumed at block {pruning['resumed_at']}: seconds and memory are of this run alone")
         if report["perplexity_before"] is not None:
             lines.append(f"perplexity {report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}")
         for line in lines:
             console.print(line)
+
+
+def _range_of(errors: tuple[float | None, ...]) -> str:
+    known = [error for error in errors if error is not None]
+    if not known:
+        return ""
+    low, high = f"{min(known):.4f}", f"{max(known):.4f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def show_inspection(report: InspectReport) -> None:

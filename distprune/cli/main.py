@@ -20,7 +20,7 @@ from distprune.cli.launchers import likely_rank, started
 from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
 from distprune.cli.prune_job import PruneJob, run_job
 from distprune.methods import Method
-from distprune.selection import NByM, Pattern, PerRow, Unstructured
+from distprune.selection import Block, NByM, Pattern, PerRow, Unstructured
 
 __all__ = ["app", "run"]
 
@@ -85,7 +85,8 @@ def prune(
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 8192,
     eval_length: Annotated[int, typer.Option(min=2, help="Tokens in one window.")] = 512,
     pattern: Annotated[
-        str | None, typer.Option(help="With --calibration: unstructured, row, or N:M such as 2:4 (without --amount).")
+        str | None,
+        typer.Option(help="With --calibration: unstructured, row, block:16, or N:M such as 2:4 (without --amount)."),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Text or JSON-lines file; prune block by block, with what it makes of them.")
@@ -184,16 +185,21 @@ def _amount(text: str) -> int | float:
 
 
 def _pattern(text: str, amount: str | None) -> Pattern:
-    kept, colon, of = text.partition(":")
-    if colon and kept.isdigit() and of.isdigit():
+    name, _, number = text.partition(":")
+    if name.isdecimal() and number.isdecimal():
         if amount is not None:
             raise typer.BadParameter(f"--pattern {text} says how much goes; leave out --amount {amount}")
-        return NByM(int(kept), int(of))
-    if text not in ("unstructured", "row"):
-        raise typer.BadParameter(f"--pattern {text!r} is none of unstructured, row, or N:M such as 2:4")
+        return NByM(int(name), int(number))
+    if text not in ("unstructured", "row") and not (name == "block" and number.isdecimal()):
+        raise typer.BadParameter(
+            f"--pattern {text!r} is none of unstructured, row, N:M such as 2:4, or block:SIZE such as block:16"
+        )
     fraction = None if amount is None else _amount(amount)
     if not isinstance(fraction, float):
-        raise typer.BadParameter(f"--pattern {text} needs --amount, a fraction such as 0.5")
+        given = "" if amount is None else f", not {amount}"
+        raise typer.BadParameter(f"--pattern {text} needs --amount, a fraction such as 0.5{given}")
+    if name == "block":
+        return Block(int(number), fraction)
     return Unstructured(fraction) if text == "unstructured" else PerRow(fraction)
 
 

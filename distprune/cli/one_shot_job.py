@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from distprune.calibration import BlockReport, OneShotMethod, load_samples, prune_blocks
-from distprune.checkpoint import ModelWriter, check_output, load_model, open_unfinished, resolve_model
+from distprune.checkpoint import (
+    HfDirectory,
+    ModelWriter,
+    Unfinished,
+    check_output,
+    load_model,
+    open_unfinished,
+    resolve_model,
+)
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.steps import evaluate, load_tokenizer, open_source, strict_json
-from distprune.collectives import together
+from distprune.cli.picture import can_draw, write_picture
+from distprune.cli.steps import (
+    REPORT_NAME,
+    evaluate,
+    flags,
+    load_tokenizer,
+    open_source,
+    report_head,
+    write_report,
+)
+from distprune.collectives import Communicator, together
 from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
-
-REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True)
@@ -50,63 +66,128 @@ class OneShotJob:
     def facts(self) -> dict[str, Any]:
         """Return the arguments as JSON carries them, but for ``resume``."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "resume"}
-        return {**facts, "pattern": repr(self.pattern), "dtype": str(self.dtype)}
+        return {**facts, "pattern": repr(self.pattern), "dtype": None if self.dtype is None else str(self.dtype)}
 
 
 def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[str, Any]:
     """Run the job on all ranks and return its report.
 
     A finished block is on the disk, beside the output; a job that was killed goes on with ``resume`` at
-    the first block that is not, and ends with the same bytes. The number of ranks is part of what must
-    be the same, since the sums of activations are.
+    the first block that is not, and ends with the same bytes. Where nothing was recorded yet, ``resume``
+    begins at the beginning, and says so: the same command serves for every start. The number of ranks is
+    part of what must be the same, since the sums of activations are.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank, the user's own
             mistakes: see the functions this calls.
+        FileExistsError: on every rank: ``resume``, and the job has finished.
     """
     comm = ranks.comm
-    facts = {f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}
-    with together(comm, **facts, resume=job.resume, device=ranks.device.type):
-        check_output(job.output, overwrite=job.overwrite)
+    with together(comm, **flags(job.facts()), resume=job.resume, device=ranks.device.type):
+        _check_output(job)
+    draws = can_draw(display.say)
     path = resolve_model(job.model, group=comm, log=display.say)
     directory, tokens = open_source(path, ranks, job.evaluate_on, job.evaluation_tokens, job.evaluation_length)
-    started = time.perf_counter()
-    with display.progress("loading", "bytes") as progress:
-        model = load_model(
-            directory, mesh=ranks.mesh, dtype=job.dtype, device=ranks.device, group=comm, progress=progress
-        )
     with together(comm):
         tokenizer = load_tokenizer(path)
-    samples = load_samples(
-        tokenizer, job.calibration, model, num_samples=job.samples, sequence_length=job.sequence_length, group=comm
-    )
-    facts["model files"] = directory.fingerprint()
-    facts["calibration tokens"] = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
-    facts["ranks"] = comm.size
-    unfinished = open_unfinished(
-        comm, job.output, facts, resume=job.resume, overwrite=job.overwrite, source=directory.path
-    )
-    blocks = [name for name, _ in decoder_blocks(model)]
-    writer = ModelWriter(model, directory, unfinished.folder, group=comm)
-    if not unfinished.journal:
-        before = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating before")
-        writer.allocate()
-        unfinished.record(0, perplexity_before=before, blocks=[])
-    else:
-        display.say(f"going on at block {unfinished.num_done} of {len(blocks)}")
+    seconds = dict.fromkeys(("load", "evaluate", "prune", "save", "total"), 0.0)
+    with _clock(seconds, "total"):
+        with _clock(seconds, "load"), display.progress("loading", "bytes") as progress:
+            model = load_model(
+                directory, mesh=ranks.mesh, dtype=job.dtype, device=ranks.device, group=comm, progress=progress
+            )
+        samples = load_samples(
+            tokenizer, job.calibration, model, num_samples=job.samples, sequence_length=job.sequence_length, group=comm
+        )
+        unfinished = _open(job, comm, directory, samples)
+        writer = ModelWriter(model, directory, unfinished.folder, group=comm)
+        if not unfinished.journal:
+            if job.resume:
+                display.say("nothing was recorded yet: starting at the first block")
+            try:
+                with _clock(seconds, "evaluate"):
+                    before = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating before")
+                writer.allocate()
+                with together(comm):
+                    unfinished.record(0, perplexity_before=before, blocks=[])
+            except Exception:
+                unfinished.discard()
+                raise
+        first = unfinished.num_done
+        with _clock(seconds, "prune"):
+            pruning = _prune(job, model, samples, writer, unfinished, display)
+        with _clock(seconds, "evaluate"):
+            after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
+        with _clock(seconds, "save"), display.progress("saving", "bytes") as progress, together(comm):
+            writer.write(progress=progress)
+    head = report_head(job.facts(), directory, ranks, (unfinished.journal["perplexity_before"], after))
+    report = {**head, "stage_seconds": seconds, "pruning": {**pruning, "resumed_at": first}}
+    with together(comm):
+        if comm.rank == 0:
+            write_report(report, unfinished.folder)
+            if draws:
+                title = f"{directory.path.name}: {job.method}, {job.pattern!r}"
+                write_picture(pruning["blocks"], title, unfinished.folder, display.say)
+    unfinished.finish(overwrite=job.overwrite)
+    display.one_shot_summary(report)
+    return report
+
+
+def _check_output(job: OneShotJob) -> None:
+    if job.resume and not job.overwrite and (Path(job.output) / REPORT_NAME).is_file():
+        raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
+    check_output(job.output, overwrite=job.overwrite)
+
+
+def _open(job: OneShotJob, comm: Communicator, directory: HfDirectory, samples: torch.Tensor) -> Unfinished:
+    """Open the unfinished folder of a job over these files and these samples."""
+    with together(comm):
+        sampled = directory.sample() if comm.rank == 0 else ""
+    facts = {
+        **flags(job.facts()),
+        "model files": directory.fingerprint(),
+        "model weights": comm.broadcast(sampled),
+        "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),
+        "ranks": comm.size,
+    }
+    return open_unfinished(comm, job.output, facts, resume=job.resume, overwrite=job.overwrite, source=directory.path)
+
+
+def _prune(
+    job: OneShotJob,
+    model: nn.Module,
+    samples: torch.Tensor,
+    writer: ModelWriter,
+    unfinished: Unfinished,
+    display: Display,
+) -> dict[str, Any]:
+    """Prune and write the blocks that are not on the disk yet; return the report on all of them.
+
+    Beside the stages of ``prune_blocks`` a block's seconds have ``write``, the journal's included.
+    """
+    comm, first = unfinished.comm, unfinished.num_done
+    names = [name for name, _ in decoder_blocks(model)]
+    if first:
+        display.say(f"going on at block {first} of {len(names)}")
         with together(comm):
-            writer.read(blocks[: unfinished.num_done])
-    first = unfinished.num_done
+            writer.read(names[:first])
     done: list[dict[str, Any]] = list(unfinished.journal["blocks"])
 
-    with display.progress("pruning", "blocks") as progress:
+    with display.block_progress(first, len(names)) as progress:
 
         def on_block(index: int, block: BlockReport) -> None:
-            # That every rank got here says that every rank has written the block before.
-            unfinished.record(index, blocks=done)
-            writer.write([block.name])
-            done.append(block.to_dict())
-            progress(index + 1, len(blocks))
+            entry = block.to_dict()
+            entry["seconds"]["write"] = 0.0
+            with _clock(entry["seconds"], "write"):
+                # That every rank got here says that every rank has written the block before.
+                unfinished.record(index, blocks=done)
+                try:
+                    writer.write([block.name])
+                except OSError as error:
+                    kept = f"{index} of {len(names)} blocks are kept, --resume goes on with them"
+                    raise OSError(error.errno, f"cannot write {block.name!r}: {error.strerror}; {kept}") from error
+            done.append(entry)
+            progress(entry)
 
         report = prune_blocks(
             model,
@@ -119,31 +200,13 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
             first_block=first,
             on_block=on_block,
         )
-    unfinished.record(len(blocks), blocks=done)
-    after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
-    written = {
-        "distprune": version("distprune"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "model": str(directory.path),
-        "arguments": {**job.facts(), "dtype": None if job.dtype is None else str(job.dtype)},
-        "num_ranks": comm.size,
-        "device": ranks.device.type,
-        "perplexity_before": unfinished.journal["perplexity_before"],
-        "perplexity_after": after,
-        "pruning": {**report.to_dict(), "blocks": done, "resumed_at": first},
-    }
-    started_saving = time.perf_counter()
-    with display.progress("saving", "bytes") as progress, together(comm):
-        writer.write(progress=progress)
-    written["stage_seconds"] = {
-        "save": time.perf_counter() - started_saving,
-        "total": time.perf_counter() - started,
-    }
     with together(comm):
-        if comm.rank == 0:
-            text = json.dumps(strict_json(written), indent=2, allow_nan=False) + "\n"
-            (unfinished.folder / REPORT_NAME).write_text(text, encoding="utf-8")
-    unfinished.finish(overwrite=job.overwrite)
-    display.one_shot_summary(written)
-    return written
+        unfinished.record(len(names), blocks=done)
+    return {**report.to_dict(), "blocks": done}
+
+
+@contextmanager
+def _clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[stage] += time.perf_counter() - started

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from distprune.checkpoint import (
-    HfDirectory,
-    check_output,
-    load_model,
-    resolve_model,
-    save_model,
-    writing,
-)
+from distprune.checkpoint import check_output, load_model, resolve_model, save_model, writing
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.steps import evaluate, open_source, strict_json
+from distprune.cli.steps import evaluate, flags, open_source, report_head, write_report
 from distprune.collectives import together
-from distprune.methods import Method, PruneReport, Scope, check_amount, prune_model
+from distprune.methods import Method, Scope, check_amount, prune_model
 
 __all__ = ["PruneJob", "run_job"]
-
-REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class PruneJob:
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments as JSON carries them."""
-        return {**dataclasses.asdict(self), "dtype": str(self.dtype)}
+        return {**dataclasses.asdict(self), "dtype": None if self.dtype is None else str(self.dtype)}
 
 
 def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
@@ -63,8 +51,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             mistakes: see the functions this calls.
     """
     comm = ranks.comm
-    facts = {f"--{key.replace('_', '-')}": value for key, value in job.facts().items()}
-    with together(comm, **facts, device=ranks.device.type):
+    with together(comm, **flags(job.facts()), device=ranks.device.type):
         check_amount(job.amount)
         check_output(job.output, overwrite=job.overwrite)
     path = resolve_model(job.model, group=comm, log=display.say)
@@ -97,34 +84,10 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             save_model(model, directory, staging, group=comm, progress=progress)
         seconds["save"] = time.perf_counter() - started_saving
         seconds["total"] = time.perf_counter() - started
-        written = _report(job, directory, ranks, report, seconds, (before, after))
+        head = report_head(job.facts(), directory, ranks, (before, after))
+        written = {**head, "stage_seconds": seconds, "pruning": report.to_dict()}
         with together(comm):
             if comm.rank == 0:
-                (staging / REPORT_NAME).write_text(
-                    json.dumps(strict_json(written), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-                )
+                write_report(written, staging)
     display.summary(written)
     return written
-
-
-def _report(
-    job: PruneJob,
-    directory: HfDirectory,
-    ranks: Ranks,
-    report: PruneReport,
-    seconds: dict[str, float],
-    perplexities: tuple[float | None, float | None],
-) -> dict[str, Any]:
-    return {
-        "distprune": version("distprune"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "model": str(directory.path),
-        "arguments": {**job.facts(), "dtype": None if job.dtype is None else str(job.dtype)},
-        "num_ranks": ranks.comm.size,
-        "device": ranks.device.type,
-        "perplexity_before": perplexities[0],
-        "perplexity_after": perplexities[1],
-        "stage_seconds": seconds,
-        "pruning": report.to_dict(),
-    }

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,14 @@ from distprune.cli.launchers import Ranks
 from distprune.collectives import agree, together
 from distprune.evaluation import perplexity, tokenize_file
 
-__all__ = ["evaluate", "load_tokenizer", "open_source", "strict_json"]
+__all__ = ["REPORT_NAME", "evaluate", "flags", "load_tokenizer", "open_source", "report_head", "write_report"]
+
+REPORT_NAME = "report.json"
+
+
+def flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's arguments under the names a user knows them by, for the ranks to agree on."""
+    return {f"--{key.replace('_', '-')}": value for key, value in arguments.items()}
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -64,9 +75,35 @@ def evaluate(
         return perplexity(model, tokens, sequence_length=sequence_length, group=ranks.comm, progress=progress)
 
 
+def report_head(
+    arguments: Mapping[str, Any],
+    directory: HfDirectory,
+    ranks: Ranks,
+    perplexities: tuple[float | None, float | None],
+) -> dict[str, Any]:
+    """Return what every job's report begins with."""
+    return {
+        "distprune": version("distprune"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "model": str(directory.path),
+        "arguments": dict(arguments),
+        "num_ranks": ranks.comm.size,
+        "device": ranks.device.type,
+        "perplexity_before": perplexities[0],
+        "perplexity_after": perplexities[1],
+    }
+
+
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
+    """Write ``report.json``. Local; for one rank."""
+    text = json.dumps(strict_json(report), indent=2, allow_nan=False) + "\n"
+    (folder / REPORT_NAME).write_text(text, encoding="utf-8")
+
+
 def strict_json(value: Any) -> Any:
     """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [strict_json(item) for item in value]

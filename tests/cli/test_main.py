@@ -14,10 +14,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from distprune import NByM, PerRow, Unstructured
 from distprune.cli import main
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.cli.prune_job import PruneJob
+from distprune.selection import Block, Pattern
 
 
 class Ended(BaseException):
@@ -66,6 +68,50 @@ def test_amount_with_a_point_is_a_fraction(text: str, amount: int | float) -> No
 def test_amount_that_is_no_number(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="neither a fraction such as"):
         main._amount(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "pattern"),
+    [
+        ("unstructured", "0.5", Unstructured(0.5)),
+        ("row", "0.25", PerRow(0.25)),
+        ("2:4", None, NByM(2, 4)),
+        ("4:8", None, NByM(4, 8)),
+        ("block:16", "0.5", Block(16, 0.5)),
+    ],
+)
+def test_patterns(text: str, amount: str | None, pattern: Pattern) -> None:
+    assert main._pattern(text, amount) == pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "message"),
+    [
+        ("2:4", "0.5", "--pattern 2:4 says how much goes; leave out --amount 0.5"),
+        ("row", None, r"--pattern row needs --amount, a fraction such as 0.5$"),
+        ("block:16", None, r"--pattern block:16 needs --amount, a fraction such as 0.5$"),
+        ("unstructured", "0", r"needs --amount, a fraction such as 0.5, not 0$"),
+        ("unstructured", "1", r"needs --amount, a fraction such as 0.5, not 1$"),
+        ("block:16", "100", r"needs --amount, a fraction such as 0.5, not 100$"),
+        ("block", "0.5", "'block' is none of unstructured, row, N:M such as 2:4, or block:SIZE such as block:16"),
+        ("block:", "0.5", "'block:' is none of"),
+        ("block:4:8", "0.5", "'block:4:8' is none of"),
+        ("2:", None, "'2:' is none of"),
+        ("column", "0.5", "'column' is none of"),
+    ],
+)
+def test_patterns_that_are_none(text: str, amount: str | None, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        main._pattern(text, amount)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("row", "0.0"), ("unstructured", "1.0"), ("block:16", "1.0"), ("block:0", "0.5"), ("4:2", None)],
+)
+def test_patterns_that_make_no_sense(text: str, amount: str | None) -> None:
+    with pytest.raises(ValueError, match=r"is not between 0 and 1|is no size of a block|is no pattern"):
+        main._pattern(text, amount)
 
 
 def test_defaults(jobs: list[PruneJob]) -> None:

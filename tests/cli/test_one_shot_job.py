@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from typer.testing import CliRunner
 
 from distprune import NByM, PerRow, Unstructured
-from distprune.checkpoint import inspect_directory
-from distprune.cli import one_shot_job
+from distprune.checkpoint import ModelWriter, inspect_directory
+from distprune.cli import main, one_shot_job
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.one_shot_job import REPORT_NAME, OneShotJob, run_one_shot_job
+from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
+from distprune.cli.steps import REPORT_NAME
 from distprune.collectives import communicator
 from tests.cli.test_prune_job import contents
+from tests.models import make_model, make_tokenizer
 from tests.worlds import ProcessPool
 
 CPU = torch.device("cpu")
@@ -44,27 +48,21 @@ def run_alone(job: OneShotJob) -> dict[str, Any]:
 def run_on_rank(_: int, world_size: int, job: OneShotJob, dies_in_block: int | None) -> str:
     """Run this rank's job; return the error as text, or nothing. It may die while it writes a block."""
     ranks = Ranks(communicator(), CPU, init_device_mesh("cpu", (world_size,)))
-    jobs: Any = one_shot_job
-    original = jobs.prune_blocks
-    if dies_in_block is not None:
+    write = ModelWriter.write
 
-        def dying(*args: Any, on_block: Any, **kwargs: Any) -> Any:
-            def stop(index: int, block: Any) -> None:
-                if index == dies_in_block:
-                    raise Killed
-                on_block(index, block)
+    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
+        if prefixes == [f"model.layers.{dies_in_block}"]:
+            raise Killed
+        write(self, prefixes, **more)
 
-            return original(*args, on_block=stop, **kwargs)
-
-        jobs.prune_blocks = dying
-    try:
-        run_one_shot_job(job, ranks, QUIET)
-    except Killed:
-        return "killed"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        jobs.prune_blocks = original
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelWriter, "write", dying)
+        try:
+            run_one_shot_job(job, ranks, QUIET)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -81,6 +79,32 @@ def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     for tensor in blocks:
         assert maps[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("pattern", [NByM(2, 4), NByM(4, 8)], ids=repr)
+def test_inspect_finds_the_pattern_in_every_pruned_matrix(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, pattern: NByM
+) -> None:
+    # Inputs that are multiples of eight; on two ranks, so that rows of one matrix come from both.
+    model = make_model(tmp_path / "model", hidden_size=24, intermediate_size=40)
+    make_tokenizer(model)
+    job = dataclasses.replace(job, model=str(model), method=method, pattern=pattern)
+    assert pool.run(2, run_on_rank, 2, job, None) == ["", ""]
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    pruned = {f"{of_map['name']}.weight" for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    assert len(pruned) == 14
+    shown = CliRunner().invoke(main.app, ["inspect", job.output, "--json"])
+    assert shown.exit_code == 0
+    inspected = json.loads(shown.stdout)
+    assert inspected == json.loads(json.dumps(inspect_directory(job.output).to_dict()))
+    tensors = {tensor["name"]: tensor for tensor in inspected["tensors"]}
+    for name in pruned:
+        assert f"{pattern.n}:{pattern.m}" in tensors[name]["patterns"], name
+        assert tensors[name]["sparsity"] >= 0.5, name
+    if pattern == NByM(4, 8):  # weaker than 2:4, and it shows
+        assert not all("2:4" in tensors[name]["patterns"] for name in pruned)
+    assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -107,6 +131,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     assert contents(Path(job.output)) == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
     report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert report["pruning"]["resumed_at"] == dies_in_block
     assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
 
 

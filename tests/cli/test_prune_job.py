@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
-from distprune.cli.prune_job import REPORT_NAME, PruneJob, run_job
-from distprune.cli.steps import strict_json
+from distprune.cli.prune_job import PruneJob, run_job
+from distprune.cli.steps import REPORT_NAME, write_report
 from distprune.collectives import communicator
 from distprune.methods import Method, Scope
 from tests.worlds import ProcessPool
@@ -39,8 +39,8 @@ def run_on_rank(rank: int, world_size: int, jobs: list[PruneJob]) -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file's bytes, but for the report, which holds times."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != REPORT_NAME}
+    """Return every file's bytes, but for the report, which holds times, and its picture."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.stem != Path(REPORT_NAME).stem}
 
 
 @pytest.fixture
@@ -185,6 +185,7 @@ def test_what_one_rank_cannot_read_fails_on_all(pool: ProcessPool, tmp_path: Pat
     assert second.startswith("FileNotFoundError: there is no model directory 'model'")
 
 
-def test_reports_arestrict_json_json() -> None:
-    report = {"a": [1, float("inf")], "b": {"c": float("nan"), "d": None}, "e": (0.5, "x")}
-    assert strict_json(report) == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}
+def test_reports_are_strict_json(tmp_path: Path) -> None:
+    write_report({"a": [1, float("inf")], "b": {"c": float("nan"), "d": None}, "e": (0.5, "x")}, tmp_path)
+    written = json.loads((tmp_path / REPORT_NAME).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert written == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}

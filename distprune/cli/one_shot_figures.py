@@ -1,0 +1,58 @@
+"""What a person reads off a one-shot report: figures by block and by kind of linear map.
+
+Noun: a *kind* is the linear maps of a block whose names differ in numbers alone: one projection, or the
+same projection of all experts, which are too many to be shown one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Kind", "kinds_of", "mean_error"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of linear map in one block. ``errors``: of its maps that have one."""
+
+    name: str
+    num_elements: int
+    num_zeros: int
+    errors: tuple[float, ...]
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_zeros / max(self.num_elements, 1)
+
+    @property
+    def error(self) -> float | None:
+        """The mean relative error."""
+        return sum(self.errors) / len(self.errors) if self.errors else None
+
+
+def kinds_of(block: Mapping[str, Any]) -> list[Kind]:
+    """Return the kinds of a block as its report's ``to_dict`` has it, in the order of its maps."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for of_map in block["maps"]:
+        name = _NUMBER.sub("*", str(of_map["name"]).removeprefix(f"{block['name']}."))
+        by_name.setdefault(name, []).append(of_map)
+    return [_kind(name, maps) for name, maps in by_name.items()]
+
+
+def mean_error(block: Mapping[str, Any]) -> float | None:
+    """Return the mean relative error over the maps of a block."""
+    return _kind("", block["maps"]).error
+
+
+def _kind(name: str, maps: list[Mapping[str, Any]]) -> Kind:
+    return Kind(
+        name,
+        sum(of_map["num_elements"] for of_map in maps),
+        sum(of_map["num_zeros"] for of_map in maps),
+        tuple(of_map["relative_error"] for of_map in maps if of_map["relative_error"] is not None),
+    )

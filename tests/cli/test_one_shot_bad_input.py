@@ -1,0 +1,203 @@
+"""What a one-shot job is given that is wrong: an error on every rank, and nothing is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distprune import Unstructured
+from distprune.checkpoint import Unfinished
+from distprune.cli.one_shot_job import OneShotJob
+from tests.cli.test_one_shot_job import run_on_rank
+from tests.cli.test_prune_job import contents
+from tests.models import make_model, make_tokenizer
+from tests.worlds import ProcessPool
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    """A job over copies of the model and the text, to be spoiled."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    shutil.copyfile(text_file, tmp_path / "text.txt")
+    return OneShotJob(
+        str(tmp_path / "model"),
+        str(tmp_path / "outputs" / "out"),
+        "sparsegpt",
+        Unstructured(0.5),
+        str(tmp_path / "text.txt"),
+        samples=5,
+        sequence_length=24,
+    )
+
+
+def run(pool: ProcessPool, job: OneShotJob) -> list[str]:
+    """Return what was raised on each of two ranks, as text."""
+    return list(map(str, pool.run(2, run_on_rank, 2, job, None)))
+
+
+def is_refused(pool: ProcessPool, job: OneShotJob, *messages: str) -> None:
+    for error in run(pool, job):
+        assert error.startswith("ValueError: ")
+        assert all(message in error for message in messages), error
+    assert not Path(job.output).parent.exists()
+
+
+def spoil(job: OneShotJob, tensor: str, index: int, value: float) -> None:
+    path = Path(job.model) / "model.safetensors"
+    tensors = load_file(path)
+    tensors[tensor][index] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_empty_text(pool: ProcessPool, job: OneShotJob) -> None:
+    Path(job.calibration).write_text("")
+    is_refused(pool, job, "holds 0 tokens; 5 samples of 24 tokens need 120: give more text")
+
+
+def test_too_little_text(pool: ProcessPool, job: OneShotJob) -> None:
+    Path(job.calibration).write_text("a" * 119)
+    is_refused(pool, job, "holds 119 tokens; 5 samples of 24 tokens need 120", "ask for at most 4 samples")
+
+
+def test_tokens_outside_of_the_vocabulary(pool: ProcessPool, job: OneShotJob) -> None:
+    path = Path(job.model) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"] = {token: number + 60 for token, number in tokenizer["model"]["vocab"].items()}
+    path.write_text(json.dumps(tokenizer))
+    is_refused(pool, job, "is outside the model's vocabulary of 67", "is the tokenizer another model's?")
+
+
+def run_in_own_folder(rank: int, folder: Path, job: OneShotJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        return run_on_rank(rank, 2, job, None)
+
+
+def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
+    text = Path(job.calibration).read_text()
+    for rank, own in enumerate((text, text.replace("union", "onion", 1))):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "text.txt").write_text(own)
+    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
+        assert error.startswith("ValueError: ranks were called with different arguments: calibration tokens: ")
+    assert not Path(job.output).parent.exists()
+
+
+def test_a_model_without_blocks(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
+    model = make_model(tmp_path / "empty", num_hidden_layers=0)
+    make_tokenizer(model)
+    wanted = "looked for a torch.nn.ModuleList whose entries have child modules of their own"
+    is_refused(pool, dataclasses.replace(job, model=str(model)), "no decoder blocks in LlamaForCausalLM", wanted)
+
+
+def test_a_missing_tokenizer(pool: ProcessPool, job: OneShotJob) -> None:
+    for path in Path(job.model).glob("tokenizer*"):
+        path.unlink()
+    is_refused(pool, job, "holds no tokenizer that transformers can load")
+
+
+def test_a_tokenizer_that_is_missing_on_one_rank(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
+    for rank in ("0", "1"):
+        shutil.copytree(job.model, tmp_path / rank / "model")
+    for path in (tmp_path / "1" / "model").glob("tokenizer*"):
+        path.unlink()
+    first, second = pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, model="model"))
+    assert first.startswith("ValueError: rank 1 of 2: model holds no tokenizer that transformers can load")
+    assert second.startswith("ValueError: model holds no tokenizer that transformers can load")
+    assert not Path(job.output).parent.exists()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob, value: float) -> None:
+    spoil(job, "model.layers.1.post_attention_layernorm.weight", 3, value)
+    for error in run(pool, job):
+        assert error.startswith("ValueError: block 'model.layers.1': NaN or Inf in the inputs of 'mlp.gate_proj'")
+    assert not Path(job.output).exists()
+
+
+def test_activations_that_are_no_numbers_on_one_rank(pool: ProcessPool, job: OneShotJob) -> None:
+    vocabulary = json.loads((Path(job.model) / "tokenizer.json").read_text())["model"]["vocab"]
+    text = Path(job.calibration).read_text().replace("w", "k")
+    Path(job.calibration).write_text("w" + text[1:])  # in the first sample, which is rank 0's
+    spoil(job, "model.embed_tokens.weight", vocabulary["w"], torch.nan)
+    for error in run(pool, job):
+        assert error.startswith("ValueError: block 'model.layers.0': NaN or Inf in the inputs of 'self_attn.q_proj'")
+    assert not Path(job.output).exists()
+
+
+def run_with_little_room(rank: int, job: OneShotJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        return run_on_rank(rank, 2, job, None)
+
+
+def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
+    for error in pool.run(2, run_with_little_room, job):
+        assert error.startswith("OSError: ")
+        assert "has 1000 bytes free, the model needs" in error
+    assert list(Path(job.output).parent.iterdir()) == []
+
+
+def run_with_full_disk(rank: int, job: OneShotJob, full_rank: int) -> str:
+    """Run the job; on ``full_rank`` the disk fills up in the middle of the second block."""
+    room = [12] if rank == full_rank else [10_000]  # tensors: a block has nine
+    write = os.pwrite
+
+    def until_full(*arguments: Any) -> int:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", until_full)
+        return run_on_rank(rank, 2, job, None)
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_disk_that_fills_up(pool: ProcessPool, tmp_path: Path, job: OneShotJob, full_rank: int) -> None:
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert run(pool, whole) == ["", ""]
+    for error in pool.run(2, run_with_full_disk, job, full_rank):
+        assert error.startswith("OSError: ")
+        assert "cannot write 'model.layers.1': No space left on device" in error
+        assert "1 of 2 blocks are kept, --resume goes on with them" in error
+    assert not Path(job.output).exists()
+    assert run(pool, dataclasses.replace(job, resume=True)) == ["", ""]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+
+
+def run_with_broken_journal(rank: int, job: OneShotJob, num_done: int) -> str:
+    """Run the job; the first rank cannot record that ``num_done`` blocks are done."""
+    record = Unfinished.record
+
+    def broken(self: Unfinished, number: int, **entries: Any) -> None:
+        if self.comm.rank == 0 and number == num_done:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        record(self, number, **entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unfinished, "record", broken)
+        return run_on_rank(rank, 2, job, None)
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_a_journal_that_cannot_be_written(pool: ProcessPool, tmp_path: Path, job: OneShotJob, num_done: int) -> None:
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert run(pool, whole) == ["", ""]
+    for error in pool.run(2, run_with_broken_journal, job, num_done):
+        assert error.startswith("OSError: ")
+        assert "No space left on device" in error
+    assert (Path(job.output).parent / ".out.unfinished").exists() == (num_done > 0)
+    assert run(pool, dataclasses.replace(job, resume=True)) == ["", ""]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
