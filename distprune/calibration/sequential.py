@@ -64,7 +64,8 @@ def prune_blocks(
         samples: token ids, (num_samples, length) int64, the same on every rank.
         method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
             ``"magnitude"`` and ``"random"`` by the same walk.
-        pattern: ``Unstructured(amount)``, ``PerRow(amount)`` or ``NByM(n, m)``; see there who competes.
+        pattern: ``Unstructured(amount)``, ``PerRow(amount)``, ``NByM(n, m)`` or, but for SparseGPT,
+            ``Block(size, amount)``; see there who competes.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
         offload: keep activations on the CPU between blocks.
@@ -84,7 +85,7 @@ def prune_blocks(
             no decoder blocks. On every rank, with the blocks before pruned: NaN or Inf in the activations
             (it names the block and the linear map).
         TypeError: on every rank, nothing changed: an argument of the wrong type.
-        NotImplementedError: on every rank, nothing changed: FSDP1; tensor parallelism.
+        NotImplementedError: on every rank, nothing changed: FSDP1; tensor parallelism; blocks by SparseGPT.
     """
     comm = communicator(group)
     started, traffic = time.perf_counter(), comm.traffic.copy()
@@ -149,8 +150,8 @@ def _plan(
     if method not in get_args(OneShotMethod):
         raise ValueError(f"method={method!r} is none of {get_args(OneShotMethod)}")
     check_pattern(pattern)
-    if isinstance(pattern, Block):
-        raise NotImplementedError("blocks are pruned by prune_model; one-shot pruning knows the other patterns")
+    if isinstance(pattern, Block) and method == "sparsegpt":
+        raise NotImplementedError("SparseGPT does not prune blocks; Wanda, magnitude and random do")
     check_seed(seed)
     if isinstance(first_block, bool) or not isinstance(first_block, int):
         raise TypeError(f"first_block must be an int, not {first_block!r}")

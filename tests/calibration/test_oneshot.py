@@ -11,12 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from distprune import NByM, PerRow, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import OneShotMethod, OneShotReport, prune_blocks
+from distprune.calibration.rows import Rows
+from distprune.calibration.statistics import Moments
+from distprune.calibration.wanda import prune_by_scores
+from distprune.collectives import Alone
 from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 from tests import oneshot_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.pattern_oracle import keep_in_pattern
 from tests.worlds import ProcessPool
 
 TOKENS = samples(5)
@@ -25,7 +30,7 @@ PATTERNS: dict[Pattern, oracle.Pattern] = {
     NByM(2, 4): oracle.NM(2, 4),
     NByM(4, 8): oracle.NM(4, 8),
 }
-HALF = Unstructured(0.5)
+HALF, BLOCKS = Unstructured(0.5), Block(4, 0.4)
 
 
 def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -84,6 +89,12 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
             continue  # dead inputs: zero without being pruned
         if isinstance(pattern, NByM):
             assert (zeros.reshape(-1, pattern.m).sum(1) == pattern.m - pattern.n).all()
+        elif isinstance(pattern, Block):
+            size = pattern.size
+            of_block = zeros.reshape(len(zeros) // size, size, num_in // size, size).sum((1, 3))  # zeros of every block
+            num_gone = int((of_block == size * size).sum())
+            assert num_gone == round(pattern.amount * of_block.numel())
+            assert num_gone * size * size == of_map.num_pruned
         elif isinstance(pattern, PerRow) or method == "wanda":
             assert (zeros.sum(1) == round(pattern.amount * num_in)).all()
         elif method == "sparsegpt":
@@ -91,6 +102,18 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
                 assert int(columns.sum()) == round(pattern.amount * columns.numel())
         else:
             assert of_map.num_pruned == round(pattern.amount * weight.numel())
+
+
+def test_blocks_by_the_sums_of_wandas_scores() -> None:
+    torch.manual_seed(0)
+    weight, sums = torch.randn(8, 12), torch.rand(12) * 5
+    rows = Rows(weight.clone(), ((0, 8),), 8, True)
+    moments = [Moments(("m",), 3, sums)]
+    outcomes = prune_by_scores(Alone(), "block", {"m": rows}, moments, "wanda", Block(2, 0.5), 0)
+    scores = weight.abs() * sums.sqrt()
+    keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
+    assert torch.equal(rows.weight, weight.masked_fill(~keep, 0))
+    assert outcomes["m"].num_pruned == 48
 
 
 def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:
@@ -126,6 +149,9 @@ CASES: list[tuple[OneShotMethod, Pattern]] = [
     ("magnitude", PerRow(0.3)),
     ("random", HALF),
     ("random", NByM(4, 8)),
+    ("wanda", BLOCKS),
+    ("magnitude", BLOCKS),
+    ("random", BLOCKS),
 ]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from distprune import NByM, PerRow, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import (
     BlockReport,
     OneShotMethod,
@@ -47,6 +47,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "lasso"}, ValueError, "method='lasso' is none of"),
     ({"pattern": 0.5}, TypeError, "pattern must be Unstructured, PerRow, Block or NByM, not 0.5"),
     ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
+    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_proj'"),
+    ({"pattern": Block(4, 0.5), "method": "sparsegpt"}, NotImplementedError, "SparseGPT does not prune blocks"),
     ({"seed": "7"}, TypeError, "seed must be an int"),
     ({"first_block": 4}, ValueError, "first_block=4 is not between 0 and the number of blocks, 3"),
     ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
