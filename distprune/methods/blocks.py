@@ -170,7 +170,7 @@ class _Part:
     def cut_homes(self, num_ranks: int) -> list[tuple[int, IntArray]]:
         """Return (home, places in ``ids``) of the cut blocks, by home."""
         cut = np.flatnonzero(~self.is_whole)
-        home = home_of(self.ids[cut] // max(self._num_across, 1) * self.size, self.matrix.num_rows, num_ranks)
+        home = home_of(self.ids[cut] // max(self._num_across, 1) * self.size, 0, self.matrix.num_rows, num_ranks)
         return [(int(rank), cut[home == rank]) for rank in np.unique(home)]
 
     def spread(self, keep: npt.NDArray[np.bool_]) -> torch.Tensor:

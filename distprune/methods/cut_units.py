@@ -56,10 +56,12 @@ class LocalUnits:
         """Return the local offsets of the whole units' elements in local rows ``start`` to ``stop``, 2-D."""
         return self.begin + self.matrix.offsets(np.arange(start, stop), self.whole)
 
-    def cut_offsets(self) -> IntArray:
-        """Return the local offsets of the elements in cut units."""
-        rows = np.arange(len(self.matrix.rows))
-        return np.concatenate([self.begin + self.matrix.offsets(rows, self.cut).reshape(-1), self.loose])
+    def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
+        """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""
+        rows = np.flatnonzero((self.matrix.rows >= first) & (self.matrix.rows < last)) if len(self.cut) else self.cut
+        place, _ = matrix.place(geometry.flat_indices_at(self.loose))
+        loose = self.loose[(place >= first) & (place < last)]
+        return np.concatenate([self.begin + self.matrix.offsets(rows, self.cut).reshape(-1), loose])
 
 
 def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
@@ -81,9 +83,9 @@ def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
     return LocalUnits(0, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole), none)
 
 
-def home_of(rows: IntArray, num_rows: int, num_ranks: int) -> IntArray:
-    """Return the rank that decides what is cut in each of ``rows``."""
-    return rows // -(-num_rows // num_ranks)
+def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
+    """Return the rank that decides what is cut in each of ``rows``, which are between ``first`` and ``last``."""
+    return (rows - first) // -(-(last - first) // num_ranks)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class CutPart:
     member: int  # of the roster
     matrix: Matrix
     length: int  # of a unit
+    rows: tuple[int, int]  # from the first to before the last that are dealt out
     flat: IntArray
     keys: Array
     owned: bool
@@ -112,7 +115,7 @@ def settle_cut(
     for i, part in enumerate(parts):
         if len(part.flat) == 0:
             continue
-        home = home_of(part.matrix.place(part.flat)[0], part.matrix.num_rows, comm.size)
+        home = home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size)
         order = np.argsort(home, kind="stable")
         ranks, starts = np.unique(home[order], return_index=True)
         for rank, chosen in zip(ranks.tolist(), np.split(order, starts[1:]), strict=True):

@@ -81,9 +81,10 @@ def prune_model(
     6 for bfloat16), one for the report; on pipelines, where ranks hold different parameters, up to six
     more, once. Nothing that travels grows with the number of elements. With ``NByM`` and ``PerRow`` there is
     no selection: three rounds (the census: 40 bytes a parameter) where every rank holds whole groups or
-    rows; where shard edges cut some, three more, in which a rank hands over what it holds of those,
-    at most its shard and 16 bytes a stretch (``distprune/methods/cut_units.py``). ``Block``: up to 10 to
-    select, 2 for the scores, and 3 to put together the sums of blocks that shard edges cut, 32 bytes each.
+    rows; where shard edges cut some, three more for every 2**24 elements of those, in which a rank hands over
+    what it holds of them, at most its shard and 16 bytes a stretch (``distprune/methods/cut_units.py``).
+    ``Block``: up to 10 to select, 2 for the scores, and 3 to put together the sums of blocks that shard edges
+    cut, 32 bytes each.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range, unequal on two ranks, or

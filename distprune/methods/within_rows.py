@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator, Roster
@@ -15,8 +16,10 @@ from distprune.shards import LocalShard, Matrix, flat_chunk
 
 __all__ = ["decide_within_rows", "matrix_of"]
 
+IntArray = npt.NDArray[np.int64]
+
 _CHUNK = 1 << 18  # elements whose keys and places are in memory at a time
-_BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks, unless one parameter has more
+_BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
 def matrix_of(shard: LocalShard) -> Matrix:
@@ -31,8 +34,8 @@ def decide_within_rows(
 
     What was pruned before goes first; ``rule.zeros`` says whether :class:`PerRow` counts it. One round for
     the census (40 bytes a parameter), and nothing else where every unit is whole on the ranks that
-    hold it. Otherwise three rounds (see ``settle_cut``) for all parameters with cut units together, or for
-    every 2**24 elements in them, over all ranks; of those a rank hands over its own.
+    hold it. Otherwise three rounds (see ``settle_cut``) for every 2**24 elements, over all ranks, in cut units;
+    of those a rank hands over its own.
 
     Raises:
         ValueError: on every rank: values are NaN, replicas differ, or elements without an owner.
@@ -52,11 +55,18 @@ def decide_within_rows(
         return _keep(keys, pattern, rule)
 
     for batch in _batches(census.num_cut):
-        here = [by_member[member] for member in batch if member in by_member]
-        asking = [(part, mask, part.units.cut_offsets()) for part, mask in here]
-        cut = [part.cut(orders[part.member], offsets) for part, _, offsets in asking]
-        for (_, mask, offsets), kept in zip(asking, settle_cut(comm, cut, keep), strict=True):
-            mask.view(-1)[_at(offsets, mask)] = torch.from_numpy(kept).to(mask.device)
+        cut: list[CutPart] = []
+        asking: list[tuple[torch.Tensor, torch.Tensor]] = []  # mask, where in it
+        for member, stretch, num_stretches in batch:
+            if member in by_member:
+                part, mask = by_member[member]
+                num_rows = part.matrix.num_rows
+                rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
+                offsets = part.units.cut_offsets(part.candidate.shard.geometry, part.matrix, *rows)
+                cut.append(part.cut(orders[member], rows, offsets))
+                asking.append((mask, _at(offsets, mask)))
+        for (mask, at), kept in zip(asking, settle_cut(comm, cut, keep), strict=True):
+            mask.view(-1)[at] = torch.from_numpy(kept).to(mask.device)
     return Decision(masks, census.num_zeros, [None] * len(roster.members), census.seed)
 
 
@@ -91,13 +101,13 @@ class _Part:
                 mask.view(-1)[offsets] = _keep(keys.view(-1, width), self.pattern, rule).view(-1)
         return mask
 
-    def cut(self, order: Order, offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> CutPart:
-        """Return the elements at ``offsets``, all those in cut units, as they travel."""
+    def cut(self, order: Order, rows: tuple[int, int], offsets: IntArray) -> CutPart:
+        """Return the elements at ``offsets``, all those in cut units of ``rows``, as they travel."""
         shard = self.candidate.shard
         at = _at(offsets, shard.local)
         keys = self._keys_of(order, self.scores.values_at(at), at).cpu().numpy()
         flat = shard.geometry.flat_indices_at(offsets)
-        return CutPart(self.member, self.matrix, self.length, flat, keys, bool(shard.owned))
+        return CutPart(self.member, self.matrix, self.length, rows, flat, keys, bool(shard.owned))
 
     def _keys_of(self, order: Order, values: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:
         """Return the keys of ``values``; what was pruned before comes below everything else."""
@@ -108,7 +118,7 @@ class _Part:
         return keys
 
 
-def _at(offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]], like: torch.Tensor) -> torch.Tensor:
+def _at(offsets: IntArray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(offsets).to(like.device)
 
 
@@ -123,16 +133,18 @@ def _keep(keys: torch.Tensor, pattern: NByM | PerRow, rule: Rule) -> torch.Tenso
     return keep_highest_per_row(keys, num_before + torch.from_numpy(wanted).to(keys.device))
 
 
-def _batches(num_cut: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the members with cut units, so many at a time."""
-    batch: list[int] = []
+def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield (member, which stretch of its rows, of how many) of the members with cut units, so many at a time."""
+    batch: list[tuple[int, int, int]] = []
     total = 0
     for member, num in enumerate(num_cut):
-        if batch and num and total + num > _BATCH:
-            yield batch
-            batch, total = [], 0
-        if num:
-            batch.append(member)
-            total += num
+        num_stretches = -(-num // _BATCH)
+        for stretch in range(num_stretches):
+            size = -(-num // num_stretches)
+            if batch and total + size > _BATCH:
+                yield batch
+                batch, total = [], 0
+            batch.append((member, stretch, num_stretches))
+            total += size
     if batch:
         yield batch

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, NByM, PerRow, Unstructured
+from distprune.methods import within_rows
 from distprune.selection import Pattern, keep_highest_per_group
 from distprune.shards import Geometry, Matrix
 from tests.contract import FITTING
@@ -93,6 +94,13 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Made]) ->
 )
 def test_equals_the_plain_answer(layout: Layout, world_size: int) -> None:
     run_threads(world_size, check_rank, layout, world_size, made())
+
+
+@pytest.mark.parametrize("name", ["shard1", "strided", "sharded-stages"])
+def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(within_rows, "_BATCH", 37)
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 3)])
