@@ -16,7 +16,9 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 import distprune as prune
+from distprune.selection import Pattern
 from tests.oracle import keep_highest, random_scores
+from tests.pattern_oracle import keep_in_pattern
 
 __all__ = ["COLUMNS", "ROWS", "SCRIPTS", "SEED", "Script", "Step", "readme_table"]
 
@@ -40,6 +42,7 @@ class Script:
     name: str
     steps: tuple[Step, ...]
     needs_matrices: bool = False  # structured methods do
+    shapes: tuple[tuple[int, int], ...] | None = None  # the only ones it works on
 
 
 def count(amount: int | float, num_left: int) -> int:
@@ -174,6 +177,32 @@ def scored(amount: float) -> Step:
     return Step("l1_unstructured", call, _each(lambda _, __, v, mask: _by_scores([scores_of(v)], [mask], amount)[0]))
 
 
+def in_pattern(pattern: Pattern, *, at_random: bool = False, by_scores: bool = False) -> Step:
+    """By magnitude, by a hash, or by the magnitude of scores that are nothing like the weights."""
+
+    def scores_of(whole: torch.Tensor) -> torch.Tensor:
+        return ((torch.arange(whole.numel()).view(whole.shape) * 7919) % 13 - 6).to(torch.float32)
+
+    def call(pairs: Pairs, values: Wholes) -> None:
+        if at_random:
+            prune.prune_each(pairs, prune.RandomPattern, pattern=pattern, seed=SEED)
+            return
+        given = {(module, name): scores_of(values[name]) for module, name in pairs} if by_scores else None
+        prune.prune_each(pairs, prune.L1Pattern, given, pattern=pattern)
+
+    def oracle(i: int, name: str, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ranked = scores_of(value) if by_scores else value
+        method = "random" if at_random else "magnitude"
+        return keep_in_pattern(pattern, [f"{i}.{name}"], [ranked], [mask], method=method)[0]
+
+    return Step("random_pattern" if at_random else "l1_pattern", call, _each(oracle))
+
+
+# Rows and columns that 2 and 4 divide: even; groups and blocks cut by most numbers of ranks; fewer columns than
+# ranks; nothing; wide.
+FITTING = ((16, 8), (6, 12), (2, 4), (0, 4), (4, 20))
+HALF_ROWS, TWO_OF_FOUR, BLOCKS = prune.PerRow(0.45), prune.NByM(2, 4), prune.Block(2, 0.4)
+
 SCRIPTS = (
     Script("unstructured", (l1(0.5), l1(0.3), random(0.4), scored(0.5))),
     Script("from-random", (random(0.37), l1(0.5), identity())),
@@ -182,6 +211,32 @@ SCRIPTS = (
     Script("channels-of-columns", (l1(0.4), ln(0.3, 1, -1), ln(0.5, math.inf, 0)), needs_matrices=True),
     Script("norms", (ln(0.2, 3, 1), ln(0.3, -math.inf, 0), ln(0.3, 0.5, -1), ln(0.3, 0, 0)), needs_matrices=True),
     Script("more-norms", (ln(0.3, "fro", 1), ln(0.4, -1, 0), ln(0.3, 2.5, 1), random_channels(0.5, 0)), True),
+    Script(
+        "groups",
+        (in_pattern(TWO_OF_FOUR), l1(0.3), in_pattern(prune.NByM(1, 2), at_random=True), in_pattern(HALF_ROWS)),
+        shapes=(*FITTING, (1, 8)),
+    ),
+    Script(
+        "rows",
+        (
+            in_pattern(HALF_ROWS, by_scores=True),
+            in_pattern(HALF_ROWS, at_random=True),
+            in_pattern(TWO_OF_FOUR, by_scores=True),
+            in_pattern(prune.Unstructured(0.5)),
+        ),
+        shapes=(*FITTING, (1, 8)),
+    ),
+    Script(
+        "blocks",
+        (
+            in_pattern(BLOCKS),
+            random(0.3),
+            in_pattern(BLOCKS, by_scores=True),
+            in_pattern(BLOCKS, at_random=True),
+            in_pattern(TWO_OF_FOUR),
+        ),
+        shapes=FITTING,
+    ),
 )
 
 # Columns of the README's table, and what stands for them among the synthetic layouts (tests/layouts.py).
@@ -204,6 +259,9 @@ REPARAMETRIZED = tuple(column for column in COLUMNS if column not in ("FSDP1", "
 ROWS = {
     "`prune_model`, magnitude": IN_PLACE,
     "`prune_model`, random": IN_PLACE,
+    "`prune_model`, N:M": IN_PLACE,
+    "`prune_model`, per row": IN_PLACE,
+    "`prune_model`, blocks": IN_PLACE,
     **{f"`{row}`": REPARAMETRIZED for row in dict.fromkeys(step.row for script in SCRIPTS for step in script.steps)},
     "`remove`": REPARAMETRIZED,
 }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from distprune.shards import decoder_blocks
 
-__all__ = ["COLUMNS", "NM", "Linear2d", "Pattern", "linears", "prune_model", "sparsegpt", "wanda_mask"]
+__all__ = ["COLUMNS", "NM", "Linear2d", "Pattern", "Squares", "linears", "prune_model", "sparsegpt", "wanda_mask"]
 
 COLUMNS = 128  # of a SparseGPT block, section 3.4 of the paper
 
@@ -30,7 +30,16 @@ class NM:
     m: int
 
 
-Pattern: TypeAlias = float | NM  # a fraction, competing per row (Wanda) or per column block (SparseGPT)
+@dataclass(frozen=True)
+class Squares:
+    """The fraction ``amount`` of the blocks of ``size`` x ``size`` weights goes (SparseGPT: of each column block's)."""
+
+    size: int
+    amount: float
+
+
+# A fraction competes per row (Wanda) or per column block (SparseGPT).
+Pattern: TypeAlias = float | NM | Squares
 
 
 def wanda_mask(weight: torch.Tensor, norms: torch.Tensor, pattern: Pattern) -> torch.Tensor:
@@ -39,6 +48,8 @@ def wanda_mask(weight: torch.Tensor, norms: torch.Tensor, pattern: Pattern) -> t
     num_out, num_in = weight.shape
     if isinstance(pattern, NM):
         return _keep(scores.reshape(-1, pattern.m), pattern.m - pattern.n).view(num_out, num_in)
+    if isinstance(pattern, Squares):
+        return _keep_squares(scores, pattern)
     return _keep(scores, round(pattern * num_in))
 
 
@@ -46,6 +57,13 @@ def _keep(scores: torch.Tensor, num_pruned: int) -> torch.Tensor:
     """Drop the lowest of every row; a stable sort takes equal ones from the lowest index up."""
     keep = torch.ones_like(scores, dtype=torch.bool)
     return keep.scatter(1, scores.sort(dim=1, stable=True).indices[:, :num_pruned], False)
+
+
+def _keep_squares(scores: torch.Tensor, pattern: Squares) -> torch.Tensor:
+    size = pattern.size
+    sums = scores.double().reshape(len(scores) // size, size, -1, size).sum((1, 3))
+    keep = _keep(sums.reshape(1, -1), round(pattern.amount * sums.numel())).view(sums.shape)
+    return keep.repeat_interleave(size, 0).repeat_interleave(size, 1)
 
 
 def sparsegpt(
@@ -66,8 +84,10 @@ def sparsegpt(
     for start in range(0, num_in, columns):
         stop = min(start + columns, num_in)
         errors = torch.zeros_like(w[:, start:stop])
-        if not isinstance(pattern, NM):
-            scores = w[:, start:stop] ** 2 / inverse.diagonal()[start:stop] ** 2
+        scores = w[:, start:stop] ** 2 / inverse.diagonal()[start:stop] ** 2
+        if isinstance(pattern, Squares):
+            keep[:, start:stop] = _keep_squares(scores, pattern)
+        elif not isinstance(pattern, NM):
             keep[:, start:stop] = _keep(scores.reshape(1, -1), round(pattern * scores.numel())).view(scores.shape)
         for i in range(start, stop):
             if isinstance(pattern, NM) and i % pattern.m == 0:

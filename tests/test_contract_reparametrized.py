@@ -33,7 +33,7 @@ def cases(*, with_scalars: bool) -> list[Case]:
     made = []
     for script in SCRIPTS:
         for kind, dtype in VALUES:
-            values = whole_model(kind, dtype, MATRICES if script.needs_matrices else shapes)
+            values = whole_model(kind, dtype, script.shapes or (MATRICES if script.needs_matrices else shapes))
             masks = {name: torch.ones(value.shape, dtype=torch.bool) for name, value in values.items()}
             expected = []
             for step in script.steps:

@@ -51,11 +51,16 @@ CALLS: dict[str, Callable[[Pairs], None]] = {
     "`random_structured`": _each(prune.random_structured, 0.3, dim=1, seed=SEED),
     "`custom_from_mask`": _custom,
     "`global_unstructured`": lambda pairs: prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.6),
+    "`l1_pattern`": _each(prune.l1_pattern, prune.NByM(2, 6)),
+    "`random_pattern`": _each(prune.random_pattern, prune.Block(3, 0.5), seed=SEED),
     "`remove`": _remove,
 }
 IN_PLACE: dict[str, dict[str, Any]] = {
     "`prune_model`, magnitude": {"method": "magnitude", "amount": 0.5},
     "`prune_model`, random": {"method": "random", "amount": 0.3, "seed": SEED},
+    "`prune_model`, N:M": {"method": "magnitude", "pattern": prune.NByM(2, 6)},
+    "`prune_model`, per row": {"method": "random", "pattern": prune.PerRow(0.4), "seed": SEED},
+    "`prune_model`, blocks": {"method": "magnitude", "pattern": prune.Block(3, 0.4)},
 }
 Parameters = dict[str, torch.Tensor]
 
@@ -82,7 +87,11 @@ def reparametrized_on_rank(_: int, layout: str, row: str) -> Parameters:
 
 def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.PruneReport:
     prune.prune_model(model, method="random", amount=7, seed=3, include=["layers.*"])
-    return prune.prune_model(model, scope=scope, again=True, include=["layers.*"], **options)  # type: ignore[arg-type]
+    pattern = options.get("pattern")
+    chosen: dict[str, Any] = {} if pattern is not None else {"include": ["layers.*"]}  # patterns are for matrices
+    if not isinstance(pattern, prune.NByM | prune.PerRow):
+        chosen["scope"] = scope
+    return prune.prune_model(model, again=not isinstance(pattern, prune.NByM), **chosen, **options)
 
 
 def in_place_on_rank(_: int, layout: str, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:

@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.linear_maps import EXPERT_WEIGHTS, is_experts
 from distprune.collectives import Communicator, gather_features
 from distprune.masks import Fsdp2Params
-from distprune.shards import chunk_runs
+from distprune.shards import EXPERT_WEIGHTS, chunk_runs, is_experts
 
 __all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
 

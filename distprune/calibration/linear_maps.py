@@ -13,17 +13,15 @@ routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parame
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["EXPERT_WEIGHTS", "LinearMap", "is_experts", "linear_maps"]
+from distprune.shards import EXPERT_WEIGHTS, is_conv1d, is_experts
 
-# What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
-EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+__all__ = ["LinearMap", "linear_maps"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def _matrices(block: nn.Module) -> dict[str, LinearMap]:
         if isinstance(module, nn.Linear):
             num_out, num_in = module.weight.shape
             found[name] = LinearMap(name, module, "weight", num_out, num_in)
-        elif _is_conv1d(module):
+        elif is_conv1d(module):
             weight = module.get_parameter("weight")
             found[name] = LinearMap(name, module, "weight", weight.shape[1], weight.shape[0], transposed=True)
         elif is_experts(module):
@@ -112,12 +110,6 @@ def _num_experts(module: nn.Module) -> int:
     return len(module) if all(_matrices(expert) for expert in module) else 0
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` holds all experts of a block in 3-D weights, as transformers 5 does."""
-    weights = {name: p for name, p in module.named_parameters(recurse=False) if name in EXPERT_WEIGHTS}
-    return len(weights) == 2 and "down_proj" in weights and all(p.ndim == 3 for p in weights.values())
-
-
 def expert_inputs(module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what each expert's matrices are given, by ``parameter name.expert``; experts without tokens are left out.
 
@@ -139,8 +131,3 @@ def expert_inputs(module: Any, hidden: torch.Tensor, expert_of_token: torch.Tens
             module._apply_gate(inner) if first_name == "gate_up_proj" else module.act_fn(inner)
         )
     return found
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers.pytorch_utils")  # a Conv1D exists only if that was imported
-    return transformers is not None and isinstance(module, transformers.Conv1D)

@@ -29,7 +29,7 @@ from distprune.collectives import Communicator, Group, communicator, together
 from distprune.methods.agreement import agree_on, draw_seed, settle_owners
 from distprune.methods.amount import check_seed
 from distprune.methods.decide import check_replicas
-from distprune.selection import Block, Pattern, check_divides, check_pattern
+from distprune.selection import Pattern, check_divides, check_pattern
 from distprune.shards import LocalShard, decoder_blocks, find_flat_parts, local_shard
 
 __all__ = ["OneShotMethod", "prune_blocks"]
@@ -67,7 +67,8 @@ def prune_blocks(
         samples: token ids, (num_samples, length) int64, the same on every rank.
         method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
             ``"magnitude"`` and ``"random"`` by the same walk.
-        pattern: ``Unstructured(amount)``, ``PerRow(amount)`` or ``NByM(n, m)``; see there who competes.
+        pattern: ``Unstructured(amount)``, ``PerRow(amount)``, ``NByM(n, m)`` or, but for SparseGPT,
+            ``Block(size, amount)``; see there who competes.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
         offload: keep activations on the CPU between blocks.
@@ -91,8 +92,7 @@ def prune_blocks(
             are not finite (SparseGPT), or what the pruned block then puts out. The last block is not run again:
             there Wanda, magnitude and random have only set weights to zero.
         TypeError: on every rank, nothing changed: an argument of the wrong type.
-        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
-            expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
+        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2; expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
             blocks. With the blocks before pruned: a linear map whose inputs are cut otherwise than evenly along
             their features.
     """
@@ -164,8 +164,6 @@ def _plan(
     if method not in get_args(OneShotMethod):
         raise ValueError(f"method={method!r} is none of {get_args(OneShotMethod)}")
     check_pattern(pattern)
-    if isinstance(pattern, Block):
-        raise NotImplementedError("blocks are pruned by prune_model; one-shot pruning knows the other patterns")
     check_seed(seed)
     if isinstance(first_block, bool) or not isinstance(first_block, int):
         raise TypeError(f"first_block must be an int, not {first_block!r}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distprune.calibration.blocks import keep_blocks
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
@@ -189,12 +190,13 @@ def prune_by_sparsegpt(
     """Prune ``rows`` (by map; of the block ``prefix``) in place and return the outcomes and the damping, by map.
 
     ``moments`` are of ``"pairs"`` and are used up. Arithmetic is float32. Unstructured: exactly
-    ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all ranks; the other
-    patterns are settled by each row. The errors returned are those of H itself, without the damping.
+    ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all ranks; blocks of weights:
+    that fraction of those in each block of columns, by the sums of their scores; the other patterns are settled by
+    each row. The errors returned are those of H itself, without the damping.
 
     Every rank must call it. Rounds: 3 of little, and 1 (2 bytes a pair) for each input that half of the
     ranks or more need, whose factorizations are spread over them; one ``select_lowest`` for each block
-    of columns, for all maps together (unstructured). Beside the moments, a factor for each input and the
+    of columns, for all maps together (unstructured; of weights' blocks, one ``decide_blocks``). Beside the moments, a factor for each input and the
     float32 rows of all maps are in memory.
     """
     with clock("sweep"):
@@ -204,7 +206,8 @@ def prune_by_sparsegpt(
     with clock("sweep"):
         sweeps = [_Sweep({name: rows[name] for name in m.names}, factors[m.names[0]]) for m in moments]
         sweep_of = {name: sweep for sweep in sweeps for name in sweep.part}
-        step = COLUMNS if not isinstance(pattern, NByM) else pattern.m * max(1, COLUMNS // pattern.m)
+        width = pattern.m if isinstance(pattern, NByM) else pattern.size if isinstance(pattern, Block) else 1
+        step = width * max(1, COLUMNS // width)
         for start in range(0, max(of_map.num_in for of_map in rows.values()), step):
             part = {name: min(start + step, r.num_in) for name, r in rows.items() if start < r.num_in}
             keep = pattern if isinstance(pattern, NByM) else _keep(comm, prefix, rows, sweep_of, start, part, pattern)
@@ -248,13 +251,14 @@ def _keep(
             name: keep_highest_per_row(scores[name], round(pattern.amount * stop) - round(pattern.amount * start))
             for name, stop in part.items()
         }
+    shards = [rows[name].shard(f"{prefix}.{name}", scores[name]) for name in part]
+    if isinstance(pattern, Block):
+        return dict(zip(part, keep_blocks(comm, shards, pattern), strict=True))
     competitions: list[Competition] = []
     entries: list[Entry] = []
     order = common_order([("magnitude", torch.float32)])
-    for name, stop in part.items():
-        full_name = f"{prefix}.{name}"
-        shard = rows[name].shard(full_name, scores[name])
-        numel = rows[name].num_out * (stop - start)
+    for shard, (name, stop) in zip(shards, part.items(), strict=True):
+        full_name, numel = shard.name, rows[name].num_out * (stop - start)
         entries.append(Entry(full_name, Magnitude(shard), shard.geometry, rows[name].owned, len(competitions), 0))
         competitions.append(Competition(full_name, order, numel, numel, round(pattern.amount * numel)))
     return dict(zip(part, select_lowest(comm, competitions, entries).masks, strict=True))

@@ -11,17 +11,21 @@ from typing import Literal
 
 import torch
 
+from distprune.calibration.blocks import keep_blocks
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments
 from distprune.collectives import Communicator
 from distprune.masks import zero_where_pruned
+from distprune.methods.decide import Method
 from distprune.scores import Magnitude, Random
 from distprune.selection import (
+    Block,
     Competition,
     Entry,
     NByM,
     Pattern,
+    PerRow,
     Scores,
     Unstructured,
     common_order,
@@ -52,9 +56,10 @@ def prune_by_scores(
     inputs were alike. Zeros come first by magnitude and at random.
 
     Every rank must call it. Nothing is communicated, except where whole matrices compete (magnitude and
-    random, unstructured): one ``select_lowest`` for all of them. Temporaries beyond its masks stay under
-    64 MiB. The errors returned are those of uncorrelated inputs, for which ||X D^T||^2 is the sum of
-    ||X_j||^2 D_ij^2.
+    random, unstructured): one ``select_lowest`` for all of them; and for blocks, one ``decide_blocks``, in which
+    those of each matrix compete by the sums of their scores. Temporaries beyond its masks stay under 64 MiB,
+    but for Wanda's scores where blocks compete: those of all rows, in float32. The errors returned are those
+    of uncorrelated inputs, for which ||X D^T||^2 is the sum of ||X_j||^2 D_ij^2.
     """
     square_sums = {
         name: m.square_sums if m.num_tokens else torch.ones_like(m.square_sums) for m in moments for name in m.names
@@ -62,13 +67,15 @@ def prune_by_scores(
     whole: dict[str, torch.Tensor] = {}
     if isinstance(pattern, Unstructured) and method != "wanda":
         whole = _by_matrix(comm, prefix, rows, method, pattern.amount, seed)
+    if isinstance(pattern, Block):
+        whole = _by_blocks(comm, prefix, rows, square_sums, method, pattern, seed)
     outcomes: dict[str, Outcome] = {}
     for name, of_map in rows.items():
         outcome = outcomes[name] = Outcome()
         sums = square_sums[name]
         for start, stop in _stretches(of_map):
             weight = of_map.weight[start:stop]
-            if name in whole:
+            if isinstance(pattern, Block) or name in whole:
                 keep = whole[name][start:stop]
             elif method == "wanda":
                 keep = _keep(weight.abs().float() * sums.sqrt(), pattern)
@@ -89,7 +96,7 @@ def _stretches(rows: Rows) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, len(rows.weight))
 
 
-def _keep(scores: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+def _keep(scores: torch.Tensor, pattern: NByM | PerRow | Unstructured) -> torch.Tensor:
     if isinstance(pattern, NByM):
         return keep_highest_per_group(scores, pattern.n, pattern.m)
     return keep_highest_per_row(scores, round(pattern.amount * scores.shape[1]))
@@ -120,3 +127,25 @@ def _by_matrix(
         entries.append(Entry(full_name, scores, geometry, of_map.owned, len(competitions), 0))
         competitions.append(Competition(full_name, order, numel, numel, round(amount * numel)))
     return dict(zip(rows, select_lowest(comm, competitions, entries).masks, strict=True))
+
+
+def _by_blocks(
+    comm: Communicator,
+    prefix: str,
+    rows: Mapping[str, Rows],
+    square_sums: Mapping[str, torch.Tensor],
+    method: ScoredBy,
+    pattern: Block,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Return what stays, (rows, in), of every map; all maps' competitions in one selection."""
+    scores = [
+        of_map.shard(
+            f"{prefix}.{name}",
+            of_map.weight.abs().float() * square_sums[name].sqrt() if method == "wanda" else of_map.weight,
+        )
+        for name, of_map in rows.items()
+    ]
+    weights = [of_map.weight for of_map in rows.values()]
+    scored: Method = "random" if method == "random" else "magnitude"
+    return dict(zip(rows, keep_blocks(comm, scores, pattern, method=scored, seed=seed, zeros_of=weights), strict=True))

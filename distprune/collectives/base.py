@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,7 +36,7 @@ class Traffic:
 class Communicator(ABC):
     """A group of ranks. Every method but the properties must be called by all of them, in the same order.
 
-    Implementations provide the four underscore methods; counting happens here, once.
+    Implementations provide the underscore methods; counting happens here, once.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -98,6 +99,26 @@ class Communicator(ABC):
         return [json.loads(text) for text in self._gather_bytes(buffer)]
 
     @final
+    def swap(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return what every rank has for this one, in rank order; ``pieces[r]`` goes to rank r.
+
+        Pieces are uint8, 1-D, and may be empty; what is returned is on the CPU. ``sizes``: how many bytes
+        come from every rank, where that is known; else a round of 8 bytes a rank tells. One round more for
+        the pieces.
+        """
+        sent_sizes = [piece.numel() for piece in pieces]
+        if sizes is None:
+            lengths = self._swapped(torch.tensor(sent_sizes).view(torch.uint8), [8] * self.size, [8] * self.size)
+            sizes = lengths.view(torch.int64).tolist()
+        sent = torch.cat([piece.detach().cpu() for piece in pieces])
+        return list(torch.split(self._swapped(sent, sent_sizes, list(sizes)), list(sizes)))
+
+    @final
+    def _swapped(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        self._count(max(sum(sent_sizes), sum(sizes)))
+        return self._swap_bytes(sent, sent_sizes, sizes)
+
+    @final
     def _count(self, num_bytes: int) -> None:
         self.traffic.num_rounds += 1
         self.traffic.num_bytes += num_bytes
@@ -113,6 +134,10 @@ class Communicator(ABC):
     @abstractmethod
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
         """Return every rank's uint8 buffer; all have the same length."""
+
+    @abstractmethod
+    def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        """Return what every rank sent to this one, joined: ``sizes[r]`` bytes from rank r; all uint8, on the CPU."""
 
     @abstractmethod
     def abort(self, code: int) -> None:

@@ -19,7 +19,7 @@ __all__ = ["MpiRanks"]
 class MpiRanks(Communicator):
     """An ``mpi4py`` intracommunicator.
 
-    Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather), so any
+    Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather, Alltoallv), so any
     implementation serves. The communicator is duplicated (collective), so that its messages never
     meet the caller's.
     """
@@ -43,6 +43,14 @@ class MpiRanks(Communicator):
         gathered = torch.empty((self.size, buffer.numel()), dtype=torch.uint8)
         self.comm.Allgather(buffer.numpy(), gathered.numpy())
         return [bytes(part.numpy()) for part in gathered]
+
+    @override
+    def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        from mpi4py import MPI
+
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.comm.Alltoallv([sent.numpy(), sent_sizes, MPI.BYTE], [received.numpy(), sizes, MPI.BYTE])
+        return received
 
     @override
     def abort(self, code: int) -> None:

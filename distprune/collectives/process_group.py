@@ -58,6 +58,12 @@ class ProcessGroup(Communicator):
         return [bytes(part.cpu().numpy()) for part in gathered]
 
     @override
+    def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(received, sent.to(self.device), sizes, sent_sizes, group=self.group)
+        return received.cpu()
+
+    @override
     def abort(self, code: int) -> None:
         # torchrun ends the other workers when one of them fails; there is nothing to add.
         pass

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["check_amount", "check_seed", "num_to_prune", "seeded"]
 
 
-def check_amount(amount: int | float) -> None:
+def check_amount(amount: int | float | None) -> None:
     """Raise unless ``amount`` is an int >= 0 or a float in [0, 1]; the rule of ``torch.nn.utils.prune``.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from distprune.masks import product, undo_reparametrization
 from distprune.methods import reparametrize
 from distprune.methods.agreement import agree_on, settle_owners
 from distprune.methods.decide import Scope
-from distprune.shards import LocalShard, dtensor_like, is_held, is_laid_out_like, local_of, local_shard
+from distprune.shards import LocalShard, Matrix, dtensor_like, is_held, is_laid_out_like, local_of, local_shard
 
 __all__ = ["BasePruningMethod", "Part", "PruningContainer", "Selecting", "mask_by_user"]
 
@@ -150,6 +151,9 @@ class Selecting(BasePruningMethod):
     def check(self, shape: Sequence[int]) -> None:
         """Raise if the method cannot prune a parameter of this global ``shape``."""
 
+    def matrix_of(self, module: nn.Module, name: str, shape: Sequence[int]) -> Matrix | None:
+        """Return how parameter ``name`` of ``module`` is a matrix, if the method cares; raise if it cannot prune it."""
+
     @property
     def is_overridden(self) -> bool:
         """Whether a subclass computes masks in its own way."""
@@ -168,7 +172,8 @@ class Selecting(BasePruningMethod):
         comm = communicator() if isinstance(t, DTensor) else Alone()
         self.check(t.shape)
         mask = None if earlier is None else local_of(earlier).bool()
-        shards = [local_shard("0.t", t)] if is_held(t) else []
+        matrix = self.matrix_of(nn.Module(), "t", t.shape)
+        shards = [dataclasses.replace(local_shard("0.t", t), matrix=matrix)] if is_held(t) else []
         roster, _ = agree_on(comm, shards, {"method": reparametrize.described(self)})
         parts = [Part(shard, mask, True, 0) for shard in settle_owners(comm, shards, roster)]
         keep = self.local_masks(comm, roster, parts, "tensor")

@@ -160,6 +160,7 @@ def _check_methods(targets: Sequence[Target], methods: Sequence[Hook], scope: Sc
             check_type(method)
         if isinstance(method, Selecting):
             method.check(target.original.shape)
+            target.matrix = method.matrix_of(target.module, target.name, target.original.shape)
         standard = (BasePruningMethod.apply_mask, torch_prune.BasePruningMethod.apply_mask)
         overrides = type(method).apply_mask not in standard
         if overrides and target.managed is not None:
@@ -185,6 +186,7 @@ def _selected(
 
 
 def _part(target: Target, shard: LocalShard, kind: str, index: int) -> Part:
+    shard = dataclasses.replace(shard, matrix=target.matrix)
     if kind == "global":
         return Part(shard, None, True, index)
     if kind == "structured" and target.whole_mask is not None and not _is_binary(target.whole_mask):

@@ -20,7 +20,19 @@ from distprune.scores import Magnitude, Random
 from distprune.selection import Competition, Entry, NonZero, Order, Scores, common_order, select_lowest
 from distprune.shards import LocalShard, take_census
 
-__all__ = ["Candidate", "Decision", "Method", "Rule", "Scope", "check_replicas", "decide"]
+__all__ = [
+    "Candidate",
+    "Census",
+    "Decision",
+    "Method",
+    "Rule",
+    "Scope",
+    "check_replicas",
+    "decide",
+    "score_of",
+    "score_order",
+    "total_census",
+]
 
 Method = Literal["magnitude", "random"]
 Scope = Literal["global", "tensor"]
@@ -63,8 +75,11 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Census:
+class Census:
+    """By member of the roster; ``num_cut``: elements handed in as such, over all ranks and replicas."""
+
     num_zeros: list[int]
+    num_cut: list[int]
     seed: int | None
 
 
@@ -79,12 +94,12 @@ def decide(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], 
         TypeError: on every rank: values of dtypes that have no common order.
     """
     place = roster.index()
-    census = _take_census(comm, roster, candidates, rule)
+    census = total_census(comm, roster, candidates, rule)
     competitions, competition_of, first_position = _competitions(roster, census, rule)
     entries = [
         Entry(
             candidate.shard.name,
-            _scores(candidate.shard, rule, census.seed),
+            score_of(candidate.shard, rule, census.seed),
             candidate.shard.geometry,
             bool(candidate.shard.owned),
             competition_of[i],
@@ -108,14 +123,27 @@ def check_replicas(
     With ``finds_nans`` all values are read, and none may be NaN.
     """
     rule = Rule("magnitude", 0, "tensor", reads="all" if finds_nans else "replicas")
-    _take_census(comm, roster, [Candidate(shard) for shard in shards], rule)
+    total_census(comm, roster, [Candidate(shard) for shard in shards], rule)
 
 
-def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candidate], rule: Rule) -> _Census:
-    """Count NaNs and zeros over all ranks (one round), and see that ranks' parts fit together."""
-    words = torch.zeros((len(roster.members) + 1, _NUM_CENSUS_WORDS), dtype=torch.int64)
+def total_census(
+    comm: Communicator,
+    roster: Roster,
+    candidates: Sequence[Candidate],
+    rule: Rule,
+    num_cut: Sequence[int] | None = None,
+) -> Census:
+    """Count NaNs and zeros over all ranks (one round), and see that ranks' parts fit together.
+
+    ``num_cut``: by candidate, to be summed in the same round (8 bytes a parameter more).
+
+    Raises:
+        ValueError: on every rank: values are NaN, replicas differ, or elements without an owner.
+    """
+    num_words = _NUM_CENSUS_WORDS + (num_cut is not None)
+    words = torch.zeros((len(roster.members) + 1, num_words), dtype=torch.int64)
     place = roster.index()
-    for candidate in candidates:
+    for i, candidate in enumerate(candidates):
         shard = candidate.shard
         reads_values = rule.reads == "all" or (rule.reads == "replicas" and shard.num_replicas != 1)
         census = take_census(shard, zeros_of=candidate.zeros_of, reads_values=reads_values)
@@ -125,6 +153,8 @@ def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candid
         # The owner's checksum, once for every copy, less the copies': zero if all are equal.
         weight = (shard.num_replicas or 1) - 1 if shard.owned else -1
         row[3] = _wrapped(weight * census.checksum)
+        if num_cut is not None:
+            row[4] = num_cut[i]
     seed = rule.seed
     draws = rule.method == "random" and seed is None
     if draws and comm.rank == 0:
@@ -148,7 +178,7 @@ def _take_census(comm: Communicator, roster: Roster, candidates: Sequence[Candid
                 f"ranks that should hold the same values of {member.name!r} hold different ones; bring the replicas "
                 "in step, or, for pipeline stages, give parameters different names or pass the stage's own group"
             )
-    return _Census([int(row[1]) for row in words[:-1]], seed)
+    return Census(words[:-1, 1].tolist(), words[:-1, 4:].sum(1).tolist(), seed)
 
 
 def _wrapped(number: int) -> int:
@@ -156,7 +186,7 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _competitions(roster: Roster, census: _Census, rule: Rule) -> tuple[list[Competition], list[int], list[int]]:
+def _competitions(roster: Roster, census: Census, rule: Rule) -> tuple[list[Competition], list[int], list[int]]:
     """Return the competitions, and for every member which one it is in and its first position there."""
     numels = [math.prod(member.global_shape) for member in roster.members]
     out = rule.zeros == "out"
@@ -165,7 +195,7 @@ def _competitions(roster: Roster, census: _Census, rule: Rule) -> tuple[list[Com
         competitions = [
             Competition(
                 member.name,
-                _score_order([member], rule.method),
+                score_order([member], rule.method),
                 numel,
                 left,
                 num_to_prune(rule.amount, left, repr(member.name)),
@@ -175,18 +205,20 @@ def _competitions(roster: Roster, census: _Census, rule: Rule) -> tuple[list[Com
         return competitions, list(range(len(numels))), [0] * len(numels)
     left = sum(unpruned)
     num_lowest = num_to_prune(rule.amount, left, "all parameters together")
-    order = _score_order(roster.members, rule.method)
+    order = score_order(roster.members, rule.method)
     whole = Competition("all parameters together", order, sum(numels), left, num_lowest)
     return [whole], [0] * len(numels), list(itertools.accumulate(numels, initial=0))[:-1]
 
 
-def _score_order(members: Sequence[Member], method: Method) -> Order:
+def score_order(members: Sequence[Member], method: Method) -> Order:
+    """Return the order in which the scores of ``members`` compete. Local."""
     if method == "random":
         return common_order([("value", torch.int32)])
     return common_order(("magnitude", getattr(torch, member.dtype.removeprefix("torch."))) for member in members)
 
 
-def _scores(shard: LocalShard, rule: Rule, seed: int | None) -> Scores:
+def score_of(shard: LocalShard, rule: Rule, seed: int | None) -> Scores:
+    """Return the scores of one local shard under ``rule``. Local."""
     if rule.method == "random":
         return Random(shard, int(seed or 0), zeros_first=rule.zeros == "first")
     return Magnitude(shard)

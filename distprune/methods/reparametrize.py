@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distprune.collectives import Communicator, together
 from distprune.masks import Fsdp2Params, Managed, Snapshot, pruning_hooks, reparametrize
+from distprune.selection import Pattern
 from distprune.shards import (
     LocalShard,
+    Matrix,
     checksum,
     cut,
     dtensor_like,
@@ -62,6 +64,7 @@ class Target:
     scores: torch.Tensor | None  # local shape
     managed: Managed | None
     old_hooks: dict[int, Hook]
+    matrix: Matrix | None = None  # how the parameter is one, for a method that cares
 
     @property
     def ranked(self) -> LocalShard | None:
@@ -169,7 +172,7 @@ def _plain(value: object) -> object:
         return ["DTensor", list(value.shape), str(value.dtype), str(value.placements)]
     if isinstance(value, torch.Tensor):
         return ["Tensor", list(value.shape), str(value.dtype), checksum(value)]
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | Pattern):
         return repr(value)
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]

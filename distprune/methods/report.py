@@ -17,16 +17,18 @@ class ParameterReport:
     num_elements: int
     num_pruned: int  # by this call
     num_zeros: int  # in all, after it
-    threshold: float | None  # the score of the last element pruned among its competitors
+    # The score of the last element, or block, pruned among its competitors; None: none, or one for each group or row.
+    threshold: float | None
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The same on every rank, but for ``seconds``."""
+    """The same on every rank, but for ``seconds`` and, where shard edges cut groups or blocks, ``num_bytes``."""
 
     method: str
-    scope: str
-    amount: int | float
+    scope: str | None  # None: nothing competes beyond a group or a row
+    amount: int | float | None  # None: what an N:M pattern says
+    pattern: str | None  # as it is written; None: one by one, as scope and amount say
     seed: int | None
     parameters: tuple[ParameterReport, ...]
     num_rounds: int  # of communication, this call

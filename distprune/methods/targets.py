@@ -6,18 +6,19 @@ checkpointing, torch.compile) is left out of it, so that a parameter has one nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.shards import FlatPart, LocalShard, decoder_blocks, find_flat_parts, is_held, local_shard
+from distprune.shards import FlatPart, LocalShard, Matrix, decoder_blocks, find_flat_parts, is_held, local_shard
 
-__all__ = ["Pattern", "find_targets"]
+__all__ = ["NamePattern", "find_targets"]
 
-Pattern = str | nn.Module
+NamePattern = str | nn.Module
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -26,7 +27,10 @@ _Held = torch.Tensor | FlatPart
 
 
 def find_targets(
-    model: nn.Module, include: Sequence[Pattern], exclude: Sequence[Pattern]
+    model: nn.Module,
+    include: Sequence[NamePattern],
+    exclude: Sequence[NamePattern],
+    fitting: Callable[[nn.Module, str, Sequence[int], str], Matrix] | None = None,
 ) -> tuple[list[LocalShard], list[int]]:
     """Return this rank's parts of the parameters to prune, in the model's order, and how many each pattern matched.
 
@@ -34,7 +38,8 @@ def find_targets(
     blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name
     matches one of the patterns (as ``fnmatch`` does), and the weights inside the modules given.
     ``exclude`` takes away. A tied weight counts once, under its first name, and matches by any of its
-    names. The counts are of ``include``, then of ``exclude``.
+    names. The counts are of ``include``, then of ``exclude``. ``fitting`` (module, name in it, global shape,
+    full name) says how each is a matrix, or raises.
 
     Parameters that FSDP left unsharded after a forward are put back to their shards first. No communication.
 
@@ -51,9 +56,11 @@ def find_targets(
     flat_parts = find_flat_parts(model)
     bare = _bare(model)
     names: dict[_Held, list[str]] = {}
+    homes: dict[_Held, tuple[nn.Module, str]] = {}
     for prefix, module in bare.named_modules(remove_duplicate=False):
         for name, held in _held_by(module, flat_parts):
             names.setdefault(held, []).append(_clean(f"{prefix}.{name}" if prefix else name))
+            homes.setdefault(held, (module, name))
     num_matches = [0] * (len(include) + len(exclude))
     targets: dict[str, _Held] = {}
     by_default = _weights_of(_blocks_or_all(bare), flat_parts) if not include else set()
@@ -69,10 +76,11 @@ def find_targets(
             targets[aliases[0]] = held
     shards = []
     for name, held in targets.items():
+        matrix = fitting(*homes[held], held.shape, name) if fitting is not None else None
         if isinstance(held, FlatPart):
-            shards.append(held.local_shard(name))
+            shards.append(dataclasses.replace(held.local_shard(name), matrix=matrix))
         elif is_held(held):
-            shards.append(local_shard(name, held))
+            shards.append(dataclasses.replace(local_shard(name, held), matrix=matrix))
     return shards, num_matches
 
 

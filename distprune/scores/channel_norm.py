@@ -1,10 +1,8 @@
 """The L_n norm of every channel, ranked alike in every layout: the score of ``ln_structured``.
 
-A norm is a sum over elements that several ranks may hold, and float sums depend on their order. So
-the addends |x|^n are rounded to a common grid, a power of two that follows from the largest addend and
-the number of addends, and summed as integers, which is exact in any order: every layout gives the same
-bits. The grid is finer than one part in 2**35 of the largest addend for channels of 2**24 elements.
-What is returned is ordered as the norms are; no root is taken.
+A norm is a sum over elements that several ranks may hold, and float sums depend on their order; so
+the addends |x|^n are summed on a common grid (``exact_sum``). What is returned is ordered as the norms
+are; no root is taken.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator
+from distprune.scores.exact_sum import grid_scale, on_grid
 from distprune.shards import LocalShard, chunk_size
 
 __all__ = ["ChannelPart", "Norm", "channel_norms", "check_norm", "unpruned_channels"]
@@ -25,7 +24,6 @@ __all__ = ["ChannelPart", "Norm", "channel_norms", "check_norm", "unpruned_chann
 Norm = int | float | str
 Integers = npt.NDArray[np.int64]
 
-_SUM_BITS = 61  # of an int64: a sign, and room for rounding up
 _MAX_PRODUCT = 8  # integer powers up to this are products, whose bits do not depend on a libm
 
 
@@ -92,7 +90,7 @@ def channel_norms(
             finite = addends.masked_fill(~addends.isfinite(), 0.0)
             largest[part.index] = max(float(largest[part.index]), float(finite.max()))
     scales = [
-        _scale(size, largest_addend)
+        grid_scale(size, largest_addend)
         for size, largest_addend in zip(channel_sizes, comm.max(largest).tolist(), strict=True)
     ]
     totals = [torch.zeros((3, num), dtype=torch.int64) for num in num_channels]  # sums, infinities, NaNs
@@ -102,9 +100,7 @@ def channel_norms(
             addends = power(values)
             is_infinite, is_nan = addends.isinf(), addends.isnan()
             finite = addends.masked_fill(is_infinite | is_nan, 0.0)
-            # In two steps, since 2**scale alone may be no float64.
-            half = scales[part.index] // 2
-            whole = (finite * 2.0**half * 2.0 ** (scales[part.index] - half)).round().to(torch.int64)
+            whole = on_grid(finite, scales[part.index])
             for total, addend in ((sums, whole), (infinite, is_infinite), (nans, is_nan)):
                 _add(total, channels, addend, part.dim)
     ranked: list[Integers] = []
@@ -196,12 +192,6 @@ def _sum(comm: Communicator, totals: Sequence[torch.Tensor]) -> list[Integers]:
     reduced = comm.sum(torch.cat([total.reshape(-1) for total in totals]))
     pieces = torch.split(reduced, [total.numel() for total in totals])
     return [piece.view(total.shape).numpy() for piece, total in zip(pieces, totals, strict=True)]
-
-
-def _scale(channel_size: int, largest: float) -> int:
-    """Return the power of two that turns addends into integers whose sums fit into 64 bits."""
-    exponent = math.frexp(largest)[1] if largest > 0 else 0
-    return _SUM_BITS - exponent - max(channel_size, 1).bit_length()
 
 
 def _power(exponent: float) -> Callable[[torch.Tensor], torch.Tensor]:

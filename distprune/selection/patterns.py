@@ -19,11 +19,12 @@ class _Fraction:
 
 @dataclass(frozen=True)
 class Unstructured(_Fraction):
-    """The fraction ``amount`` of every matrix, weight by weight.
+    """The fraction ``amount`` of all weights that compete, weight by weight.
 
-    All weights of the matrix compete, except where a one-shot method's paper has it otherwise. Wanda: within
-    each row (arXiv 2306.11695, section 3), as :class:`PerRow`. SparseGPT: within each block of 128 columns,
-    over all rows (arXiv 2301.00774, section 3.3). Counts are rounded by ``round()``.
+    Those are a parameter's, or with ``scope="global"`` all parameters'; in one-shot pruning a matrix's, except
+    where a method's paper has it otherwise. Wanda: within each row (arXiv 2306.11695, section 3), as
+    :class:`PerRow`. SparseGPT: within each block of 128 columns, over all rows (arXiv 2301.00774, section
+    3.3). Counts are rounded by ``round()``.
 
     Raises:
         TypeError: ``amount`` is no number.
@@ -44,6 +45,8 @@ class PerRow(_Fraction):
 @dataclass(frozen=True)
 class Block:
     """The fraction ``amount`` of the blocks of ``size`` x ``size`` weights; a block's score is the sum of its weights'.
+
+    The blocks of a parameter compete, or with ``scope="global"`` those of all parameters.
 
     Raises:
         TypeError: ``size`` is no int, or ``amount`` no number.

@@ -55,15 +55,25 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
     return _by_rows(scores, on_host, on_device)
 
 
-def keep_highest_per_row(scores: torch.Tensor, num_pruned: int) -> torch.Tensor:
+def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): all but ``num_pruned`` of every row.
 
-    Local; temporaries stay under 64 MiB whatever the size, except that a single row is not cut.
+    ``num_pruned``: one number for all rows, or (rows,) int64. Local; temporaries stay under 64 MiB whatever
+    the size, except that a single row is not cut (and, with a number for each row, that the caller bounds them).
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, or ``num_pruned`` is not in [0, columns].
     """
     _check_2d(scores)
+    if isinstance(num_pruned, torch.Tensor):
+        distinct = sorted(set(num_pruned.tolist()))
+        if len(distinct) > 1:
+            keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+            for number in distinct:
+                rows = num_pruned == number
+                keep[rows] = keep_highest_per_row(scores[rows], number)
+            return keep
+        num_pruned = distinct[0] if distinct else 0
     if not 0 <= num_pruned <= scores.shape[1]:
         raise ValueError(f"{num_pruned=} is not between 0 and the {scores.shape[1]} columns of a row")
     if num_pruned in (0, scores.shape[1]):

@@ -6,12 +6,23 @@ from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
 from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
+from distprune.shards.matrix import (
+    EXPERT_WEIGHTS,
+    LocalMatrix,
+    Matrix,
+    is_conv1d,
+    is_experts,
+    matrix_of_weight,
+)
 
 __all__ = [
+    "EXPERT_WEIGHTS",
     "Census",
     "FlatPart",
     "Geometry",
+    "LocalMatrix",
     "LocalShard",
+    "Matrix",
     "Runs",
     "Split",
     "checksum",
@@ -23,11 +34,14 @@ __all__ = [
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
+    "is_conv1d",
+    "is_experts",
     "is_flattened",
     "is_held",
     "is_laid_out_like",
     "local_of",
     "local_shard",
+    "matrix_of_weight",
     "runs_of_splits",
     "take_census",
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from distprune.shards.geometry import Geometry
+from distprune.shards.matrix import Matrix
 
 __all__ = ["LocalShard", "chunk_size", "cut", "flat_chunk", "flat_chunks"]
 
@@ -30,6 +31,8 @@ class LocalShard:
     both open (``None``); a DTensor speaks for the ranks of its own mesh, ``mesh_ranks``, and there may
     be copies on other meshes (what tensor parallelism leaves alone is sharded once in every column of
     an FSDP x TP mesh).
+
+    ``matrix``: how the parameter is a matrix, where its global shape does not say so (dim 0: outputs).
     """
 
     name: str
@@ -38,6 +41,7 @@ class LocalShard:
     owned: bool | None = None
     num_replicas: int | None = None
     mesh_ranks: torch.Tensor | None = None  # global ranks, 1-D
+    matrix: Matrix | None = None
 
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != self.geometry.local_shape:

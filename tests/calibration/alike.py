@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune import NByM, PerRow, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import OneShotMethod, OneShotReport, prune_blocks
 from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
@@ -18,6 +18,7 @@ from tests.architectures import samples
 from tests.wrapped import whole
 
 __all__ = [
+    "BLOCKS",
     "CASES",
     "FEW",
     "HALF",
@@ -35,7 +36,7 @@ Case: TypeAlias = tuple[OneShotMethod, Pattern]
 Pruned: TypeAlias = tuple[dict[str, torch.Tensor], OneShotReport]  # all weights, whole
 
 TOKENS = samples(5)
-HALF = Unstructured(0.5)
+HALF, BLOCKS = Unstructured(0.5), Block(4, 0.4)
 CASES: list[Case] = [
     ("wanda", HALF),
     ("wanda", NByM(2, 4)),
@@ -46,6 +47,10 @@ CASES: list[Case] = [
     ("magnitude", PerRow(0.3)),
     ("random", HALF),
     ("random", NByM(4, 8)),
+    ("wanda", BLOCKS),
+    ("sparsegpt", BLOCKS),
+    ("magnitude", BLOCKS),
+    ("random", BLOCKS),
 ]
 FEW: list[Case] = [("wanda", HALF), ("sparsegpt", HALF)]
 
@@ -81,6 +86,14 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
             continue  # dead inputs: zero without being pruned
         if isinstance(pattern, NByM):
             assert (zeros.reshape(-1, pattern.m).sum(1) == pattern.m - pattern.n).all()
+        elif isinstance(pattern, Block):
+            size = pattern.size
+            of_block = zeros.reshape(len(zeros) // size, size, num_in // size, size).sum((1, 3))  # zeros of every block
+            num_gone = int((of_block == size * size).sum())
+            width = 128 // size if method == "sparsegpt" else of_block.shape[1]  # blocks that compete, across
+            wanted = [round(pattern.amount * some.numel()) for some in torch.split(of_block, width, dim=1)]
+            assert num_gone == sum(wanted)
+            assert num_gone * size * size == of_map.num_pruned
         elif isinstance(pattern, PerRow) or method == "wanda":
             assert (zeros.sum(1) == round(pattern.amount * num_in)).all()
         elif method == "sparsegpt":

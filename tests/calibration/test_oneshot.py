@@ -10,8 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from distprune import NByM, Unstructured
+from distprune import Block, NByM, Unstructured
 from distprune.calibration import prune_blocks
+from distprune.calibration.rows import Rows
+from distprune.calibration.statistics import Moments
+from distprune.calibration.wanda import prune_by_scores
+from distprune.collectives import Alone
 from distprune.selection import Pattern
 from distprune.shards import decoder_blocks
 from tests import oneshot_oracle as oracle
@@ -28,12 +32,14 @@ from tests.calibration.alike import (
     pruned,
     share_alike,
 )
+from tests.pattern_oracle import keep_in_pattern
 from tests.worlds import ProcessPool
 
 PATTERNS: dict[Pattern, oracle.Pattern] = {
     Unstructured(0.5): 0.5,
     NByM(2, 4): oracle.NM(2, 4),
     NByM(4, 8): oracle.NM(4, 8),
+    Block(4, 0.4): oracle.Squares(4, 0.4),
 }
 
 
@@ -60,6 +66,18 @@ def test_sparsegpt_is_the_papers(architecture: str, pattern: Pattern) -> None:
     for name, weight in matrices(model).items():
         assert float((weight - wanted[name]).norm() / wanted[name].norm()) < 0.02
     check_counts(model, report, "sparsegpt", pattern)
+
+
+def test_blocks_by_the_sums_of_wandas_scores() -> None:
+    torch.manual_seed(0)
+    weight, sums = torch.randn(8, 12), torch.rand(12) * 5
+    rows = Rows(weight.clone(), ((0, 8),), 8, True)
+    moments = [Moments(("m",), 3, sums)]
+    outcomes = prune_by_scores(Alone(), "block", {"m": rows}, moments, "wanda", Block(2, 0.5), 0)
+    scores = weight.abs() * sums.sqrt()
+    keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
+    assert torch.equal(rows.weight, weight.masked_fill(~keep, 0))
+    assert outcomes["m"].num_pruned == 48
 
 
 def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:

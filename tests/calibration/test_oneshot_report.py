@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distprune import NByM, PerRow, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import (
     BlockReport,
     OneShotMethod,
@@ -44,6 +44,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "lasso"}, ValueError, "method='lasso' is none of"),
     ({"pattern": 0.5}, TypeError, "pattern must be Unstructured, PerRow, Block or NByM, not 0.5"),
     ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
+    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_proj'"),
     ({"seed": "7"}, TypeError, "seed must be an int"),
     ({"first_block": 4}, ValueError, "first_block=4 is not between 0 and the number of blocks, 3"),
     ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),

@@ -11,6 +11,7 @@ import torch
 import distprune
 from distprune.collectives import communicator
 from tests.collectives.checks import check_all
+from tests.pattern_oracle import keep_in_pattern
 from tests.test_contract import KINDS, METHODS, SCOPES, SEED, oracle, whole_model
 
 
@@ -39,6 +40,28 @@ def check_pruning(world: Any) -> None:
                         assert torch.equal(shard.local, wanted), (rank, method, scope, kind, shard.name)
 
 
+def check_patterns(world: Any) -> None:
+    """Columns spread by hand, unevenly: groups, rows and blocks are cut."""
+    rank, size = world.Get_rank(), world.Get_size()
+    for pattern in (distprune.NByM(2, 4), distprune.PerRow(0.4), distprune.Block(2, 0.5)):
+        model = whole_model("ties", torch.float32, [(6, 12), (2, 4), (8, 20)])
+        left = [whole != 0 for whole in model.values()]
+        keep = keep_in_pattern(pattern, list(model), list(model.values()), left, zeros="first")
+        shards = []
+        for name, whole in model.items():
+            low, high = (whole.shape[1] * i // size for i in (rank, rank + 1))
+            columns = ((low, high),) if low < high else ()
+            geometry = distprune.Geometry(tuple(whole.shape), (((0, whole.shape[0]),), columns))
+            part = whole[:, low:high].clone()
+            shards.append(distprune.LocalShard(name, part, geometry, owned=True, num_replicas=1))
+        distprune.prune_shards(shards, method="magnitude", pattern=pattern, group=world)
+        if isinstance(pattern, distprune.Block):
+            keep = keep_in_pattern(pattern, list(model), list(model.values()), left, zeros="first", scope="global")
+        for shard, whole, kept in zip(shards, model.values(), keep, strict=True):
+            (low, high), *_ = shard.geometry.dim_runs[1] or ((0, 0),)
+            assert torch.equal(shard.local, whole.masked_fill(~kept, 0)[:, low:high]), (rank, pattern, shard.name)
+
+
 def main() -> None:
     from mpi4py import MPI
 
@@ -47,6 +70,7 @@ def main() -> None:
     try:
         check_all(communicator(world))
         check_pruning(world)
+        check_patterns(world)
     except BaseException:
         import traceback
 

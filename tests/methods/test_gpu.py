@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import distprune as prune
+from distprune.selection import Pattern
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +57,18 @@ def test_in_place_equals_the_cpu() -> None:
         prune.prune_model(model, method="random", amount=0.3, seed=1, again=True, scope="tensor", include=["*"])
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize("pattern", [prune.NByM(2, 4), prune.PerRow(0.3), prune.Block(4, 0.4)], ids=str)
+def test_patterns_equal_the_cpus(pattern: Pattern) -> None:
+    torch.manual_seed(0)
+    here: Any = nn.Sequential(nn.Linear(300, 200), nn.Conv2d(8, 12, 2))
+    there: Any = copy.deepcopy(here).cuda()
+    for model in (here, there):
+        prune.prune_model(model, method="magnitude", pattern=pattern)
+        prune.l1_unstructured(model[0], "weight", 0.1)
+        prune.random_pattern(model[0], "weight", pattern, seed=3)
+        prune.l1_pattern(model[1], "weight", pattern)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.weight_mask, other.weight_mask.cpu())
+        assert torch.equal(one.weight, other.weight.cpu())

@@ -102,3 +102,15 @@ def test_bad_input() -> None:
             keep_highest_per_group(scores, num_kept, 2)
         with pytest.raises(ValueError, match="1 scores are NaN"):
             keep_highest_per_row(scores, num_kept)
+
+
+def test_a_number_for_each_row() -> None:
+    torch.manual_seed(0)
+    scores = torch.randint(4, (6, 9))
+    counts = torch.tensor([0, 3, 9, 3, 1, 0])
+    keep = keep_highest_per_row(scores, counts)
+    for row, count in enumerate(counts.tolist()):
+        assert torch.equal(keep[row : row + 1], keep_highest_per_row(scores[row : row + 1], count))
+    assert torch.equal(keep_highest_per_row(scores, torch.full((6,), 2)), keep_highest_per_row(scores, 2))
+    with pytest.raises(ValueError, match="num_pruned=10"):
+        keep_highest_per_row(scores, torch.tensor([0, 10, 0, 0, 0, 0]))

@@ -1,0 +1,145 @@
+"""A parameter as a matrix: which elements are the inputs of one output. No communication.
+
+Nouns: a *row* is one output's weights, over all inputs; N:M groups and rows run along the inputs. By
+default dim 0 is the outputs and the other dims, flattened, are the inputs: a linear map's (out, in), a
+convolution's (out, in * kh * kw).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from distprune.shards.geometry import Geometry
+
+__all__ = ["EXPERT_WEIGHTS", "LocalMatrix", "Matrix", "is_conv1d", "is_experts", "matrix_of_weight"]
+
+# What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """``num_matrices`` matrices (out, in), one after the other; ``transposed``: each is kept as (in, out)."""
+
+    num_out: int
+    num_in: int
+    transposed: bool = False
+    num_matrices: int = 1
+
+    @staticmethod
+    def of_shape(shape: Sequence[int]) -> Matrix:
+        """Return the default: dim 0 is the outputs, the other dims are the inputs."""
+        return Matrix(shape[0], math.prod(shape[1:]))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all matrices together."""
+        return self.num_matrices * self.num_out
+
+    def place(self, flat: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the row and the column of every flat index."""
+        if not self.transposed:
+            return flat // max(self.num_in, 1), flat % max(self.num_in, 1)
+        one = max(self.num_in * self.num_out, 1)
+        within = flat % one
+        return flat // one * self.num_out + within % max(self.num_out, 1), within // max(self.num_out, 1)
+
+
+@dataclass(frozen=True)
+class LocalMatrix:
+    """Local elements that are a product of rows and columns: the indices of both, in local order."""
+
+    rows: IntArray
+    columns: IntArray
+    num_local_out: int | None  # where each matrix is kept as (in, out)
+
+    @staticmethod
+    def of(geometry: Geometry, matrix: Matrix) -> LocalMatrix | None:
+        """Return the rows and columns that ``geometry`` holds, or ``None`` where it may cut them anywhere (FSDP1)."""
+        shape = geometry.global_shape
+        if len(shape) == 1:
+            if geometry.local_numel < geometry.global_numel:
+                return None
+            size = (matrix.num_in, matrix.num_out) if matrix.transposed else (matrix.num_out, matrix.num_in)
+            shape = (matrix.num_matrices, *size)
+            geometry = Geometry.whole(shape)
+        if matrix.transposed:
+            columns = _indices(geometry, len(shape) - 2, len(shape) - 1)
+            outs = _indices(geometry, len(shape) - 1, len(shape))
+            batches = _indices(geometry, 0, len(shape) - 2)
+            rows = (batches[:, None] * matrix.num_out + outs[None, :]).reshape(-1)
+            return LocalMatrix(rows, columns, len(outs))
+        lead = next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == matrix.num_rows)
+        return LocalMatrix(_indices(geometry, 0, lead), _indices(geometry, lead, len(shape)), None)
+
+    def offsets(self, rows: IntArray, columns: IntArray) -> IntArray:
+        """Return the local offsets (rows, columns) of local rows and columns."""
+        if self.num_local_out is None:
+            return rows[:, None] * len(self.columns) + columns[None, :]
+        size = max(self.num_local_out, 1)
+        starts = rows // size * (len(self.columns) * size) + rows % size
+        return starts[:, None] + columns[None, :] * size
+
+    def split(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return the local row and the local column of the local elements ``start`` to ``stop``."""
+        offsets = np.arange(start, stop)
+        if self.num_local_out is None:
+            return offsets // len(self.columns), offsets % len(self.columns)
+        size = self.num_local_out
+        within = offsets % (size * len(self.columns))
+        return offsets // (size * len(self.columns)) * size + within % size, within // size
+
+
+def _indices(geometry: Geometry, first: int, last: int) -> IntArray:
+    """Return the flat indices, within dims ``first`` to ``last``, of what is held of them."""
+    if first == last:
+        return np.zeros(1, dtype=np.int64)
+    part = Geometry(geometry.global_shape[first:last], geometry.dim_runs[first:last])
+    return part.flat_indices(0, part.local_numel)
+
+
+def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_name: str) -> Matrix:
+    """Return how parameter ``name`` of ``module``, of the global ``shape``, is a matrix. Local.
+
+    Raises:
+        ValueError: it has fewer than two dims; ``full_name`` names it.
+        NotImplementedError: which of its dims are the inputs is not known.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
+    if is_conv1d(module) and len(shape) == 2:
+        return Matrix(shape[1], shape[0], transposed=True)
+    if len(shape) == 3 and name in EXPERT_WEIGHTS and is_experts(module):
+        transposed = bool(getattr(module, "is_transposed", False))
+        num_out, num_in = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+        return Matrix(num_out, num_in, transposed, shape[0])
+    known = isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear) and not isinstance(module, _ConvTransposeNd)
+    if len(shape) > 2 and not known:
+        raise NotImplementedError(
+            f"which dims of {full_name!r}, {tuple(shape)} in a {type(module).__name__}, are its inputs is not known; "
+            "leave it out, or prune it without a pattern"
+        )
+    return Matrix.of_shape(shape)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether ``module`` is transformers' ``Conv1D`` (GPT-2), whose weight is kept as (in, out)."""
+    transformers = sys.modules.get("transformers.pytorch_utils")  # a Conv1D exists only if that was imported
+    return transformers is not None and isinstance(module, transformers.Conv1D)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether ``module`` holds all experts of a block in 3-D weights, as transformers 5 does."""
+    parameters = {name: module._parameters.get(name, module._parameters.get(f"{name}_orig")) for name in EXPERT_WEIGHTS}
+    num_dims = {name: parameter.ndim for name, parameter in parameters.items() if parameter is not None}
+    return len(num_dims) == 2 and "down_proj" in num_dims and set(num_dims.values()) == {3}
