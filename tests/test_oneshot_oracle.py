@@ -10,13 +10,13 @@ import torch
 
 from distprune.shards import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import COLUMNS, NM, Pattern, linears, prune_model, sparsegpt, wanda_mask
+from tests.oneshot_oracle import COLUMNS, NM, linears, prune_model, sparsegpt, wanda_mask
 
 TOKENS = samples(3)
-PATTERNS: list[Pattern] = [0.5, NM(2, 4)]
+PATTERNS: list[float | NM] = [0.5, NM(2, 4)]
 
 
-def check_counts(keep: torch.Tensor, method: str, pattern: Pattern) -> None:
+def check_counts(keep: torch.Tensor, method: str, pattern: float | NM) -> None:
     num_in = keep.shape[1]
     if isinstance(pattern, NM):
         assert (keep.reshape(-1, pattern.m).sum(1) == pattern.n).all()
@@ -31,7 +31,7 @@ def check_counts(keep: torch.Tensor, method: str, pattern: Pattern) -> None:
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 def test_counts_on_every_architecture(
-    architecture: str, method: Literal["wanda", "sparsegpt"], pattern: Pattern
+    architecture: str, method: Literal["wanda", "sparsegpt"], pattern: float | NM
 ) -> None:
     model: Any = tiny_model(architecture)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_sparsegpt_with_white_inputs_is_magnitude() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_sparsegpt_reconstructs_better_than_wanda(pattern: Pattern) -> None:
+def test_sparsegpt_reconstructs_better_than_wanda(pattern: float | NM) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 24, generator=generator) @ torch.randn(24, 64, generator=generator)
     x += 0.3 * torch.randn(512, 64, generator=generator)

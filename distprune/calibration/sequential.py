@@ -92,7 +92,8 @@ def prune_blocks(
             are not finite (SparseGPT), or what the pruned block then puts out. The last block is not run again:
             there Wanda, magnitude and random have only set weights to zero.
         TypeError: on every rank, nothing changed: an argument of the wrong type.
-        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2; expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
+        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
+            expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
             blocks. With the blocks before pruned: a linear map whose inputs are cut otherwise than evenly along
             their features.
     """

@@ -195,9 +195,9 @@ def prune_by_sparsegpt(
     each row. The errors returned are those of H itself, without the damping.
 
     Every rank must call it. Rounds: 3 of little, and 1 (2 bytes a pair) for each input that half of the
-    ranks or more need, whose factorizations are spread over them; one ``select_lowest`` for each block
-    of columns, for all maps together (unstructured; of weights' blocks, one ``decide_blocks``). Beside the moments, a factor for each input and the
-    float32 rows of all maps are in memory.
+    ranks or more need, whose factorizations are spread over them; for each block of columns, for all maps
+    together, one ``select_lowest`` (unstructured) or one ``decide_blocks`` (blocks of weights). Beside the
+    moments, a factor for each input and the float32 rows of all maps are in memory.
     """
     with clock("sweep"):
         outputs = {name: _output(rows[name].weight, m) for m in moments for name in m.names}

@@ -59,10 +59,11 @@ def test_wanda_is_the_papers(architecture: str, pattern: Pattern) -> None:
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 def test_sparsegpt_is_the_papers(architecture: str, pattern: Pattern) -> None:
     model, plain = tiny_model(architecture), tiny_model(architecture)
-    masks = oracle.prune_model(plain, TOKENS, "sparsegpt", PATTERNS[pattern])
+    oracle.prune_model(plain, TOKENS, "sparsegpt", PATTERNS[pattern])
     report = prune_blocks(model, TOKENS, method="sparsegpt", pattern=pattern)
-    assert share_alike(model, masks) >= 0.999
     wanted = matrices(plain)
+    # By the weights, not the masks: of a dead input all weights are zero, also in blocks that stay.
+    assert share_alike(model, {name: weight != 0 for name, weight in wanted.items()}) >= 0.999
     for name, weight in matrices(model).items():
         assert float((weight - wanted[name]).norm() / wanted[name].norm()) < 0.02
     check_counts(model, report, "sparsegpt", pattern)

@@ -18,7 +18,7 @@ from distprune.collectives import Alone, Communicator, communicator
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import NM, Pattern, _listening, linears, prune_model
+from tests.oneshot_oracle import NM, _listening, linears, prune_model
 from tests.worlds import ProcessPool, run_threads
 
 TOKENS = samples(5)
@@ -103,7 +103,7 @@ def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, ar
                 assert torch.equal(by_name[m.names].values, m.values)
 
 
-def wanda(model: nn.Module, comm: Communicator, pattern: Pattern) -> dict[str, torch.Tensor]:
+def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str, torch.Tensor]:
     """Wanda on a model that is whole on every rank, from the parts of this package."""
     mine = spread(TOKENS, comm.rank, comm.size)
     walk = catch_inputs(model, mine.batches)
@@ -133,13 +133,13 @@ def wanda(model: nn.Module, comm: Communicator, pattern: Pattern) -> dict[str, t
     return masks
 
 
-def wanda_on_rank(_: int, architecture: str, pattern: Pattern) -> dict[str, torch.Tensor]:
+def wanda_on_rank(_: int, architecture: str, pattern: float | NM) -> dict[str, torch.Tensor]:
     return wanda(tiny_model(architecture), communicator(), pattern)
 
 
 @pytest.mark.parametrize("pattern", [0.5, NM(2, 4), NM(4, 8), NM(1, 4)], ids=str)
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-def test_wanda_from_these_parts_is_the_oracle(architecture: str, pattern: Pattern) -> None:
+def test_wanda_from_these_parts_is_the_oracle(architecture: str, pattern: float | NM) -> None:
     wanted = prune_model(tiny_model(architecture), TOKENS, "wanda", pattern)
     found = wanda(tiny_model(architecture), Alone(), pattern)
     assert found.keys() == wanted.keys()
