@@ -63,6 +63,7 @@ def run(_: int, source: str, folder: str, who: str, method: str, pattern: str) -
         tokenizer, Path(folder, "calibration.txt"), model, num_samples=NUM_SAMPLES, sequence_length=LENGTH
     )
     result: dict[str, Any] = {"stages": {}, "zeros": None}
+    dist.barrier()
     started = time.perf_counter()
     if who == "oracle":
         oneshot_oracle.prune_model(model, samples, cast(Any, method), PATTERNS[pattern][1], dtype=torch.float32)

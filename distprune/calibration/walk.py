@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from distprune.calibration.free_memory import return_free_memory
 from distprune.collectives import Communicator, together
@@ -131,9 +132,9 @@ class Walk:
 def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offload: bool = False) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``.
 
-    Each batch is one sample: the keyword arguments of the model's forward. The first one runs up to
-    the last block, to learn how each is called; the others only as far as there are kinds of calls,
-    which for most models is to the first block. Every rank must pass as many batches.
+    Each batch is one sample: the keyword arguments of the model's forward. The first one runs the first
+    block and what is around the blocks, to learn how each of them is called; the others stop where the last
+    kind of call begins, which for most models is at the first block. Every rank must pass as many batches.
 
     Raises:
         ValueError: no decoder blocks, no batches, or a forward that does not reach the blocks in order.
@@ -142,10 +143,10 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
     blocks = decoder_blocks(model)
     if not batches:
         raise ValueError("there is no calibration sample")
-    walk = Walk(blocks, [], [], [], offload)
+    walk, learner = Walk(blocks, [], [], [], offload), _Learner(model, blocks)
     firsts: list[int] = []  # the first block of each kind
     for batch in batches:
-        hidden, calls = _calls_of(model, blocks[: firsts[-1] + 1] if firsts else blocks, batch)
+        hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
         if not firsts:
             for index, call in enumerate(calls):
                 kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
@@ -161,41 +162,104 @@ class _ReachedLast(Exception):
     """Ends a forward before the last block that is asked for."""
 
 
-def _calls_of(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], batch: Mapping[str, Any]
-) -> tuple[torch.Tensor, list[Call]]:
-    """Run ``model`` up to the last of ``blocks``; return the first one's hidden states and every one's call."""
-    first_hidden: list[torch.Tensor] = []
-    calls: list[Call] = []
+class _Learner:
+    """Learns how ``model`` calls its ``blocks``. The first one runs once, to show what a block puts out.
 
-    def on_block(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if index != len(calls):
-                raise ValueError(
-                    f"block {blocks[index][0]!r} is called as number {len(calls) + 1}; a walk needs every block to "
-                    "be called once, in order"
-                )
-            hidden, call = _part(blocks[index][0], args, kwargs)
-            if index == 0:
-                first_hidden.append(hidden)
-            calls.append(call)
-            return_free_memory()
-            if index == len(blocks) - 1:
-                raise _ReachedLast
+    The others are stood in for, so that none of them is gathered or run.
+    """
 
-        return hook
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._output: Any = None  # of a block
+        self._num_asked = 0
+        self._first_hidden: torch.Tensor | None = None
+        self._calls: list[Call] = []
 
-    with ExitStack() as stack, torch.no_grad():
-        for index, (_, block) in enumerate(blocks):
-            # Before FSDP2's own hook, so that the block where it ends is not gathered.
-            handle = block.register_forward_pre_hook(on_block(index), prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.callback(_reshard, model)
+    def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
+        """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
+        self._num_asked, self._first_hidden, self._calls = num_asked, None, []
+        with ExitStack() as stack, torch.no_grad():
+            stack.callback(_reshard, self._model)
+            for index in range(num_asked):
+                if index == 0 and self._output is None:
+                    stack.enter_context(self._watching(self._blocks[0][1]))
+                else:
+                    stack.enter_context(self._standing_in(index))
+            try:
+                self._model(**batch)
+            except _ReachedLast:
+                assert self._first_hidden is not None
+                return self._first_hidden, self._calls
+        raise ValueError(
+            f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"
+        )
+
+    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Note a call and return its hidden states; end the forward with the last one that is asked for."""
+        name = self._blocks[index][0]
+        if index != len(self._calls):
+            raise ValueError(
+                f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
+                "once, in order"
+            )
+        hidden, call = _part(name, args, kwargs)
+        self._calls.append(call)
+        if index == 0:
+            self._first_hidden = hidden
+        if len(self._calls) == self._num_asked:
+            raise _ReachedLast
+        return hidden
+
+    def like_output(self, hidden: torch.Tensor) -> Any:
+        """Return ``hidden`` as a block would put it out."""
+        output = self._output
+        return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
+
+    @contextmanager
+    def _watching(self, block: nn.Module) -> Iterator[None]:
+        def on_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._output = output
+
+        # Before FSDP2's own hook, so that the block where a forward ends is not gathered.
+        handles = [
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs: (self.note(0, args, kwargs), None)[1], prepend=True, with_kwargs=True
+            ),
+            block.register_forward_hook(on_output),
+        ]
         try:
-            model(**batch)
-        except _ReachedLast:
-            return first_hidden[0], calls
-    raise ValueError(f"a forward of {type(model).__name__} ended after {len(calls)} of {len(blocks)} decoder blocks")
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _standing_in(self, index: int) -> Iterator[None]:
+        name, block = self._blocks[index]
+        parent_name, _, child = name.rpartition(".")
+        siblings = self._model.get_submodule(parent_name)._modules
+        siblings[child] = _StandIn(self, index, block)
+        try:
+            yield
+        finally:
+            siblings[child] = block
+
+
+class _StandIn(nn.Module):
+    """In place of a block while a model shows how it calls it."""
+
+    def __init__(self, learner: _Learner, index: int, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_learner=learner, _index=index, _block=block)  # the block is no submodule of this
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._learner.like_output(self._learner.note(self._index, args, kwargs))
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
 
 
 def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
