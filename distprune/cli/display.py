@@ -78,10 +78,11 @@ class Display:
         console, table = _console_and_table("pruned", ("", ""))
         pruning, seconds = report["pruning"], report["stage_seconds"]
         share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
+        chosen = pruning["pattern"] or f"amount {pruning['amount']}"
         rows = [
             ("model", report["model"]),
             ("output", report["arguments"]["output"]),
-            ("method", f"{pruning['method']}, {pruning['scope']}, amount {pruning['amount']}"),
+            ("method", ", ".join(str(word) for word in (pruning["method"], pruning["scope"], chosen) if word)),
             ("ranks", f"{report['num_ranks']} on {report['device']}"),
             ("parameters", f"{len(pruning['parameters'])} tensors, {pruning['num_elements']:,} weights"),
             ("zeros", f"{pruning['num_zeros']:,} ({share:.4%}), {pruning['num_pruned']:,} of them new"),

@@ -69,7 +69,9 @@ def prune(
         str | None, typer.Option(help="0.3: that fraction; 1000, without a point: that many weights.")
     ] = None,
     method: Annotated[MethodName, typer.Option(help="How a weight's importance is measured.")] = MethodName.magnitude,
-    scope: Annotated[ScopeName, typer.Option(help="All weights compete, or those of each tensor.")] = ScopeName.global_,
+    scope: Annotated[
+        ScopeName | None, typer.Option(help="All weights compete (the default), or those of each tensor.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
     again: Annotated[bool, typer.Option(help="Zeros were pruned before: AMOUNT is of what is left.")] = False,
     include: Annotated[
@@ -85,8 +87,7 @@ def prune(
     eval_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 8192,
     eval_length: Annotated[int, typer.Option(min=2, help="Tokens in one window.")] = 512,
     pattern: Annotated[
-        str | None,
-        typer.Option(help="With --calibration: unstructured, row, block:16, or N:M such as 2:4 (without --amount)."),
+        str | None, typer.Option(help="unstructured, row, block:16, or N:M such as 2:4 (without --amount).")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Text or JSON-lines file; prune block by block, with what it makes of them.")
@@ -111,15 +112,16 @@ def prune(
     if calibration is None:
         if method.value not in get_args(Method):
             raise typer.BadParameter(f"--method {method.value} needs --calibration, a text to run through the model")
-        if pattern is not None or resume:
-            raise typer.BadParameter("--pattern and --resume go with --calibration")
-        if amount is None:
+        if resume:
+            raise typer.BadParameter("--resume goes with --calibration")
+        if amount is None and pattern is None:
             raise typer.BadParameter("--amount is missing: how much to prune")
         job = PruneJob(
             **common,
             method=cast(Method, method.value),
-            scope=scope.value,
-            amount=_amount(amount),
+            scope=None if scope is None else scope.value,
+            amount=None if amount is None or pattern is not None else _amount(amount),
+            pattern=None if pattern is None else _pattern(pattern, amount),
             again=again,
             include=tuple(include or ()),
             exclude=tuple(exclude or ()),
@@ -127,7 +129,7 @@ def prune(
         with started(device.value, timeout) as ranks:
             run_job(job, ranks, Display(visible=ranks.comm.rank == 0))
         return
-    if again or include or exclude or scope is not ScopeName.global_:
+    if again or include or exclude or scope is not None:
         raise typer.BadParameter("--scope, --again, --include and --exclude do not go with --calibration")
     one_shot = OneShotJob(
         **common,

@@ -15,6 +15,7 @@ from distprune.cli.launchers import Ranks
 from distprune.cli.steps import evaluate, flags, open_source, report_head, write_report
 from distprune.collectives import together
 from distprune.methods import Method, Scope, check_amount, prune_model
+from distprune.selection import Pattern
 
 __all__ = ["PruneJob", "run_job"]
 
@@ -26,9 +27,10 @@ class PruneJob:
     model: str
     output: str
     method: Method
-    scope: Scope
-    amount: int | float
+    scope: Scope | None
+    amount: int | float | None
     seed: int
+    pattern: Pattern | None = None  # in place of the amount
     again: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -40,7 +42,9 @@ class PruneJob:
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments as JSON carries them."""
-        return {**dataclasses.asdict(self), "dtype": None if self.dtype is None else str(self.dtype)}
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        pattern, dtype = (None if value is None else str(value) for value in (self.pattern, self.dtype))
+        return {**facts, "pattern": pattern, "dtype": dtype}
 
 
 def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
@@ -52,7 +56,8 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
     """
     comm = ranks.comm
     with together(comm, **flags(job.facts()), device=ranks.device.type):
-        check_amount(job.amount)
+        if job.amount is not None:
+            check_amount(job.amount)
         check_output(job.output, overwrite=job.overwrite)
     path = resolve_model(job.model, group=comm, log=display.say)
     directory, tokens = open_source(path, ranks, job.evaluate_on, job.evaluation_tokens, job.evaluation_length)
@@ -70,6 +75,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             model,
             method=job.method,
             amount=job.amount,
+            pattern=job.pattern,
             scope=job.scope,
             seed=job.seed,
             again=job.again,

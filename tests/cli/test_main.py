@@ -117,7 +117,16 @@ def test_patterns_that_make_no_sense(text: str, amount: str | None) -> None:
 def test_defaults(jobs: list[PruneJob]) -> None:
     result = CliRunner().invoke(main.app, ["prune", "smollm2-135m", "--output", "out", "--amount", "0.5"])
     assert result.exit_code == 0
-    assert jobs == [PruneJob("smollm2-135m", "out", "magnitude", "global", 0.5, 0)]
+    assert jobs == [PruneJob("smollm2-135m", "out", "magnitude", None, 0.5, 0)]
+
+
+def test_patterns_without_calibration(jobs: list[PruneJob]) -> None:
+    for line in ("--pattern 2:4", "--pattern block:16 --amount 0.5 --scope tensor"):
+        assert CliRunner().invoke(main.app, ["prune", "m", "--output", "o", *line.split()]).exit_code == 0
+    assert jobs == [
+        PruneJob("m", "o", "magnitude", None, None, 0, NByM(2, 4)),
+        PruneJob("m", "o", "magnitude", "tensor", None, 0, Block(16, 0.5)),
+    ]
 
 
 def test_every_option_arrives(jobs: list[PruneJob]) -> None:
@@ -156,6 +165,9 @@ def test_every_option_arrives(jobs: list[PruneJob]) -> None:
         "prune m --output o --amount half",
         "prune m --output o --amount 0.3 --method wanda",
         "prune m --output o --amount 0.3 --scope row",
+        "prune m --output o --amount 0.3 --pattern 2:4",
+        "prune m --output o --pattern row",
+        "prune m --output o --amount 0.3 --resume",
         "prune m --output o --amount 0.3 --dtype int8",
         "prune m --output o --amount 0.3 --eval-length 1",
         "prune m --output o --amount 0.3 --timeout 0",

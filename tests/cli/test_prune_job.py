@@ -7,17 +7,20 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from distprune.checkpoint import inspect_directory
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.cli.prune_job import PruneJob, run_job
 from distprune.cli.steps import REPORT_NAME, write_report
 from distprune.collectives import communicator
 from distprune.methods import Method, Scope
+from distprune.selection import Block, NByM, Pattern
 from tests.worlds import ProcessPool
 
 CPU = torch.device("cpu")
@@ -69,6 +72,23 @@ def test_same_bytes_over_any_number_of_ranks(
     assert "model.safetensors" in alone
     assert alone == over_ranks
     assert alone["model.safetensors"] != (Path(job.model) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("pattern", [NByM(2, 4), Block(2, 0.5)], ids=str)
+def test_patterns(pool: ProcessPool, tmp_path: Path, job: PruneJob, pattern: Pattern) -> None:
+    asked = dataclasses.replace(job, scope=None, amount=None, pattern=pattern)
+    written: Any = run_alone(asked)
+    spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
+    assert pool.run(3, run_on_rank, 3, [spread]) == [""] * 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "spread")
+    assert written["arguments"]["pattern"] == str(pattern)
+    pruned = {parameter["name"] for parameter in written["pruning"]["parameters"]}
+    inspected = {tensor.name: tensor for tensor in inspect_directory(tmp_path / "out").tensors}
+    if isinstance(pattern, NByM):
+        assert all("2:4" in inspected[name].patterns for name in pruned)
+    else:
+        num_elements = sum(inspected[name].num_elements for name in pruned)
+        assert sum(inspected[name].num_zeros for name in pruned) == 4 * round(num_elements / 4 / 2)
 
 
 def test_report_says_what_was_done(job: PruneJob, text_file: Path) -> None:
