@@ -33,7 +33,7 @@ def cases(*, with_scalars: bool, world_size: int) -> list[Case]:
     made = []
     for script in SCRIPTS:
         # tests/methods/test_patterns.py has patterns with all kinds of values.
-        kinds = VALUES[1:2] if script.shapes else VALUES if world_size in (1, 2, 3, 8) else VALUES[1:3]
+        kinds = VALUES[1:2] if script.shapes else VALUES if world_size in (1, 2, 3) else VALUES[1:3]
         for kind, dtype in kinds:
             values = whole_model(kind, dtype, script.shapes or (MATRICES if script.needs_matrices else shapes))
             masks = {name: torch.ones(value.shape, dtype=torch.bool) for name, value in values.items()}
