@@ -68,13 +68,14 @@ def writing(
     comm = communicator(group)
     token = comm.broadcast(secrets.token_hex(4))
     agree(comm, {"output": str(target), "overwrite": overwrite})
-    with together(comm):
-        path = check_output(target, overwrite=overwrite, source=source)
-        staging = path.parent / f".{path.name}.partial-{token}"
-        if comm.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _make_writable(staging)
+    staging: Path | None = None
     try:
+        with together(comm):
+            path = check_output(target, overwrite=overwrite, source=source)
+            staging = path.parent / f".{path.name}.partial-{token}"
+            if comm.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _make_writable(staging)
         with together(comm):
             if not staging.is_dir():
                 raise FileNotFoundError(f"{staging} is not visible here; the output must be on storage all ranks share")
@@ -92,7 +93,7 @@ def writing(
                 publish(staging, path, overwrite=overwrite)
     except BaseException:
         # Also when this process is interrupted; what was renamed already is no longer here.
-        if comm.rank == 0:
+        if comm.rank == 0 and staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         raise
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from distprune.checkpoint import check_output, writing
+from distprune.checkpoint import check_output, output_directory, writing
+from distprune.collectives import Communicator
 from tests.worlds import run_threads
 
 
@@ -139,6 +142,18 @@ def test_interrupted(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_lost_while_the_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def lost(_: Communicator) -> Iterator[None]:
+        yield
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(output_directory, "together", lost)
+    with pytest.raises(RuntimeError, match="closed by peer"), writing(tmp_path / "out"):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
