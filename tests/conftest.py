@@ -23,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _process_wide_settings() -> Iterator[None]:
+    """Fail the test that leaves another default dtype behind, not the ones after it."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     with process_pool(4) as workers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.naming import model_names
 
 __all__ = ["build_on_meta"]
+
+# transformers builds under a default dtype of the whole process: two threads at once would keep each other's.
+_building = threading.Lock()
 
 
 def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> nn.Module:
@@ -26,7 +30,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
     """
     transformers = import_extra("transformers", "hf")
     config = transformers.AutoConfig.from_pretrained(directory.path, local_files_only=True)
-    with torch.device("meta"):
+    with _building, torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or _main_dtype(directory))
     if dtype is None:
         tensors, state = directory.tensors, model.state_dict(keep_vars=True)
