@@ -22,6 +22,7 @@ SHAPES = ((16, 8), (7, 5), (3, 4), (1, 1), (13,), (5, 2, 3), (0, 4), (1, 9), ())
 METHODS: tuple[Method, ...] = ("magnitude", "random")
 SCOPES: tuple[Scope, ...] = ("global", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FEW_DTYPES = DTYPES[:2]  # on 5 to 7 ranks, which cut as 3 and 8 do
 SEED = 17
 # Values, amount, whether zeros are out.
 KINDS = (
@@ -108,7 +109,8 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
 )
 def test_equals_single_process(layout: Layout, world_size: int) -> None:
     cases = []
-    for method, scope, dtype in itertools.product(METHODS, SCOPES, DTYPES):
+    dtypes = FEW_DTYPES if 5 <= world_size <= 7 else DTYPES
+    for method, scope, dtype in itertools.product(METHODS, SCOPES, dtypes):
         for kind, amount, again in KINDS:
             model = whole_model(kind, dtype)
             cases.append((method, scope, amount, again, model, oracle(model, method, scope, amount, again)))

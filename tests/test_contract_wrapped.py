@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -81,8 +81,8 @@ def used(layout: str) -> Wrapped:
     return wrapped
 
 
-def reparametrized_on_rank(_: int, layout: str, row: str) -> Parameters:
-    return reparametrized(used(layout).model, row)
+def reparametrized_on_rank(_: int, layout: str, rows: list[str]) -> list[Parameters]:
+    return [reparametrized(used(layout).model, row) for row in rows]
 
 
 def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.PruneReport:
@@ -94,7 +94,11 @@ def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.Pru
     return prune.prune_model(model, again=not isinstance(pattern, prune.NByM), **chosen, **options)
 
 
-def in_place_on_rank(_: int, layout: str, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:
+def in_place_on_rank(_: int, layout: str, calls: list[tuple[str, str]]) -> list[tuple[Any, Parameters]]:
+    return [_in_place_on_rank(layout, scope, IN_PLACE[row]) for row, scope in calls]
+
+
+def _in_place_on_rank(layout: str, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:
     wrapped = used(layout)
     report = in_place(wrapped.model, scope, options)
     if layout == "fsdp1":
@@ -114,35 +118,38 @@ def _flat_values(model: nn.Module) -> Parameters:
     }
 
 
-CASES = [
-    (name, n, row)
-    for row, columns in ROWS.items()
-    for column in columns
-    for name, (_, world_sizes) in WRAPPERS.get(column, {}).items()
-    for n in world_sizes[-1:]
-]
+def cases(of: Collection[str]) -> list[Any]:
+    """Return for each layout the most ranks it is wrapped on, and those rows ``of`` the table that it has a tick in."""
+    found = []
+    for column, wrappers in WRAPPERS.items():
+        rows = [row for row, columns in ROWS.items() if row in of and column in columns]
+        found += [pytest.param(name, sizes[-1], rows, id=name) for name, (_, sizes) in wrappers.items() if rows]
+    return found
 
 
-@pytest.mark.parametrize(("layout", "world_size", "row"), [case for case in CASES if case[2] in CALLS])
-def test_reparametrized(pool: ProcessPool, layout: str, world_size: int, row: str) -> None:
-    expected = reparametrized(transformer(), row)
-    for weights in pool.run(world_size, reparametrized_on_rank, layout, row):
-        assert all(torch.equal(weights[name], values) for name, values in expected.items())
+@pytest.mark.parametrize(("layout", "world_size", "rows"), cases(CALLS))
+def test_reparametrized(pool: ProcessPool, layout: str, world_size: int, rows: list[str]) -> None:
+    expected = {row: reparametrized(transformer(), row) for row in rows}
+    for of_rank in pool.run(world_size, reparametrized_on_rank, layout, rows):
+        for row, weights in zip(rows, of_rank, strict=True):
+            assert all(torch.equal(weights[name], values) for name, values in expected[row].items()), row
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize(("layout", "world_size", "row"), [case for case in CASES if case[2] in IN_PLACE])
-def test_in_place(pool: ProcessPool, layout: str, world_size: int, row: str, scope: str) -> None:
-    model = transformer()
-    report = in_place(model, scope, IN_PLACE[row])
-    for parameters, weights in pool.run(world_size, in_place_on_rank, layout, scope, IN_PLACE[row]):
-        assert [(p.name, p.num_zeros) for p in parameters] == [(p.name, p.num_zeros) for p in report.parameters]
-        for name, values in model.named_parameters():
-            if layout == "fsdp1":
-                flat, local = weights[name]
-                assert torch.equal(values.detach().flatten()[flat.long()].double(), local), name
-            else:
-                assert torch.equal(weights[name], values), name
+@pytest.mark.parametrize(("layout", "world_size", "rows"), cases(IN_PLACE))
+def test_in_place(pool: ProcessPool, layout: str, world_size: int, rows: list[str]) -> None:
+    calls = [(row, scope) for row in rows for scope in ("global", "tensor")]
+    of_ranks = pool.run(world_size, in_place_on_rank, layout, calls)
+    for (row, scope), *of_call in zip(calls, *of_ranks, strict=True):
+        model = transformer()
+        report = in_place(model, scope, IN_PLACE[row])
+        for parameters, weights in of_call:
+            assert [(p.name, p.num_zeros) for p in parameters] == [(p.name, p.num_zeros) for p in report.parameters]
+            for name, values in model.named_parameters():
+                if layout == "fsdp1":
+                    flat, local = weights[name]
+                    assert torch.equal(values.detach().flatten()[flat.long()].double(), local), (row, scope, name)
+                else:
+                    assert torch.equal(weights[name], values), (row, scope, name)
 
 
 def test_every_row_is_run() -> None:

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["ProcessPool", "RankError", "run_threads"]
+__all__ = ["CONTEXT", "ProcessPool", "RankError", "run_threads"]
+
+# New processes are forks of one that has everything imported and nothing running yet.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankError(Exception):
@@ -82,14 +86,13 @@ class ProcessPool:
     """Worker processes that outlive a test; every call makes a fresh gloo group of the first few of them."""
 
     def __init__(self, num_workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._num_runs = 0
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(num_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import signal
-import subprocess
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
+import torch
 
-from tests.cli.test_launches import TORCHRUN, environment
+from distprune.cli.main import run
 from tests.models import TEXT, make_model, make_tokenizer
-
-psutil = pytest.importorskip("psutil")
+from tests.worlds import CONTEXT
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
 
@@ -25,14 +27,14 @@ NUM_BLOCKS = 8
 SECONDS = 120  # for a start that nobody kills, on a busy machine
 SECONDS_TO_END = 60  # for the ranks that are left, when one is killed
 # So long after what is waited for a kill comes at most, in seconds.
-WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 5.0, 0.3, 0.2
+WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 0.5, 0.3, 0.2
 
 Moment = Literal["load", "prune", "write", "finish"]
 MOMENTS: tuple[Moment, ...] = ("load", "write", "prune", "write", "finish")
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """All but the output: blocks that take a few tenths of a second each, and an evaluation of about one."""
     folder = tmp_path_factory.mktemp("killed")
     model = make_model(folder / "model", num_hidden_layers=NUM_BLOCKS)
@@ -41,15 +43,15 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     line = "--method sparsegpt --pattern unstructured --amount 0.5 --samples 240 --sequence-length 64 --timeout 60"
     text = str(folder / "text.txt")
     more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
-    return [*TORCHRUN, "prune", str(model), *line.split(), *more]
+    return ["prune", str(model), *line.split(), *more]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, command: list[str]) -> dict[str, str]:
+def expected(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> dict[str, str]:
     """The digests of a job that nobody kills."""
     folder = tmp_path_factory.mktemp("whole")
-    job = Job([*command, "--output", str(folder / "out")], folder)
-    assert job.launcher.wait(SECONDS) == 0, job.said()
+    job = Job([*arguments, "--output", str(folder / "out")], folder)
+    job.succeeds()
     return digests(folder / "out")
 
 
@@ -59,15 +61,32 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-class Job:
-    """torchrun and its two ranks."""
+def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be one rank of the command, which says everything to ``log``."""
+    said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    sys.argv = ["distprune", *arguments]
+    run()
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+
+class Job:
+    """Two ranks with the variables that a launcher sets, and no launcher that would end one after the other."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
         self.unfinished = folder / ".out.unfinished"
         self._log = folder / "log.txt"
-        with self._log.open("w") as log:
-            self.launcher = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
-        self._ranks: dict[str, Any] = {}
+        self._log.write_text("")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in variables]
+        for rank in self.ranks:
+            rank.start()
 
     def said(self) -> str:
         return self._log.read_text()
@@ -75,26 +94,9 @@ class Job:
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS
         while not condition():
-            assert self.launcher.poll() is None, self.said()
+            assert all(rank.is_alive() for rank in self.ranks), self.said()
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.002)
-
-    def ranks(self) -> dict[str, Any]:
-        """The processes of the ranks, once both are there."""
-
-        def are_there() -> bool:
-            for child in psutil.Process(self.launcher.pid).children():
-                try:
-                    variables = child.environ()
-                except psutil.Error:
-                    continue
-                if variables.get("RANK") in ("0", "1"):
-                    self._ranks[variables["RANK"]] = child
-            return len(self._ranks) == 2
-
-        if not self._ranks:
-            self.until(are_there)
-        return self._ranks
 
     def num_done(self) -> int:
         """Blocks that are recorded; -1: there is no journal yet."""
@@ -110,7 +112,6 @@ class Job:
             return 0
 
     def wait_for(self, moment: Moment, chance: random.Random) -> None:
-        self.ranks()
         if moment == "load":
             time.sleep(chance.uniform(0, WHILE_LOADING))
         elif moment == "finish":
@@ -125,42 +126,35 @@ class Job:
             else:
                 time.sleep(chance.uniform(0, WITHIN_A_BLOCK))
 
-    def kill(self, whom: list[Any]) -> None:
-        assert self.launcher.poll() is None, self.said()
-        for process in whom:
-            process.send_signal(signal.SIGKILL)
+    def kill(self, whom: list[int]) -> None:
+        assert all(rank.is_alive() for rank in self.ranks), self.said()
+        for rank in whom:
+            self.ranks[rank].kill()
 
-    def has_ended(self) -> None:
-        """Wait until the launcher and both ranks are gone; fail if one hangs."""
-        assert self.launcher.wait(SECONDS_TO_END) != 0
-        deadline = time.monotonic() + SECONDS_TO_END
-        while not all(map(is_gone, self.ranks().values())):
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+    def has_ended(self, killed: list[int]) -> None:
+        """Wait until both ranks are gone; fail if one hangs, or takes it for a success."""
+        for number, rank in enumerate(self.ranks):
+            rank.join(SECONDS_TO_END)
+            assert rank.exitcode == (-signal.SIGKILL if number in killed else 1), self.said()
+
+    def succeeds(self) -> None:
+        for rank in self.ranks:
+            rank.join(SECONDS)
+            assert rank.exitcode == 0, self.said()
 
     def close(self) -> None:
-        for process in (self.launcher, *self._ranks.values()):
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.launcher.wait()
-
-
-def is_gone(process: Any) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
 
 
 @pytest.fixture
-def start(command: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job]]:
+def start(arguments: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job]]:
     started: list[Job] = []
 
     def job(resume: bool) -> Job:
         more = ["--output", str(tmp_path / "out"), *(["--resume"] if resume else [])]
-        started.append(Job([*command, *more], tmp_path))
+        started.append(Job([*arguments, *more], tmp_path))
         return started[-1]
 
     yield job
@@ -177,11 +171,9 @@ def test_killed_five_times_and_resumed(
     for number, moment in enumerate(MOMENTS):
         job = start(number > 0)
         job.wait_for(moment, chance)
-        ranks = job.ranks()
-        victims = [ranks[chance.choice("01")]] if whom == "one rank" else [job.launcher, *ranks.values()]
-        chance.shuffle(victims)
+        victims = [chance.randrange(2)] if whom == "one rank" else chance.sample([0, 1], 2)
         job.kill(victims)
-        job.has_ended()
+        job.has_ended(victims)
         seen.append(job.num_done())
         assert not (tmp_path / "out").exists()
         if number:
@@ -189,7 +181,7 @@ def test_killed_five_times_and_resumed(
             said = f"going on at block {before} of {NUM_BLOCKS}" if before > 0 else "starting at the first block"
             assert said in job.said()
     last = start(True)
-    assert last.launcher.wait(SECONDS) == 0, last.said()
+    last.succeeds()
     assert f"going on at block {NUM_BLOCKS} of {NUM_BLOCKS}" in last.said()
     assert digests(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out"]
