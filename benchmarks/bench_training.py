@@ -34,7 +34,7 @@ NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
 # Freed memory stays with the process, as torch's allocators for accelerators keep it. Otherwise which
 # operation pays for the page faults changes with every allocation before it, by more than masks cost.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
-WARM_UP = 8  # turns; until then the heap still grows, and a page fault costs as much as a thousand masked weights
+WARM_UP = 8  # turns; until then the heap still grows, and a page fault costs as much as thousands of masked weights
 WAYS = ("dense", "dense, again", "distprune", "torch before fully_shard")  # the second shows what is noise
 SWITCHED_OFF = "distprune, switched off"
 

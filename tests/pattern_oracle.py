@@ -32,11 +32,16 @@ def keep_in_pattern(
         for name, value in zip(names, values, strict=True)
     ]
     if isinstance(pattern, Unstructured | Block):
-        decide = _blocks if isinstance(pattern, Block) else _elements
-        if scope == "global":
-            return decide(pattern, names, scores, left, method, zeros)
-        each = zip(names, scores, left, strict=True)
-        return [decide(pattern, [name], [score], [of], method, zeros)[0] for name, score, of in each]
+        indices = range(len(names))
+        each = [list(indices)] if scope == "global" else [[i] for i in indices]
+        keep: list[torch.Tensor] = []
+        for some in each:  # that compete
+            of_some = [scores[i] for i in some], [left[i] for i in some]
+            if isinstance(pattern, Block):
+                keep += _blocks(pattern, [names[i] for i in some], *of_some, method, zeros)
+            else:
+                keep += _elements(pattern.amount, *of_some, zeros)
+        return keep
     return [_rows(pattern, score, of, zeros) for score, of in zip(scores, left, strict=True)]
 
 
@@ -58,29 +63,21 @@ def _rows(pattern: Pattern, scores: torch.Tensor, left: torch.Tensor, zeros: str
 
 
 def _elements(
-    pattern: Pattern,
-    names: Sequence[str],
-    scores: Sequence[torch.Tensor],
-    left: Sequence[torch.Tensor],
-    method: str,
-    zeros: str,
+    amount: float, scores: Sequence[torch.Tensor], left: Sequence[torch.Tensor], zeros: str
 ) -> list[torch.Tensor]:
-    assert isinstance(pattern, Unstructured)
-    assert len(names) == len(scores), method
     ranked = [score.double().where(of, -1.0) for score, of in zip(scores, left, strict=True)]
     competing = [of if zeros == "out" else torch.ones_like(of) for of in left]
-    return keep_highest(ranked, competing, round(pattern.amount * sum(int(of.sum()) for of in competing)))
+    return keep_highest(ranked, competing, round(amount * sum(int(of.sum()) for of in competing)))
 
 
 def _blocks(
-    pattern: Pattern,
+    pattern: Block,
     names: Sequence[str],
     scores: Sequence[torch.Tensor],
     left: Sequence[torch.Tensor],
     method: str,
     zeros: str,
 ) -> list[torch.Tensor]:
-    assert isinstance(pattern, Block)
     size = pattern.size
     ranked = []
     for i, (name, score, of) in enumerate(zip(names, scores, left, strict=True)):

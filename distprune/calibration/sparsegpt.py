@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.calibration.blocks import keep_blocks
+from distprune.calibration.keep import keep_blocks, keep_weights
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
@@ -24,16 +24,12 @@ from distprune.masks import zero_where_pruned
 from distprune.scores import Magnitude
 from distprune.selection import (
     Block,
-    Competition,
-    Entry,
     NByM,
     Pattern,
     PerRow,
     Unstructured,
-    common_order,
     keep_highest_per_group,
     keep_highest_per_row,
-    select_lowest,
 )
 
 __all__ = ["COLUMNS", "DAMPING", "Factor", "factor", "prune_by_sparsegpt"]
@@ -132,10 +128,11 @@ class _Sweep:
             return
         diagonal = upper.diagonal()[start:stop]
         stays = torch.empty_like(block, dtype=torch.bool)
+        scales = torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays
         if not isinstance(keep, NByM):
             for name, part in self.part.items():
                 stays[:, part] = keep[name].t()
-        scales = torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays
+            torch.div(~stays, diagonal[:, None], out=scales)
         errors = torch.empty_like(block)
         columns, of_columns, scale_of = block.unbind(), errors.unbind(), scales.unbind()
         m = keep.m if isinstance(keep, NByM) else 1
@@ -144,9 +141,7 @@ class _Sweep:
             end = min(first + step, stop - start)
             part_upper = upper[start + first : start + end, start + first : start + end]
             for i in range(first, end):
-                if i == first and not isinstance(keep, NByM):
-                    torch.div(~stays[i:end], diagonal[i:end, None], out=scales[i:end])
-                elif isinstance(keep, NByM) and i % m == 0:
+                if isinstance(keep, NByM) and i % m == 0:
                     scores = _scores(block[i : i + m], diagonal[i : i + m])
                     stays[i : i + m] = keep_highest_per_group(scores, keep.n, m).t()
                     torch.div(~stays[i : i + m], diagonal[i : i + m, None], out=scales[i : i + m])
@@ -254,14 +249,9 @@ def _keep(
     shards = [rows[name].shard(f"{prefix}.{name}", scores[name]) for name in part]
     if isinstance(pattern, Block):
         return dict(zip(part, keep_blocks(comm, shards, pattern), strict=True))
-    competitions: list[Competition] = []
-    entries: list[Entry] = []
-    order = common_order([("magnitude", torch.float32)])
-    for shard, (name, stop) in zip(shards, part.items(), strict=True):
-        full_name, numel = shard.name, rows[name].num_out * (stop - start)
-        entries.append(Entry(full_name, Magnitude(shard), shard.geometry, rows[name].owned, len(competitions), 0))
-        competitions.append(Competition(full_name, order, numel, numel, round(pattern.amount * numel)))
-    return dict(zip(part, select_lowest(comm, competitions, entries).masks, strict=True))
+    return dict(
+        zip(part, keep_weights(comm, shards, [Magnitude(shard) for shard in shards], pattern.amount), strict=True)
+    )
 
 
 def _factors(comm: Communicator, moments: list[Moments], rows: Mapping[str, Rows]) -> dict[str, Factor]:

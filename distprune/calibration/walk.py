@@ -221,14 +221,15 @@ class _Learner:
 
     @contextmanager
     def _watching(self, block: nn.Module) -> Iterator[None]:
+        def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.note(0, args, kwargs)
+
         def on_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
             self._output = output
 
         # Before FSDP2's own hook, so that the block where a forward ends is not gathered.
         handles = [
-            block.register_forward_pre_hook(
-                lambda _, args, kwargs: (self.note(0, args, kwargs), None)[1], prepend=True, with_kwargs=True
-            ),
+            block.register_forward_pre_hook(on_call, prepend=True, with_kwargs=True),
             block.register_forward_hook(on_output),
         ]
         try:

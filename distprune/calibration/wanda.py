@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from distprune.calibration.blocks import keep_blocks
+from distprune.calibration.keep import keep_blocks, keep_weights
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
 from distprune.calibration.statistics import Moments
@@ -21,18 +21,15 @@ from distprune.methods.decide import Method
 from distprune.scores import Magnitude, Random
 from distprune.selection import (
     Block,
-    Competition,
-    Entry,
     NByM,
     Pattern,
     PerRow,
     Scores,
     Unstructured,
-    common_order,
     keep_highest_per_group,
     keep_highest_per_row,
-    select_lowest,
 )
+from distprune.shards import LocalShard
 
 __all__ = ["ScoredBy", "prune_by_scores"]
 
@@ -80,7 +77,8 @@ def prune_by_scores(
             elif method == "wanda":
                 keep = _keep(weight.abs().float() * sums.sqrt(), pattern)
             else:
-                keep = _keep(_values(_scores(prefix, name, of_map, method, seed), start, stop, of_map.num_in), pattern)
+                scores = _scores(of_map.shard(f"{prefix}.{name}", of_map.weight), method, seed)
+                keep = _keep(_values(scores, start, stop, of_map.num_in), pattern)
             output = weight.float().square() * sums
             outcome.output += float(output.sum(dtype=torch.float64))
             outcome.error += float(output.masked_fill_(keep, 0).sum(dtype=torch.float64))
@@ -102,8 +100,7 @@ def _keep(scores: torch.Tensor, pattern: NByM | PerRow | Unstructured) -> torch.
     return keep_highest_per_row(scores, round(pattern.amount * scores.shape[1]))
 
 
-def _scores(prefix: str, name: str, rows: Rows, method: ScoredBy, seed: int) -> Scores:
-    shard = rows.shard(f"{prefix}.{name}", rows.weight)
+def _scores(shard: LocalShard, method: ScoredBy, seed: int) -> Scores:
     return Random(shard, seed, zeros_first=True) if method == "random" else Magnitude(shard)
 
 
@@ -116,17 +113,9 @@ def _by_matrix(
     comm: Communicator, prefix: str, rows: Mapping[str, Rows], method: ScoredBy, amount: float, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return what stays, (rows, in), of every map; all maps' competitions in one selection."""
-    competitions: list[Competition] = []
-    entries: list[Entry] = []
-    for name, of_map in rows.items():
-        scores = _scores(prefix, name, of_map, method, seed)
-        numel = of_map.num_out * of_map.num_in
-        order = common_order([(scores.ordered_by, scores.dtype)])
-        full_name = f"{prefix}.{name}"
-        geometry = of_map.shard(full_name, of_map.weight).geometry
-        entries.append(Entry(full_name, scores, geometry, of_map.owned, len(competitions), 0))
-        competitions.append(Competition(full_name, order, numel, numel, round(amount * numel)))
-    return dict(zip(rows, select_lowest(comm, competitions, entries).masks, strict=True))
+    shards = [of_map.shard(f"{prefix}.{name}", of_map.weight) for name, of_map in rows.items()]
+    scores = [_scores(shard, method, seed) for shard in shards]
+    return dict(zip(rows, keep_weights(comm, shards, scores, amount), strict=True))
 
 
 def _by_blocks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator
@@ -63,11 +62,6 @@ class OneShotJob:
     evaluation_tokens: int = 8192
     evaluation_length: int = 512
 
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments as JSON carries them, but for ``resume``."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "resume"}
-        return {**facts, "pattern": repr(self.pattern), "dtype": None if self.dtype is None else str(self.dtype)}
-
 
 def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[str, Any]:
     """Run the job on all ranks and return its report.
@@ -83,7 +77,7 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
         FileExistsError: on every rank: ``resume``, and the job has finished.
     """
     comm = ranks.comm
-    with together(comm, **flags(job.facts()), resume=job.resume, device=ranks.device.type):
+    with together(comm, **flags(job), resume=job.resume, device=ranks.device.type):
         _check_output(job)
     draws = can_draw(display.say)
     path = resolve_model(job.model, group=comm, log=display.say)
@@ -120,7 +114,7 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
             after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
         with _clock(seconds, "save"), display.progress("saving", "bytes") as progress, together(comm):
             writer.write(progress=progress)
-    head = report_head(job.facts(), directory, ranks, (unfinished.journal["perplexity_before"], after))
+    head = report_head(job, directory, ranks, (unfinished.journal["perplexity_before"], after))
     report = {**head, "stage_seconds": seconds, "pruning": {**pruning, "resumed_at": first}}
     with together(comm):
         if comm.rank == 0:
@@ -144,7 +138,7 @@ def _open(job: OneShotJob, comm: Communicator, directory: HfDirectory, samples: 
     with together(comm):
         sampled = directory.sample() if comm.rank == 0 else ""
     facts = {
-        **flags(job.facts()),
+        **flags(job),
         "model files": directory.fingerprint(),
         "model weights": comm.broadcast(sampled),
         "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),

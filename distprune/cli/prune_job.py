@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +39,6 @@ class PruneJob:
     evaluation_tokens: int = 8192
     evaluation_length: int = 512
 
-    def facts(self) -> dict[str, Any]:
-        """Return the arguments as JSON carries them."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        pattern, dtype = (None if value is None else str(value) for value in (self.pattern, self.dtype))
-        return {**facts, "pattern": pattern, "dtype": dtype}
-
 
 def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
     """Run the job on all ranks and return its report. Nothing is written unless everything succeeds.
@@ -55,7 +48,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             mistakes: see the functions this calls.
     """
     comm = ranks.comm
-    with together(comm, **flags(job.facts()), device=ranks.device.type):
+    with together(comm, **flags(job), device=ranks.device.type):
         if job.amount is not None:
             check_amount(job.amount)
         check_output(job.output, overwrite=job.overwrite)
@@ -90,7 +83,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
             save_model(model, directory, staging, group=comm, progress=progress)
         seconds["save"] = time.perf_counter() - started_saving
         seconds["total"] = time.perf_counter() - started
-        head = report_head(job.facts(), directory, ranks, (before, after))
+        head = report_head(job, directory, ranks, (before, after))
         written = {**head, "stage_seconds": seconds, "pruning": report.to_dict()}
         with together(comm):
             if comm.rank == 0:

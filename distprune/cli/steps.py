@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -9,7 +10,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +19,25 @@ from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.collectives import agree, together
 from distprune.evaluation import perplexity, tokenize_file
+from distprune.selection import Pattern
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["REPORT_NAME", "evaluate", "flags", "load_tokenizer", "open_source", "report_head", "write_report"]
 
 REPORT_NAME = "report.json"
 
 
-def flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's arguments under the names a user knows them by, for the ranks to agree on."""
-    return {f"--{key.replace('_', '-')}": value for key, value in arguments.items()}
+def arguments_of(job: DataclassInstance) -> dict[str, Any]:
+    """Return what a job was asked for as JSON carries it, but for ``resume``, which changes nothing in the end."""
+    values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "resume"}
+    return {name: str(value) if isinstance(value, torch.dtype | Pattern) else value for name, value in values.items()}
+
+
+def flags(job: DataclassInstance) -> dict[str, Any]:
+    """Return :func:`arguments_of` a job under the names a user knows them by, for the ranks to agree on."""
+    return {f"--{name.replace('_', '-')}": value for name, value in arguments_of(job).items()}
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -76,7 +87,7 @@ def evaluate(
 
 
 def report_head(
-    arguments: Mapping[str, Any],
+    job: DataclassInstance,
     directory: HfDirectory,
     ranks: Ranks,
     perplexities: tuple[float | None, float | None],
@@ -87,7 +98,7 @@ def report_head(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "model": str(directory.path),
-        "arguments": dict(arguments),
+        "arguments": arguments_of(job),
         "num_ranks": ranks.comm.size,
         "device": ranks.device.type,
         "perplexity_before": perplexities[0],

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from distprune import Unstructured
+from distprune.cli.one_shot_job import OneShotJob
 from tests.models import TEXT, make_model, make_tokenizer
 
 
@@ -29,3 +32,19 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    """A job over copies of the model and the text, which a test may spoil."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    shutil.copyfile(text_file, tmp_path / "text.txt")
+    return OneShotJob(
+        str(tmp_path / "model"),
+        str(tmp_path / "outputs" / "out"),
+        "sparsegpt",
+        Unstructured(0.5),
+        str(tmp_path / "text.txt"),
+        samples=5,
+        sequence_length=24,
+    )

@@ -15,29 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distprune import Unstructured
 from distprune.checkpoint import Unfinished
 from distprune.cli.one_shot_job import OneShotJob
 from tests.cli.test_one_shot_job import run_on_rank
 from tests.cli.test_prune_job import contents
 from tests.models import make_model, make_tokenizer
 from tests.worlds import ProcessPool
-
-
-@pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    """A job over copies of the model and the text, to be spoiled."""
-    shutil.copytree(model_folder, tmp_path / "model")
-    shutil.copyfile(text_file, tmp_path / "text.txt")
-    return OneShotJob(
-        str(tmp_path / "model"),
-        str(tmp_path / "outputs" / "out"),
-        "sparsegpt",
-        Unstructured(0.5),
-        str(tmp_path / "text.txt"),
-        samples=5,
-        sequence_length=24,
-    )
 
 
 def run(pool: ProcessPool, job: OneShotJob) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,9 @@ from tests.worlds import ProcessPool
 
 
 @pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    """A job over copies of the model and the text, to be changed; with ``resume``."""
-    shutil.copytree(model_folder, tmp_path / "model")
-    shutil.copyfile(text_file, tmp_path / "text.txt")
-    return OneShotJob(
-        str(tmp_path / "model"),
-        str(tmp_path / "outputs" / "out"),
-        "wanda",
-        Unstructured(0.5),
-        str(tmp_path / "text.txt"),
-        samples=4,
-        sequence_length=16,
-        resume=True,
-    )
+def job(job: OneShotJob) -> OneShotJob:
+    """The job, with ``resume``."""
+    return dataclasses.replace(job, method="wanda", samples=4, sequence_length=16, resume=True)
 
 
 def run_aloud(job: OneShotJob) -> None:

@@ -1,8 +1,9 @@
-"""Blocks of weights in one-shot pruning: those of each matrix compete by the sums of their scores."""
+"""Who stays where those of one matrix compete over all ranks: weights, or blocks of weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +11,28 @@ import torch
 from distprune.collectives import Communicator, Member, roster_of_one
 from distprune.methods.blocks import decide_blocks
 from distprune.methods.decide import Candidate, Method, Rule
-from distprune.selection import Block
+from distprune.selection import Block, Competition, Entry, Scores, common_order, select_lowest
 from distprune.shards import LocalShard
 
-__all__ = ["keep_blocks"]
+__all__ = ["keep_blocks", "keep_weights"]
+
+
+def keep_weights(
+    comm: Communicator, shards: Sequence[LocalShard], scores: Sequence[Scores], amount: float
+) -> list[torch.Tensor]:
+    """Return what stays of each of ``shards`` (rows, columns), bool: all but the ``round(amount * numel)`` lowest.
+
+    ``scores[i]`` are those of ``shards[i]``. Every rank must call it, with the same matrices in the same
+    order; rounds: one ``select_lowest`` for all of them.
+    """
+    competitions: list[Competition] = []
+    entries: list[Entry] = []
+    for shard, of_shard in zip(shards, scores, strict=True):
+        numel = math.prod(shard.geometry.global_shape)
+        order = common_order([(of_shard.ordered_by, of_shard.dtype)])
+        entries.append(Entry(shard.name, of_shard, shard.geometry, bool(shard.owned), len(competitions), 0))
+        competitions.append(Competition(shard.name, order, numel, numel, round(amount * numel)))
+    return select_lowest(comm, competitions, entries).masks
 
 
 def keep_blocks(
