@@ -58,14 +58,15 @@ def histogram(values: npt.NDArray[np.signedinteger], within: Range, num_bins: in
 class Undecided:
     """What the ranks know of one competition: its k-th lowest element is in ``keys``, then in ``positions``.
 
-    ``num_before`` elements precede the range that is left. Every rank holds the same values, since
-    they come from reduced counts alone.
+    ``num_before`` elements precede the range that is left, ``num_within`` are in it. Every rank holds the
+    same values, since they come from reduced counts alone.
     """
 
     competition: Competition
     keys: Range
     positions: Range
     num_before: int = 0
+    num_within: int = 0
     needs_scan: bool = True
 
     @property
@@ -73,11 +74,17 @@ class Undecided:
         """Whether one key is left, and the elements below it are counted."""
         return self.keys.low == self.keys.high and not self.needs_scan
 
+    def settle_ties(self) -> None:
+        """Leave no choice of positions where none has to be made: all that tie with the k-th go, or nothing does."""
+        if self.num_before + self.num_within == self.competition.num_lowest or self.competition.num_lowest == 0:
+            self.positions = Range(self.positions.high, self.positions.high)
+
     def narrow(self, within: Range, bins: Words) -> Range:
         """Return the bin of ``within`` that holds the k-th, and pass over the elements before it."""
         if within.low == within.high or self.competition.num_lowest == 0:
             return Range(within.low, within.low)
         passed = np.cumsum(bins)
         index = int(np.searchsorted(passed, self.competition.num_lowest - self.num_before))
-        self.num_before += int(passed[index] - bins[index])
+        self.num_within = int(bins[index])
+        self.num_before += int(passed[index]) - self.num_within
         return within.bin(index, len(bins))

@@ -9,7 +9,7 @@ not in the bracket, the counts say on which side it is, and the rounds over the 
 there: the result is exact either way.
 
 What travels does not grow with the number of elements: the size of a round depends on the number of
-competitions alone, the number of rounds on the kind of the scores.
+competitions alone, the number of rounds on the kind of the scores and on whether ties have to be broken.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ __all__ = ["Selection", "select_lowest"]
 _NUM_WORDS_BATCHED = 1 << 11
 _NUM_WORDS_ALONE_KEYS = 1 << 13
 _NUM_WORDS_ALONE_POSITIONS = 1 << 14
-# Enough for 8e9 positions in each of many competitions, and 4e12 in one alone.
-_MIN_POSITION_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,10 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
 
     Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
     64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
-    two (at most 2, 3, and 5 or 6), or when a bracket missed; 3 over positions. Bytes a round: 16 KiB
-    for each of several competitions; alone, 64 KiB, over positions 128 KiB (640 KiB in all for 32-bit
-    scores).
+    two (at most 2, 3, and 5 or 6), or when a bracket missed; over positions none unless some of the
+    elements that tie with a k-th go and others stay, then at most 3 (up to 8e9 positions). Bytes a
+    round: 16 KiB for each of several competitions; alone, 64 KiB, over positions 128 KiB (at most 640 KiB
+    in all for 32-bit scores).
 
     Local work: one read of the scores, one write of the mask, a sample; temporaries stay under 64 MiB.
 
@@ -95,9 +94,9 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
         for tally in tallies:
             tally.settle_keys()
 
-    most_positions = max(c.num_positions for c in competitions)
-    num_position_rounds = max(_MIN_POSITION_ROUNDS, _num_rounds(most_positions, num_position_words))
-    for _ in range(num_position_rounds):
+    for state in states:
+        state.settle_ties()
+    while any(state.positions.low < state.positions.high for state in states):
         counts = _reduce(comm, tallies, len(states), num_position_words, lambda tally, row: tally.count_positions(row))
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
@@ -143,7 +142,7 @@ def _narrow_keys(states: Sequence[Undecided], counts: Words) -> bool:
             state.keys, missed = Range(state.keys.high + 1, order.last), True
         else:
             if state.needs_scan:
-                state.num_before, state.needs_scan = below, False
+                state.num_before, state.num_within, state.needs_scan = below, inside, False
             state.keys = state.narrow(state.keys, bins)
     return missed
 
