@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distprune.cli.launchers import schedule_as_batch
+
 __all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "table"]
 
 _SAMPLE_SECONDS = 0.001
@@ -92,6 +94,7 @@ def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
+    schedule_as_batch()  # as the command line does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks <= len(cores):
@@ -109,7 +112,8 @@ def heading(title: str, command: str) -> str:
     return (
         f"# {title}\n\n"
         f"- Date: {datetime.date.today().isoformat()}\n"
-        f"- Hardware: {cpu}, {os.cpu_count()} cores; ranks of one thread, each on its own core where there are enough\n"
+        f"- Hardware: {cpu}, {os.cpu_count()} cores; ranks of one thread, each on its own core where there are enough, "
+        "SCHED_BATCH\n"
         f"- Versions: Python {platform.python_version()}, {versions}\n"
         f"- Command: `{command}`\n"
     )

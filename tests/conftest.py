@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from distprune.cli.launchers import schedule_as_batch
 from tests.worlds import ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
+schedule_as_batch()  # and with it every rank the tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 
 import pytest
 import torch
 
 from distprune.cli import launchers
-from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank, started
+from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank, schedule_as_batch, started
 
 TORCHRUN = {
     "RANK": "5",
@@ -204,3 +205,21 @@ def test_sigterm_unwinds_the_stack() -> None:
         work()
     assert cleaned
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has scheduling policies")
+@pytest.mark.parametrize(("chosen", "after"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_threads_are_scheduled_as_a_batch_unless_the_user_said_otherwise(chosen: str, after: str) -> None:
+    found: list[int] = []
+
+    def run() -> None:  # in a thread of its own: the policy is a thread's
+        os.sched_setscheduler(0, getattr(os, chosen), os.sched_param(0))
+        schedule_as_batch()
+        started = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        started.start()
+        started.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [getattr(os, after)]
