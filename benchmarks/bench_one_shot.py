@@ -33,7 +33,7 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
-MANY_SAMPLES = 64  # half of what the papers take
+MANY_SAMPLES = 128  # what the papers and the command line take
 EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
 EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
 STAGES = ("forward", "reduce", "factor", "sweep")

@@ -1,4 +1,4 @@
-"""Peak memory of one-shot pruning, with 4 and with 16 decoder blocks: what a rank needs beyond its shard.
+"""Peak memory of one-shot pruning, with 4, 16 and 32 decoder blocks: what a rank needs beyond its shard.
 
 python -m benchmarks.bench_one_shot_memory --output benchmarks/results/one_shot_memory_HARDWARE_DATE.md
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ from distprune.calibration import OneShotMethod, linear_maps, prune_blocks
 from distprune.shards import decoder_blocks
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
+
+NUM_BLOCKS = (4, 16, 32)
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": "0"}  # glibc's variables
 
 
 def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> dict[str, int]:
@@ -74,19 +78,27 @@ def main() -> None:
     rows: list[tuple[Any, ...]] = []
     for method in ("wanda", "sparsegpt"):
         for num_ranks in (1, 2):
-            for num_blocks in (4, 16):
-                found = max(on_ranks(num_ranks, run, num_ranks, method, num_blocks, False), key=lambda r: r["peak"])
-                mebi = {name: f"{num_bytes / 2**20:.0f}" for name, num_bytes in found.items()}
-                rows.append((method, num_ranks, num_blocks, *mebi.values()))
+            for num_blocks in NUM_BLOCKS:
+                what = num_ranks, run, num_ranks, method, num_blocks, False
+                os.environ.update(RETURN_MEMORY)
+                in_use = max(result["peak"] for result in on_ranks(*what))
+                for variable in RETURN_MEMORY:
+                    del os.environ[variable]
+                found = max(on_ranks(*what), key=lambda result: result["peak"])
+                mebi = [f"{num_bytes / 2**20:.0f}" for num_bytes in (in_use, *found.values())]
+                rows.append((method, num_ranks, num_blocks, *mebi))
                 print(rows[-1], flush=True)
-    columns = ("method", "ranks", "blocks", "peak", "statistics", "block", "activations", "model shard")
+    columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
     text = (
         heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
-        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. Beside\n"
-        "it what it may be made of: the statistics of one block (float64), one block's weights whole (float32), the\n"
-        "rank's share of one block's activations; the shard for comparison. Blocks of SmolLM2-135M's size, "
-        f"{NUM_SAMPLES}\nsamples of {LENGTH} tokens. Under SparseGPT the factors and the rows on their way come to "
-        "about as much as\nthe statistics and the rank's rows again.\n\n" + table(columns, rows)
+        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with\n"
+        "glibc told to return freed memory at once: what is in use. Then as it is: up to 64 MiB that have been freed\n"
+        "stay with the process, because every page costs time to get anew. Beside them sizes: the statistics of one\n"
+        "block (float64), one block's weights whole (float32), the rank's share of one block's activations; the\n"
+        "shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer and copies it out of it, so it is there\n"
+        "twice for a moment, as are the embeddings before the first block. SparseGPT's factors (float32) follow its\n"
+        "statistics one by one; the rows that it sweeps are there in float32, too. Blocks of SmolLM2-135M's size,\n"
+        f"{NUM_SAMPLES} samples of {LENGTH} tokens.\n\n" + table(columns, rows)
     )
     print(text)
     if arguments.output is not None:
