@@ -1,7 +1,10 @@
 """What the linear maps of one block are given, summed over samples and ranks.
 
-Noun: the *moments* of an input X (tokens, in) are the sum of squares of each feature, the diagonal of
+Nouns: the *moments* of an input X (tokens, in) are the sum of squares of each feature, the diagonal of
 X^T X, or all of X^T X. Maps that are given the very same tensor (q, k and v; gate and up) share theirs.
+With the diagonal alone goes a *sketch*: X^T G, of random signs G (tokens, 32), from which ||X d||^2 of any d
+is estimated as ||G^T X d||^2 / 32 (Alon, Matias, Szegedy 1996; Achlioptas 2003), so that methods which have no use
+for X^T X can tell what they have done to outputs.
 
 Ranks that run the same samples (see :mod:`distprune.calibration.crew`) take a part each: of ``in`` features,
 the sums of theirs, and of X^T X their rows. That is also how tensor parallelism cuts the inputs of a row-wise
@@ -36,6 +39,7 @@ __all__ = ["InputStatistics", "Moments", "MomentsOf", "pack_triangle", "unpack_t
 
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 
+_NUM_PROJECTIONS = 32  # a sum of squares over many outputs is then right to a few percent
 _ROWS = 256  # tokens in float64 at a time
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
@@ -45,23 +49,36 @@ class Moments:
     """Of the inputs of ``names``, which are the same, over all ranks' tokens.
 
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
-    ``num_tokens`` is 0, as for an expert that nothing was routed to.
+    ``num_tokens`` is 0, as for an expert that nothing was routed to. ``sketch`` (in, 32), float32, comes with
+    ``"features"``.
     """
 
     names: tuple[str, ...]
     num_tokens: int
     values: torch.Tensor
+    sketch: torch.Tensor | None = None
 
     @property
     def square_sums(self) -> torch.Tensor:
         """Sum of squares of each input feature, (in,)."""
         return self.values if self.values.ndim == 1 else self.values.diagonal()
 
+    def squared_output(self, weight: torch.Tensor) -> float:
+        """Return ||X W^T||^2 of rows ``weight`` (rows, in), float32, with its expectation: estimated by the sketch.
+
+        Without tokens the inputs count as white: X^T X = 1.
+        """
+        if not self.num_tokens:
+            return float(weight.square().sum(dtype=torch.float64))
+        assert self.sketch is not None
+        projected = weight @ self.sketch
+        return float(projected.square_().sum(dtype=torch.float64)) / projected.shape[1]
+
 
 @dataclass
 class _Sum:
     num_tokens: int = 0
-    values: torch.Tensor | None = None  # float64; this rank's features, or rows of X^T X
+    values: torch.Tensor | None = None  # float64; of this rank's features (sum of squares, sketch), or rows of X^T X
 
 
 @dataclass
@@ -82,13 +99,16 @@ class InputStatistics:
     _seen: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)  # in this sample
     _num_calls: dict[str, int] = field(default_factory=dict)
     _counts: bool = False
+    _num_begun: int = 0  # samples
+    _signs: dict[int, torch.Tensor] = field(default_factory=dict)  # of this sample, by the number of tokens
     _error: Exception | None = (
         None  # raised by all ranks together: one that stopped here would leave the others waiting
     )
 
     def begin_sample(self, *, counts: bool = True) -> None:
         """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
-        self._seen, self._counts = [], counts
+        self._seen, self._counts, self._signs = [], counts, {}
+        self._num_begun += 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -153,16 +173,26 @@ class InputStatistics:
         total = self._sums.setdefault(name, _Sum())
         total.num_tokens += len(x)
         if self.of == "features":
-            addend = _square_sums(x if is_cut else x[:, start:stop])
+            own = x if is_cut else x[:, start:stop]
+            addend = torch.cat([_square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
         else:
             addend = _products(self.crew.gather(self.comm, x, num_in) if is_cut else x, start, stop)
         total.values = addend.double() if total.values is None else total.values.add_(addend)
+
+    def _signs_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return random signs (tokens, 32), float32: those of this sample, on whichever rank it runs."""
+        if len(x) not in self._signs:
+            number = self.crew.number + self.crew.num_crews * (self._num_begun - 1)
+            generator = torch.Generator().manual_seed(number)
+            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator)
+            self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
+        return self._signs[len(x)]
 
     def reduce(self, comm: Communicator) -> list[Moments]:
         """Return the moments over all ranks of ``comm``, those of each input once; every map is in one of them.
 
         Every rank must call it. Rounds: 4 of little, to agree on which maps share and on how many tokens,
-        and 1 for all ``"features"`` (8 bytes a feature), or 1 for each input of ``"pairs"`` (about 4 bytes a
+        and 1 for all ``"features"`` (264 bytes a feature), or 1 for each input of ``"pairs"`` (about 4 bytes a
         pair: one triangle).
 
         Raises:
@@ -180,7 +210,8 @@ class InputStatistics:
         num_tokens = comm.sum(torch.tensor([self._num_tokens(first) for first in firsts], dtype=torch.int64))
         if self.of == "features":
             sizes = [self.maps[first].num_in for first in firsts]
-            packed = torch.cat([self._values(first, (size,)) for first, size in zip(firsts, sizes, strict=True)])
+            width = 1 + _NUM_PROJECTIONS
+            packed = torch.cat([self._values(first, (size, width)) for first, size in zip(firsts, sizes, strict=True)])
             totals = iter(torch.split(comm.sum(packed), sizes))
         else:
             totals = (
@@ -189,7 +220,11 @@ class InputStatistics:
         found = []
         for (first, names), count in zip(firsts.items(), num_tokens.tolist(), strict=True):
             device = self.maps[first].parameter.device
-            moments = Moments(tuple(names), count, next(totals).float().to(device))
+            total = next(totals).float().to(device)
+            if self.of == "features":
+                moments = Moments(tuple(names), count, total[:, 0].contiguous(), total[:, 1:].contiguous())
+            else:
+                moments = Moments(tuple(names), count, total)
             self._sums.pop(first, None)  # one block's sums are large: let go of each as it is done with
             found.append(moments)
         bad = [m.names[0] for m in found if not bool(torch.isfinite(m.values).all())]  # the same on every rank

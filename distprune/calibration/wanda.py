@@ -55,11 +55,12 @@ def prune_by_scores(
     Every rank must call it. Nothing is communicated, except where whole matrices compete (magnitude and
     random, unstructured): one ``select_lowest`` for all of them; and for blocks, one ``decide_blocks``, in which
     those of each matrix compete by the sums of their scores. Temporaries beyond its masks stay under 64 MiB,
-    but for Wanda's scores where blocks compete: those of all rows, in float32. The errors returned are those
-    of uncorrelated inputs, for which ||X D^T||^2 is the sum of ||X_j||^2 D_ij^2.
+    but for Wanda's scores where blocks compete: those of all rows, in float32. The errors returned are
+    estimates: see ``Moments.squared_output``.
     """
+    moments_of = {name: m for m in moments for name in m.names}
     square_sums = {
-        name: m.square_sums if m.num_tokens else torch.ones_like(m.square_sums) for m in moments for name in m.names
+        name: m.square_sums if m.num_tokens else torch.ones_like(m.square_sums) for name, m in moments_of.items()
     }
     whole: dict[str, torch.Tensor] = {}
     if isinstance(pattern, Unstructured) and method != "wanda":
@@ -79,9 +80,9 @@ def prune_by_scores(
             else:
                 scores = _scores(of_map.shard(f"{prefix}.{name}", of_map.weight), method, seed)
                 keep = _keep(_values(scores, start, stop, of_map.num_in), pattern)
-            output = weight.float().square() * sums
-            outcome.output += float(output.sum(dtype=torch.float64))
-            outcome.error += float(output.masked_fill_(keep, 0).sum(dtype=torch.float64))
+            values = weight.float()
+            outcome.output += moments_of[name].squared_output(values)
+            outcome.error += moments_of[name].squared_output(values.masked_fill(keep, 0))
             outcome.num_pruned += keep.numel() - int(torch.count_nonzero(keep))
             zero_where_pruned(weight, keep)
             outcome.num_zeros += keep.numel() - int(torch.count_nonzero(weight))

@@ -73,7 +73,7 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
     torch.manual_seed(0)
     weight, sums = torch.randn(8, 12), torch.rand(12) * 5
     rows = Rows(weight.clone(), ((0, 8),), 8, True)
-    moments = [Moments(("m",), 3, sums)]
+    moments = [Moments(("m",), 3, sums, torch.randn(12, 32))]
     outcomes = prune_by_scores(Alone(), "block", {"m": rows}, moments, "wanda", Block(2, 0.5), 0)
     scores = weight.abs() * sums.sqrt()
     keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]

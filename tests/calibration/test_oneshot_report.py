@@ -146,9 +146,12 @@ def test_offload_changes_nothing() -> None:
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-@pytest.mark.parametrize("dead", [False, True])
-def test_error_is_that_of_the_outputs(dead: bool) -> None:
-    """||X (W - W')^T|| / ||X W^T||, from the activations themselves."""
+@pytest.mark.parametrize(
+    ("method", "dead", "within"),
+    [("sparsegpt", False, 1e-3), ("sparsegpt", True, 1e-3), ("wanda", False, 0.15), ("random", True, 0.15)],
+)
+def test_error_is_that_of_the_outputs(method: OneShotMethod, dead: bool, within: float) -> None:
+    """||X (W - W')^T|| / ||X W^T||, from the activations themselves; all but SparseGPT estimate it."""
     model: Any = tiny_model("llama")
     if dead:
         with torch.no_grad():
@@ -165,12 +168,12 @@ def test_error_is_that_of_the_outputs(dead: bool) -> None:
     for handle in handles:
         handle.remove()
     before = {name: linear.parameter.detach().clone() for name, linear in linear_maps(block).items()}
-    report = prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+    report = prune_blocks(model, TOKENS, method=method, pattern=HALF, seed=1)
     for of_map, (name, linear) in zip(report.blocks[0].maps, linear_maps(block).items(), strict=True):
         x = torch.cat(inputs[name]).double()
         change = x @ (before[name] - linear.parameter.detach()).double().t()
         wanted = float(change.norm() / (x @ before[name].double().t()).norm())
-        assert of_map.relative_error == pytest.approx(wanted, rel=1e-3)
+        assert of_map.relative_error == pytest.approx(wanted, rel=within)
         assert of_map.num_tokens == len(x)
 
 

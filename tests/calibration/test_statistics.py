@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, linear_maps, spread
+from distprune.calibration.crew import Crew
 from distprune.calibration.statistics import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, communicator
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
@@ -31,7 +32,7 @@ def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> li
     walk = catch_inputs(model, mine.batches)
     found = []
     for index, (_, block) in enumerate(walk.blocks):
-        statistics = InputStatistics(linear_maps(block), of)
+        statistics = InputStatistics(linear_maps(block), of, Crew(comm.rank, comm.size))
         with statistics.listening(), walk.block(index) as run:
             for i in range(walk.num_samples):
                 statistics.begin_sample(counts=i < mine.num_counted)
@@ -101,6 +102,9 @@ def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, ar
             for m in wanted_of_block:
                 assert by_name[m.names].num_tokens == m.num_tokens
                 assert torch.equal(by_name[m.names].values, m.values)
+                if of == "features":
+                    assert m.sketch is not None
+                    assert torch.equal(by_name[m.names].sketch, m.sketch)
 
 
 def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str, torch.Tensor]:
@@ -177,8 +181,30 @@ def test_rounds_and_bytes(of: MomentsOf) -> None:
     statistics.reduce(comm)
     used = comm.traffic - before
     assert used.num_rounds == (5 if of == "features" else 6)
-    numbers = 13 if of == "features" else 6 * 10 + 2 * 3
+    numbers = 13 * 33 if of == "features" else 6 * 10 + 2 * 3
     assert used.num_bytes < 72 + 8 * numbers + 60
+
+
+@pytest.mark.parametrize("num_tokens", [300, 0])
+def test_squared_output(num_tokens: int) -> None:
+    """Of inputs that are far from uncorrelated: without their correlations it would be 20 times too small."""
+    torch.manual_seed(0)
+    linear = nn.Linear(40, 30, bias=False)
+    torch.nn.init.uniform_(linear.weight)
+    statistics = InputStatistics({"m": linear_maps(nn.Sequential(linear))["0"]}, "features")
+    total = 0.0
+    with statistics.listening(), torch.no_grad():
+        for _ in range(3 if num_tokens else 0):
+            statistics.begin_sample()
+            x = torch.ones(num_tokens // 3, 40) + 0.1 * torch.randn(num_tokens // 3, 40)
+            total += float(linear(x).square().sum())
+    (moments,) = statistics.reduce(Alone())
+    weight = linear.weight.detach()
+    if num_tokens:
+        assert moments.squared_output(weight) == pytest.approx(total, rel=0.5)
+        assert float((weight.square() * moments.square_sums).sum()) < total / 20
+    else:
+        assert moments.squared_output(weight) == pytest.approx(float(weight.square().sum()))
 
 
 class Twice(nn.Module):
