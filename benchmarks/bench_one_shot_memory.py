@@ -91,8 +91,8 @@ def main() -> None:
     columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
     text = (
         heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
-        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with\n"
-        "glibc told to return freed memory at once: what is in use. Then as it is: up to 64 MiB that have been freed\n"
+        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with "
+        "glibc\ntold to return freed memory at once: what is in use. Then as it is: up to 64 MiB that have been freed\n"
         "stay with the process, because every page costs time to get anew. Beside them sizes: the statistics of one\n"
         "block (float64), one block's weights whole (float32), the rank's share of one block's activations; the\n"
         "shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer and copies it out of it, so it is there\n"
