@@ -15,7 +15,7 @@ class MapReport:
 
     ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before pruning of this
     block, W' the new weights): from all of X^T X with SparseGPT; with the other methods estimated from a
-    sketch of X, to a few percent. ``None``: the map puts out nothing but zeros. Without tokens
+    sketch of X (see ``Moments.squared_output``). ``None``: the map puts out nothing but zeros. Without tokens
     (an expert that nothing was routed to) inputs count as white. ``damping`` is the fraction of the mean
     diagonal that was added to it (SparseGPT); more than 0.01 says that it had to be raised.
     """

@@ -39,7 +39,6 @@ DAMPING = 0.01  # of the mean diagonal, as in the authors' code
 _MAX_RAISED = 8
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
 _STRETCH = 192  # columns of a triangular matrix that are inverted together
-_CHUNK = 1 << 22  # weights whose product with H is in memory at a time
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,9 @@ def prune_by_sparsegpt(
     moments, a factor for each input and the float32 rows of all maps are in memory.
     """
     with clock("sweep"):
-        outputs = {name: _output(rows[name].weight, m) for m in moments for name in m.names}
+        outputs = {  # under H
+            name: m.squared_output(rows[name].weight) * 2 / max(m.num_tokens, 1) for m in moments for name in m.names
+        }
     with clock("factor"):
         factors = _factors(comm, moments, rows)
     with clock("sweep"):
@@ -216,17 +217,6 @@ def prune_by_sparsegpt(
 
 def _scores(columns: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
     return (columns / diagonal[:, None]).square_().t().contiguous()
-
-
-def _output(weight: torch.Tensor, moments: Moments) -> float:
-    """Return ||X W^T||^2 / tokens, twice, of the rows ``weight`` (rows, in)."""
-    if not moments.num_tokens:
-        return 2 * float(weight.float().square().sum(dtype=torch.float64))
-    total, step = 0.0, max(1, _CHUNK // weight.shape[1])
-    for some in torch.split(weight, step):
-        w = some.float()
-        total += float(((w @ moments.values) * w).sum(dtype=torch.float64))
-    return total * 2 / moments.num_tokens
 
 
 def _keep(

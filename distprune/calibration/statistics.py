@@ -39,7 +39,8 @@ __all__ = ["InputStatistics", "Moments", "MomentsOf", "pack_triangle", "unpack_t
 
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 
-_NUM_PROJECTIONS = 32  # a sum of squares over many outputs is then right to a few percent
+_NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
+_CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
 _ROWS = 256  # tokens in float64 at a time
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
@@ -64,15 +65,20 @@ class Moments:
         return self.values if self.values.ndim == 1 else self.values.diagonal()
 
     def squared_output(self, weight: torch.Tensor) -> float:
-        """Return ||X W^T||^2 of rows ``weight`` (rows, in), float32, with its expectation: estimated by the sketch.
+        """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or estimated by the sketch.
 
         Without tokens the inputs count as white: X^T X = 1.
         """
         if not self.num_tokens:
-            return float(weight.square().sum(dtype=torch.float64))
-        assert self.sketch is not None
-        projected = weight @ self.sketch
-        return float(projected.square_().sum(dtype=torch.float64)) / projected.shape[1]
+            return float(weight.float().square().sum(dtype=torch.float64))
+        if self.sketch is not None:
+            projected = weight.float() @ self.sketch
+            return float(projected.square_().sum(dtype=torch.float64)) / projected.shape[1]
+        total = 0.0
+        for some in torch.split(weight, max(1, _CHUNK // weight.shape[1])):
+            w = some.float()
+            total += float(((w @ self.values) * w).sum(dtype=torch.float64))
+        return total
 
 
 @dataclass

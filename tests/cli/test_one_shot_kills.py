@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from distprune.cli.main import run
+from tests.cli.test_launches import two_ranks
 from tests.models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
 
@@ -79,12 +79,7 @@ class Job:
         self.unfinished = folder / ".out.unfinished"
         self._log = folder / "log.txt"
         self._log.write_text("")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in variables]
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in two_ranks()]
         for rank in self.ranks:
             rank.start()
 
