@@ -25,6 +25,17 @@ SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a blo
 
 NUM_BLOCKS = (4, 16, 32)
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": "0"}  # glibc's variables
+EXPLANATION = f"""
+MiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with glibc
+told to return freed memory at once: what is in use. Then as it is: what has been freed stays with the
+process until it has grown by 64 MiB from one block to another, because every page costs time to get anew.
+Beside them sizes: the statistics of one block (float64), one block's weights whole (float32), the rank's
+share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer
+and copies it out of it, so it is there twice for a moment, as are the embeddings before the first block.
+SparseGPT's factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32,
+too. Blocks of SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH} tokens.
+
+"""
 
 
 def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> dict[str, int]:
@@ -89,17 +100,8 @@ def main() -> None:
                 rows.append((method, num_ranks, num_blocks, *mebi))
                 print(rows[-1], flush=True)
     columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
-    text = (
-        heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
-        + "\nMiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with "
-        "glibc\ntold to return freed memory at once: what is in use. Then as it is: up to 64 MiB that have been freed\n"
-        "stay with the process, because every page costs time to get anew. Beside them sizes: the statistics of one\n"
-        "block (float64), one block's weights whole (float32), the rank's share of one block's activations; the\n"
-        "shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer and copies it out of it, so it is there\n"
-        "twice for a moment, as are the embeddings before the first block. SparseGPT's factors (float32) follow its\n"
-        "statistics one by one; the rows that it sweeps are there in float32, too. Blocks of SmolLM2-135M's size,\n"
-        f"{NUM_SAMPLES} samples of {LENGTH} tokens.\n\n" + table(columns, rows)
-    )
+    text = heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
+    text += EXPLANATION + table(columns, rows)
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
