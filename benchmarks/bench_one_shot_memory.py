@@ -28,7 +28,7 @@ RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_
 EXPLANATION = f"""
 MiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with glibc
 told to return freed memory at once: what is in use. Then as it is: what has been freed stays with the
-process until it has grown by 64 MiB from one block to another, because every page costs time to get anew.
+process until it is 32 MiB larger than after the first block, because every page costs time to get anew.
 Beside them sizes: the statistics of one block (float64), one block's weights whole (float32), the rank's
 share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer
 and copies it out of it, so it is there twice for a moment, as are the embeddings before the first block.

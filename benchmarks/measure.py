@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distprune.cli.launchers import schedule_as_batch
+from distprune.cli.launchers import schedule_as_batch, use_huge_pages
 
 __all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "table"]
 
@@ -94,7 +94,8 @@ def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
-    schedule_as_batch()  # as the command line does
+    schedule_as_batch()  # both as the command line does
+    use_huge_pages()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks <= len(cores):
@@ -113,10 +114,18 @@ def heading(title: str, command: str) -> str:
         f"# {title}\n\n"
         f"- Date: {datetime.date.today().isoformat()}\n"
         f"- Hardware: {cpu}, {os.cpu_count()} cores; ranks of one thread, each on its own core where there are enough, "
-        "SCHED_BATCH\n"
+        "SCHED_BATCH,\n"
+        f"  transparent huge pages asked for (kernel: {_huge_pages()})\n"
         f"- Versions: Python {platform.python_version()}, {versions}\n"
         f"- Command: `{command}`\n"
     )
+
+
+def _huge_pages() -> str:
+    """Return the kernel's setting for anonymous memory: always, madvise or never."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    match = re.search(r"\[(\w+)\]", path.read_text()) if path.exists() else None
+    return match.group(1) if match else "never"
 
 
 def _cpuinfo() -> list[str]:

@@ -10,25 +10,30 @@ from pathlib import Path
 
 __all__ = ["FreeMemory"]
 
-_SLACK = 64 << 20  # bytes a process may grow by before it is looked after; each time costs page faults
+_SLACK = 32 << 20  # bytes a process may grow by before it is looked after; each time costs page faults
 
 
 class FreeMemory:
     """What the C library (glibc; elsewhere nothing is done) keeps of freed memory.
 
-    A gathered block is freed before the next one is gathered, but small tensors that outlive it sit in its
-    hole, so the next one is put behind: by itself, a process grows by about a block for every block.
+    What a block has needed, the next one needs again: that stays. But small tensors that outlive a block sit in
+    the hole it leaves, so that the next one is put behind, and by itself a process may grow with every block.
     """
 
     def __init__(self) -> None:
-        self._resident = _resident_bytes()
+        self._usual: int | None = None  # resident after a block
 
     def give_back(self) -> None:
-        """Give it back if the process has grown by more than 64 MiB since it last did, or since the beginning."""
-        trim = _malloc_trim()
-        if trim is not None and _resident_bytes() - self._resident > _SLACK:
+        """Give it back if the process is larger, by more than 32 MiB, than after the first block since it last did.
+
+        To be called after every block.
+        """
+        trim, resident = _malloc_trim(), _resident_bytes()
+        if self._usual is None:
+            self._usual = resident
+        elif trim is not None and resident - self._usual > _SLACK:
             trim(0)
-            self._resident = _resident_bytes()
+            self._usual = None
 
 
 def _resident_bytes() -> int:

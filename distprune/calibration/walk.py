@@ -120,7 +120,7 @@ class Walk:
                 output = run(sample)
                 if not bool(torch.isfinite(output).all()):
                     bad.append(sample)
-                self.hidden[sample] = output.cpu() if self.offload else output
+                self._put(sample, output)
         self._memory.give_back()
         with together(comm):
             if bad:
@@ -128,6 +128,17 @@ class Walk:
                     f"block {self.blocks[index][0]!r} puts out NaN or Inf for {len(bad)} of this rank's "
                     f"{self.num_samples} samples, the first of them number {bad[0]}"
                 )
+
+    def _put(self, sample: int, output: torch.Tensor) -> None:
+        """Keep ``output`` where the sample's hidden states are.
+
+        Elsewhere it would lie among what the block has needed, and the next block's needs would not fit in there.
+        """
+        own = self.hidden[sample]
+        if own.shape == output.shape and own.dtype == output.dtype:
+            own.copy_(output)
+        else:
+            self.hidden[sample] = output.to(own.device, copy=True)
 
 
 def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offload: bool = False) -> Walk:
@@ -155,7 +166,7 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
                     if kind == len(firsts):
                         firsts.append(index)
                     walk.kinds.append(kind)
-            walk.hidden.append(hidden.cpu() if offload else hidden)
+            walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
             walk.calls.append([calls[first] for first in firsts])
     finally:
         _reshard(model)  # only now: the root's embeddings are gathered once for all samples

@@ -20,7 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distprune.checkpoint import import_extra
 from distprune.collectives import Communicator, communicator
 
-__all__ = ["Ranks", "Start", "check_size", "detect", "first_host", "likely_rank", "schedule_as_batch", "started"]
+__all__ = [
+    "Ranks",
+    "Start",
+    "check_size",
+    "detect",
+    "first_host",
+    "likely_rank",
+    "schedule_as_batch",
+    "started",
+    "use_huge_pages",
+]
 
 Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
 
@@ -162,6 +172,7 @@ def started(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         torch.cuda.set_device(chosen)
     else:
         schedule_as_batch()
+        use_huge_pages()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
         init_method=f"tcp://{_bracketed(start.host)}:{start.port}" if start.launcher != "torchrun" else "env://",
@@ -246,6 +257,15 @@ def schedule_as_batch() -> None:
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def use_huge_pages() -> None:
+    """Have PyTorch ask Linux for huge pages for CPU tensors of 2 MiB and more, unless the user has chosen.
+
+    Buffers of gathered weights come and go, and every page of a new one costs time. To be called before the first
+    tensor is made: that is when PyTorch reads its variable. Kernels that have none, or grant none, take no notice.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _bracketed(host: str) -> str:

@@ -53,6 +53,50 @@ def test_every_architecture(architecture: str, offload: bool) -> None:
     check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -> None:
+    model, batches = tiny_model("llama"), spread(TOKENS, 0, 1).batches
+    given: list[torch.Tensor] = []
+    handle = decoder_blocks(model)[0][1].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    walk = catch_inputs(model, batches, offload=offload)
+    handle.remove()
+    assert torch.equal(given[0], walk.hidden[0])
+    before, places = given[0].clone(), [hidden.data_ptr() for hidden in walk.hidden]
+    walk.advance(0, Alone())
+    assert [hidden.data_ptr() for hidden in walk.hidden] == places
+    assert torch.equal(given[0], before)
+
+
+def test_a_block_may_put_out_another_width_and_dtype() -> None:
+    class Block(nn.Module):
+        def __init__(self, num_in: int, num_out: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(num_in, num_out)
+
+        @override
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.linear(hidden.float())
+            return output.double()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(97, 8)
+            self.layers = nn.ModuleList([Block(8, 12), Block(12, 8)])
+
+        @override
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            hidden: torch.Tensor = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    model, batches = Model(), spread(TOKENS, 0, 1).batches
+    walk = catch_inputs(model, batches)
+    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+    assert [(hidden.shape[-1], hidden.dtype) for hidden in walk.hidden] == [(8, torch.float64)] * len(batches)
+
+
 def alternating_model() -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +227,30 @@ def test_threads_are_scheduled_as_a_batch_unless_the_user_said_otherwise(chosen:
     thread.start()
     thread.join()
     assert found == [getattr(os, after)]
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise(chosen: str | None) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("huge pages are not for those who ask")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
+    environment = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1"}
+    environment.pop("THP_MEM_ALLOC_ENABLE", None)
+    if chosen is not None:
+        environment["THP_MEM_ALLOC_ENABLE"] = chosen
+    program = (
+        "import torch, distprune.cli.main\n"
+        "from distprune.cli.launchers import started\n"
+        "with started('cpu', 30):\n"
+        "    taken = torch.ones(1 << 24)\n"
+        "    print(open('/proc/self/smaps_rollup').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    (found,) = re.findall(r"AnonHugePages: *(\d+) kB", done.stdout)
+    assert (int(found) >= 1 << 14) == (chosen is None)  # of 65536 kB: some may be in ordinary pages
