@@ -42,6 +42,7 @@ MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T 
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
 _CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
 _ROWS = 256  # tokens in float64 at a time
+_STRIP = 128  # rows of X^T X that are computed together
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
 
@@ -84,7 +85,8 @@ class Moments:
 @dataclass
 class _Sum:
     num_tokens: int = 0
-    values: torch.Tensor | None = None  # float64; of this rank's features (sum of squares, sketch), or rows of X^T X
+    # float64; of this rank's features (sum of squares, sketch), or rows of X^T X, whose lower triangle is not all there
+    values: torch.Tensor | None = None
 
 
 @dataclass
@@ -178,12 +180,14 @@ class InputStatistics:
         x = x.reshape(-1, x.shape[-1])
         total = self._sums.setdefault(name, _Sum())
         total.num_tokens += len(x)
+        width = 1 + _NUM_PROJECTIONS if self.of == "features" else num_in
+        if total.values is None:
+            total.values = torch.zeros((stop - start, width), dtype=torch.float64, device=x.device)
         if self.of == "features":
             own = x if is_cut else x[:, start:stop]
-            addend = torch.cat([_square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
+            total.values += torch.cat([_square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
         else:
-            addend = _products(self.crew.gather(self.comm, x, num_in) if is_cut else x, start, stop)
-        total.values = addend.double() if total.values is None else total.values.add_(addend)
+            _add_products(total.values, self.crew.gather(self.comm, x, num_in) if is_cut else x, start)
 
     def _signs_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return random signs (tokens, 32), float32: those of this sample, on whichever rank it runs."""
@@ -278,10 +282,16 @@ def _square_sums(x: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
-def _products(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return rows ``start`` to ``stop`` of X^T X of ``x`` (tokens, in) in float32."""
+def _add_products(total: torch.Tensor, x: torch.Tensor, start: int) -> None:
+    """Add to ``total``, rows ``start`` on of X^T X, those of ``x`` (tokens, in), computed in float32.
+
+    Only those on and above the diagonal, and what of the strips' corners is below it: the rest is their mirror image.
+    """
     x = x.float()
-    return x[:, start:stop].t() @ x
+    for strip in torch.split(total, _STRIP):
+        stop = start + len(strip)
+        strip[:, start:] += x[:, start:stop].t() @ x[:, start:]
+        start = stop
 
 
 def _width(x: torch.Tensor) -> int | None:
@@ -295,7 +305,10 @@ def _width(x: torch.Tensor) -> int | None:
 
 
 def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:
-    """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner."""
+    """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner.
+
+    What is below the diagonal is not looked at.
+    """
     num_rows = symmetric.shape[0] // 2 + 1
     packed = symmetric[:num_rows].clone()
     rest = symmetric[num_rows:, num_rows:]

@@ -169,6 +169,29 @@ def test_one_triangle_travels(size: int) -> None:
     assert torch.equal(unpack_triangle(pack_triangle(lopsided)), whole.float())  # the upper one
 
 
+def pairs_of(x: torch.Tensor, crew: Crew, comm: Communicator) -> torch.Tensor:
+    block = nn.Sequential(nn.Linear(x.shape[1], 2))
+    statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
+    with statistics.listening(), torch.no_grad():
+        for sample in torch.split(x, 2):
+            statistics.begin_sample()
+            block(sample)
+    (moments,) = statistics.reduce(comm)
+    return moments.values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_in", [1, 127, 128, 129, 300])
+def test_products_of_many_features(num_in: int, num_ranks: int) -> None:
+    """Computed strip by strip, of ranks that share out the features, too. Whole numbers: every sum is exact."""
+    x = torch.randint(-9, 10, (6, num_in), generator=torch.Generator().manual_seed(num_in)).float()
+
+    def of_rank(rank: int) -> torch.Tensor:
+        return pairs_of(x, Crew(place=rank, size=num_ranks), communicator())
+
+    assert all(torch.equal(found, x.t() @ x) for found in run_threads(num_ranks, of_rank))
+
+
 @pytest.mark.parametrize("of", KINDS)
 def test_rounds_and_bytes(of: MomentsOf) -> None:
     comm, linear = Alone(), nn.Linear(10, 3, bias=False)
