@@ -33,7 +33,8 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
-MANY_SAMPLES = 128  # what the papers and the command line take
+NUM_TURNS = {NUM_SAMPLES: 3, 128: 1}  # by samples; 128 are what the papers and the command line take
+ORACLE, APART = "oracle, float32", "2 times 1 rank, at once"
 EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
 EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
 STAGES = ("forward", "reduce", "factor", "sweep")
@@ -61,13 +62,14 @@ def write_texts(folder: Path) -> None:
 
 
 def run(
-    _: int, source: str, folder: str, who: str, method: str, pattern: str, num_samples: int = NUM_SAMPLES
+    rank: int, source: str, folder: str, who: str, method: str, pattern: str, num_samples: int = NUM_SAMPLES
 ) -> dict[str, Any]:
-    """Load, prune by ``who`` (``"dense"``: not at all) and evaluate."""
+    """Load, prune by ``who`` (``"dense"``: not at all; ``APART``: each rank all for itself) and evaluate."""
     from transformers import AutoTokenizer
 
     directory, world = open_directory(source), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+    groups = [dist.new_group([member]) for member in range(world)] if who == APART else []
+    mesh = init_device_mesh("cpu", (world,)) if world > 1 and who != APART else None
     model = load_model(directory, mesh=mesh, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     samples = load_samples(
@@ -83,8 +85,15 @@ def run(
     if who.startswith("oracle"):
         dtype = torch.float32 if who.endswith("float32") else torch.float64
         oneshot_oracle.prune_model(model, samples, cast(Any, method), PATTERNS[pattern][1], dtype=dtype)
-    elif who == "distprune":
-        report = prune_blocks(model, samples, method=cast(OneShotMethod, method), pattern=PATTERNS[pattern][0], seed=0)
+    elif who != "dense":
+        report = prune_blocks(
+            model,
+            samples,
+            method=cast(OneShotMethod, method),
+            pattern=PATTERNS[pattern][0],
+            group=groups[rank] if groups else None,
+            seed=0,
+        )
         result["stages"] = sum((Counter(block.seconds) for block in report.blocks), Counter())
         maps = [of_map for block in report.blocks for of_map in block.maps]
         result["zeros"] = sum(m.num_pruned for m in maps), sum(m.num_elements for m in maps)
@@ -102,33 +111,40 @@ def run_anywhere(*what: Any) -> dict[str, Any]:
     return run(*what)
 
 
-def _speed(method: str, num_samples: int, of_all: dict[str, dict[str, Any]]) -> list[tuple[object, ...]]:
+def measure_speed(one: Callable[..., dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Return a row for each method, number of samples and who, of the run of median time."""
+    rows: list[tuple[object, ...]] = []
+    for num_samples, num_turns in NUM_TURNS.items():
+        for method in ("sparsegpt", "wanda"):
+            whos = {"1 rank": (1, "distprune"), "2 ranks": (2, "distprune")}
+            if num_samples == NUM_SAMPLES:
+                whos = {ORACLE: (1, ORACLE), **whos, APART: (2, APART)}
+            turns = [
+                {name: one(*who, method, "50 %", num_samples) for name, who in whos.items()} for _ in range(num_turns)
+            ]
+            rows += _speed(method, num_samples, turns)
+    return rows
+
+
+def _speed(method: str, num_samples: int, turns: list[dict[str, dict[str, Any]]]) -> list[tuple[object, ...]]:
     """Return a row for each who; how many times as fast as the oracle, and as one rank."""
-    seconds, oracle = {who: of["seconds"] for who, of in of_all.items()}, "oracle, float32"
+    of_all = {who: sorted((turn[who] for turn in turns), key=lambda of: of["seconds"]) for who in turns[0]}
+    middle = {who: runs[len(runs) // 2] for who, runs in of_all.items()}
+    # Ranks that work apart do all of the work twice.
+    seconds = {who: of["seconds"] / (2 if who == APART else 1) for who, of in middle.items()}
     return [
         (
             method,
             num_samples,
             who,
-            f"{seconds[who]:.1f}",
-            f"{seconds[oracle] / seconds[who]:.2f}" if oracle in seconds else "",
+            f"{of['seconds']:.1f}",
+            " to ".join(f"{of_all[who][i]['seconds']:.1f}" for i in (0, -1)) if len(turns) > 1 else "",
+            f"{seconds[ORACLE] / seconds[who]:.2f}" if ORACLE in seconds else "",
             f"{seconds['1 rank'] / seconds[who]:.2f}",
             *(f"{of['stages'][stage]:.1f}" if of["stages"] else "" for stage in STAGES),
         )
-        for who, of in of_all.items()
+        for who, of in middle.items()
     ]
-
-
-def measure_speed(one: Callable[..., dict[str, Any]]) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for num_samples in (NUM_SAMPLES, MANY_SAMPLES):
-        for method in ("sparsegpt", "wanda"):
-            whos = [("1 rank", 1, "distprune"), ("2 ranks", 2, "distprune")]
-            if num_samples == NUM_SAMPLES:
-                whos.insert(0, ("oracle, float32", 1, "oracle, float32"))
-            of_all = {name: one(ranks, who, method, "50 %", num_samples) for name, ranks, who in whos}
-            rows += _speed(method, num_samples, of_all)
-    return rows
 
 
 def measure_quality(one: Callable[..., dict[str, Any]], num_workers: int) -> list[tuple[object, ...]]:
@@ -186,10 +202,12 @@ def main() -> None:
     )
     if arguments.what == "speed":
         text += (
-            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Stages are those of the "
-            "slower\nrank.\n\n"
+            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns; seconds, of "
+            "the\nslower rank, and stages are those of the run of median time. Two ranks that do the whole work each, "
+            "side by side\nwith nothing in common, show what this machine's two cores do to each other: their factor, "
+            "for twice the work, is\nthe most that two ranks can reach.\n\n"
         )
-        columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "x oracle", "x 1 rank")
+        columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "range", "x oracle", "x 1 rank")
         columns += tuple(f"{stage} s" for stage in STAGES)
     else:
         text += (
