@@ -205,7 +205,7 @@ def main() -> None:
             "From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns; seconds, of "
             "the\nslower rank, and stages are those of the run of median time. Two ranks that do the whole work each, "
             "side by side\nwith nothing in common, show what this machine's two cores do to each other: their factor, "
-            "for twice the work, is\nthe most that two ranks can reach.\n\n"
+            "for twice the work, is\nabout the most that two ranks can reach.\n\n"
         )
         columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "range", "x oracle", "x 1 rank")
         columns += tuple(f"{stage} s" for stage in STAGES)

@@ -16,6 +16,7 @@ import torch
 
 from distprune.cli import launchers
 from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank, schedule_as_batch, started
+from tests.cli.test_launches import by_hand
 
 TORCHRUN = {
     "RANK": "5",
@@ -234,11 +235,7 @@ def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("huge pages are not for those who ask")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port}
-    environment = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, **by_hand(1)[0]}
     environment.pop("THP_MEM_ALLOC_ENABLE", None)
     if chosen is not None:
         environment["THP_MEM_ALLOC_ENABLE"] = chosen

@@ -73,13 +73,14 @@ def test_mpiexec(tmp_path: Path, model_folder: Path, text_file: Path, expected: 
     check_output(tmp_path / "out", expected)
 
 
-def two_ranks() -> list[dict[str, str]]:
-    """Return the variables that torchrun would set for each of two ranks, with a port that is free."""
+def by_hand(num_ranks: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun would set for each of so many ranks, with a port that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    size = str(num_ranks)
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 class Started:
@@ -147,7 +148,7 @@ def test_a_killed_rank_ends_the_other(
     long_text = tmp_path / "long.txt"
     long_text.write_text(text_file.read_text() * 100)
     folder = tmp_path / "outputs"
-    start.append(Started(two_ranks(), [*PYTHON, *arguments(model_folder, folder / "out", long_text, 250_000)]))
+    start.append(Started(by_hand(2), [*PYTHON, *arguments(model_folder, folder / "out", long_text, 250_000)]))
     wait_for(folder, ".out.partial-*", start[0])  # the job is under way
     killed = time.monotonic()
     start[0].processes[1].kill()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from distprune.cli.main import run
-from tests.cli.test_launches import two_ranks
+from tests.cli.test_launches import by_hand
 from tests.models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
 
@@ -79,7 +79,7 @@ class Job:
         self.unfinished = folder / ".out.unfinished"
         self._log = folder / "log.txt"
         self._log.write_text("")
-        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in two_ranks()]
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in by_hand(2)]
         for rank in self.ranks:
             rank.start()
 
