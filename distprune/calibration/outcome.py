@@ -27,12 +27,11 @@ class Outcome:
         return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
 
 
-def sum_outcomes(comm: Communicator, outcomes: Mapping[str, Outcome], owned: Mapping[str, bool]) -> dict[str, Outcome]:
-    """Return the outcomes over all rows, by map; only the ``owned`` count. One round of 32 bytes a map."""
-    words = torch.zeros((len(outcomes), 4), dtype=torch.float64)
-    for row, (name, of_rank) in zip(words, outcomes.items(), strict=True):
-        if owned[name]:
-            row.copy_(torch.tensor([of_rank.num_pruned, of_rank.num_zeros, of_rank.error, of_rank.output]))
+def sum_outcomes(comm: Communicator, outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Return the outcomes over all rows, by map, of those of each rank. One round of 32 bytes a map."""
+    words = torch.tensor(
+        [[of.num_pruned, of.num_zeros, of.error, of.output] for of in outcomes.values()], dtype=torch.float64
+    )
     return {
         name: Outcome(int(pruned), int(zeros), error, output)
         for name, (pruned, zeros, error, output) in zip(outcomes, comm.sum(words).tolist(), strict=True)

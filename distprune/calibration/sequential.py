@@ -20,7 +20,7 @@ from distprune.calibration.data import check_fit, spread
 from distprune.calibration.linear_maps import LinearMap, linear_maps
 from distprune.calibration.outcome import sum_outcomes
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
-from distprune.calibration.rows import Rows, whole_rows
+from distprune.calibration.rows import whole_rows
 from distprune.calibration.sparsegpt import prune_by_sparsegpt
 from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
 from distprune.calibration.walk import Walk, catch_inputs
@@ -78,9 +78,10 @@ def prune_blocks(
             raises on one rank is raised on all; one that communicates must see to that itself.
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
-    shards: this rank's share of one block's activations, one block's statistics (and SparseGPT's factors
-    of the same size) and one block as its forward needs it: unsharded by FSDP2, cut by tensor parallelism.
-    Rounds: 8 for the whole (4 more where ranks hold different parameters); for a block 3 (SparseGPT: 4) and those
+    shards: this rank's share of one block's activations, one block's statistics (and of SparseGPT's factors and
+    float32 rows those that this rank works on, at most twice its share) and one block as its forward needs it:
+    unsharded by FSDP2, cut by tensor parallelism.
+    Rounds: 8 for the whole (4 more where ranks hold different parameters); for a block 3 and those
     of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
     SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
 
@@ -234,15 +235,11 @@ class _Work:
         with whole_rows(self.comm, maps, owned) as rows, torch.no_grad():
             if self.method == "sparsegpt":
                 outcomes, damping = prune_by_sparsegpt(self.comm, name, rows, moments, self.pattern, self._clock)
-                # The weights are new, and what the last block puts out is never looked at.
-                with together(self.comm):
-                    _check_finite(name, rows)
             else:
                 with self._clock("sweep"):
                     outcomes = prune_by_scores(self.comm, name, rows, moments, self.method, self.pattern, self.seed)
-            owned_rows = {of_map: rows[of_map].owned for of_map in rows}
         del moments
-        totals = sum_outcomes(self.comm, outcomes, owned_rows)
+        totals = sum_outcomes(self.comm, outcomes)
         if self.index + 1 < len(self.walk.blocks):
             with self._clock("forward"):
                 self.walk.advance(self.index, self.comm)
@@ -281,15 +278,6 @@ class _Work:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
-
-
-def _check_finite(name: str, rows: Mapping[str, Rows]) -> None:
-    bad = [of_map for of_map, of_rank in rows.items() if not bool(torch.isfinite(of_rank.weight).all())]
-    if bad:
-        raise ValueError(
-            f"block {name!r}: the new weights of {', '.join(map(repr, bad[:5]))} are NaN or infinite in "
-            f"{rows[bad[0]].weight.dtype}"
-        )
 
 
 @contextmanager

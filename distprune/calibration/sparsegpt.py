@@ -1,9 +1,10 @@
-"""SparseGPT on the rows of this rank: arXiv 2301.00774, Algorithm 1.
+"""SparseGPT: arXiv 2301.00774, Algorithm 1.
 
 The rows of a map are swept by themselves, column by column, once the factor of the inverse of
-H = 2 X^T X / tokens is there; the ranks need each other only to agree on which weights of a block of
-columns go, over all rows, which is a selection. The maps of a decoder block are swept side by side, so
-that one selection serves all of them.
+H = 2 X^T X / tokens is there; they need each other only to agree on which weights of a block of columns go,
+over all rows, which is a selection. So rows are best swept where all of their map are: see
+:mod:`distprune.calibration.homes`. Those of maps that are spread over the ranks are swept side by side, so that
+one selection over the ranks serves all of them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from distprune.calibration.keep import keep_blocks, keep_weights
+from distprune.calibration.moved_rows import move_rows
 from distprune.calibration.outcome import Outcome
 from distprune.calibration.rows import Rows
-from distprune.calibration.statistics import Moments, pack_triangle, unpack_triangle
-from distprune.collectives import Communicator, broadcast_tensor, together
+from distprune.calibration.statistics import Moments
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.collectives import Alone, Communicator, agree, broadcast_tensor, together
 from distprune.masks import zero_where_pruned
 from distprune.scores import Magnitude
 from distprune.selection import (
@@ -183,36 +186,106 @@ def prune_by_sparsegpt(
 ) -> tuple[dict[str, Outcome], dict[str, float]]:
     """Prune ``rows`` (by map; of the block ``prefix``) in place and return the outcomes and the damping, by map.
 
-    ``moments`` are of ``"pairs"`` and are used up. Arithmetic is float32. Unstructured: exactly
-    ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all ranks; blocks of weights:
-    that fraction of those in each block of columns, by the sums of their scores; the other patterns are settled by
-    each row. The errors returned are those of H itself, without the damping.
+    ``moments`` are of ``"pairs"``, with what they are of on their homes, and are used up. Arithmetic is float32.
+    Unstructured: exactly ``round(amount * out * columns)`` of every block of 128 columns, over all rows of all
+    ranks; blocks of weights: that fraction of those in each block of columns, by the sums of their scores; the
+    other patterns are settled by each row. The errors returned are those of H itself, without the damping;
+    outcomes count on the rank that did the work, and are nothing elsewhere.
 
-    Every rank must call it. Rounds: 3 of little, and 1 (2 bytes a pair) for each input that half of the
-    ranks or more need, whose factorizations are spread over them; for each block of columns, for all maps
-    together, one ``select_lowest`` (unstructured) or one ``decide_blocks`` (blocks of weights). Beside the
-    moments, a factor for each input and the float32 rows of all maps are in memory.
+    Every rank must call it. Rounds: those of ``move_rows`` and its ``back()``, and 2 of little; where inputs are
+    spread, for each of them 1 (its factor, 2 bytes a pair), 1 of little for all, and for each block of columns, for
+    all of their maps together, one ``select_lowest`` (unstructured) or one ``decide_blocks`` (blocks of weights).
+    Beside the moments, one factor and the float32 rows of its maps are in memory at a time; of spread inputs, all.
+
+    Raises:
+        ValueError: on every rank: no damping makes an H positive definite, or new weights are not finite. Rows of
+            this block may have been changed.
     """
+    home = {name: m.home.rank for m in moments if not m.home.spread for name in m.names}
     with clock("sweep"):
-        outputs = {  # under H
-            name: m.squared_output(rows[name].weight) * 2 / max(m.num_tokens, 1) for m in moments for name in m.names
-        }
-    with clock("factor"):
-        factors = _factors(comm, moments, rows)
+        moved = move_rows(comm, rows, home)
+    work = _Work(prefix, moved.rows, pattern, clock)
+    spread: list[Moments] = []
+    factors: dict[tuple[str, ...], Factor] = {}
+    error: Exception | None = None
+    try:
+        while moments:  # what is done with is let go of
+            m = moments.pop(0)
+            if m.home.spread:
+                spread.append(m)
+            if m.home.spread or m.home.rank == comm.rank:
+                work.note_outputs(m)
+            if m.home.rank == comm.rank:
+                with clock("factor"):
+                    made = factor(m.values, m.num_tokens)
+                if m.home.spread:
+                    factors[m.names] = made
+                else:
+                    work.sweep(Alone(), {m.names: made})
+    except Exception as caught:
+        error = caught
+    with clock("sweep"):  # or wait for those that still do
+        agree(comm, {}, error)
+    if spread:
+        with clock("factor"):
+            factors = {m.names: _broadcast(comm, factors.get(m.names), m) for m in spread}
+        work.sweep(comm, factors)
     with clock("sweep"):
-        sweeps = [_Sweep({name: rows[name] for name in m.names}, factors[m.names[0]]) for m in moments]
-        sweep_of = {name: sweep for sweep in sweeps for name in sweep.part}
-        width = pattern.m if isinstance(pattern, NByM) else pattern.size if isinstance(pattern, Block) else 1
-        step = width * max(1, COLUMNS // width)
-        for start in range(0, max(of_map.num_in for of_map in rows.values()), step):
-            part = {name: min(start + step, r.num_in) for name, r in rows.items() if start < r.num_in}
-            keep = pattern if isinstance(pattern, NByM) else _keep(comm, prefix, rows, sweep_of, start, part, pattern)
-            for sweep in sweeps:
-                if start < len(sweep.weight):
-                    sweep.run(start, min(start + step, len(sweep.weight)), keep)
-        outcomes = {name: sweep.finish(name, rows[name].weight, outputs[name]) for name, sweep in sweep_of.items()}
-    num_raised = comm.max(torch.tensor([factors[name].num_raised for name in rows], dtype=torch.int64)).tolist()
+        moved.back()
+    num_raised = comm.max(torch.tensor([work.num_raised.get(name, 0) for name in rows], dtype=torch.int64)).tolist()
+    outcomes = {name: work.outcomes[name] if of_map.owned else Outcome() for name, of_map in moved.rows.items()}
     return outcomes, {name: DAMPING * 10**num for name, num in zip(rows, num_raised, strict=True)}
+
+
+@dataclass
+class _Work:
+    """What this rank does to the ``rows`` of a block."""
+
+    prefix: str
+    rows: Mapping[str, Rows]
+    pattern: Pattern
+    clock: Callable[[str], AbstractContextManager[None]]
+    outputs: dict[str, float] = field(default_factory=dict)  # under H
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    num_raised: dict[str, int] = field(default_factory=dict)
+
+    def note_outputs(self, m: Moments) -> None:
+        """To be called before the moments are used up."""
+        with self.clock("sweep"):
+            for name in m.names:
+                self.outputs[name] = m.squared_output(self.rows[name].weight) * 2 / max(m.num_tokens, 1)
+
+    def sweep(self, comm: Communicator, factors: Mapping[tuple[str, ...], Factor]) -> None:
+        """Prune the maps of ``factors``, of which the ranks of ``comm`` hold all rows, side by side."""
+        with self.clock("sweep"):
+            rows = {name: self.rows[name] for names in factors for name in names}
+            sweeps = [_Sweep({name: rows[name] for name in names}, made) for names, made in factors.items()]
+            sweep_of = {name: sweep for sweep in sweeps for name in sweep.part}
+            pattern = self.pattern
+            width = pattern.m if isinstance(pattern, NByM) else pattern.size if isinstance(pattern, Block) else 1
+            step = width * max(1, COLUMNS // width)
+            for start in range(0, max(of_map.num_in for of_map in rows.values()), step):
+                part = {name: min(start + step, r.num_in) for name, r in rows.items() if start < r.num_in}
+                keep = (
+                    pattern
+                    if isinstance(pattern, NByM)
+                    else _keep(comm, self.prefix, rows, sweep_of, start, part, pattern)
+                )
+                for sweep in sweeps:
+                    if start < len(sweep.weight):
+                        sweep.run(start, min(start + step, len(sweep.weight)), keep)
+            with together(comm):
+                bad: list[str] = []
+                for name, sweep in sweep_of.items():
+                    self.outcomes[name] = sweep.finish(name, rows[name].weight, self.outputs[name])
+                    self.num_raised[name] = sweep.factor.num_raised
+                    if not bool(torch.isfinite(rows[name].weight).all()):
+                        bad.append(name)
+                if bad:
+                    raise ValueError(
+                        f"block {self.prefix!r}: the new weights of {', '.join(map(repr, bad[:5]))} are NaN or "
+                        f"infinite in {rows[bad[0]].weight.dtype}"
+                    )
 
 
 def _scores(columns: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
@@ -244,57 +317,16 @@ def _keep(
     )
 
 
-def _factors(comm: Communicator, moments: list[Moments], rows: Mapping[str, Rows]) -> dict[str, Factor]:
-    """Return the factor of every map's input: of all of those that this rank's rows need, at least."""
-    needs = torch.zeros((len(moments), comm.size), dtype=torch.int64)
-    for i, m in enumerate(moments):
-        needs[i, comm.rank] = any(len(rows[name].weight) for name in m.names)
-    needs = comm.sum(needs)
-    makers = _makers(needs, [m.values.shape[0] for m in moments])
-    made: dict[int, Factor] = {}
-    with together(comm):
-        for i, m in enumerate(moments):
-            if makers[i] == comm.rank or (makers[i] is None and needs[i, comm.rank]):
-                made[i] = factor(m.values, m.num_tokens)
-    found: dict[str, Factor] = {}
-    for i, m in enumerate(moments):
-        source = makers[i]
-        if source is not None and comm.size > 1:
-            made[i] = _broadcast(comm, made.get(i), m.values, source)
-        elif i not in made:  # no rows here
-            nothing = m.values.new_empty((0, 0))
-            made[i] = Factor(nothing, torch.zeros(m.values.shape[0], dtype=torch.bool), 0, 0.0)
-        found.update(dict.fromkeys(m.names, made[i]))
-    return found
-
-
-def _makers(needs: torch.Tensor, sizes: list[int]) -> list[int | None]:
-    """Return the rank that factors each input for all, ``None``: those that need it do so themselves.
-
-    The largest first, each on the rank that has the least to do yet. Equal on every rank.
-    """
-    num_ranks = needs.shape[1]
-    makers: list[int | None] = [None] * len(sizes)
-    work = [0] * num_ranks
-    for i, size in enumerate(sizes):
-        if 2 * int(needs[i].sum()) <= num_ranks:
-            work = [done + size**3 * int(needed) for done, needed in zip(work, needs[i].tolist(), strict=True)]
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if 2 * int(needs[i].sum()) > num_ranks:
-            maker = makers[i] = min(range(num_ranks), key=lambda rank: work[rank])
-            work[maker] += sizes[i] ** 3
-    return makers
-
-
-def _broadcast(comm: Communicator, own: Factor | None, like: torch.Tensor, source: int) -> Factor:
-    size = like.shape[0]
+def _broadcast(comm: Communicator, own: Factor | None, m: Moments) -> Factor:
+    """Return the factor that the home of ``m`` has made; one round."""
+    size = m.values.shape[0]
     num_rows = size // 2 + 1  # of the triangle, packed
     message = torch.empty(num_rows * size + size + 2) if own is None else _message(own)
-    message = broadcast_tensor(comm, message, source)
+    message = broadcast_tensor(comm, message, m.home.rank)
     if own is not None:
         return own
-    upper = unpack_triangle(message[: num_rows * size].view(num_rows, size).to(like.device)).triu_()
-    dead = message[num_rows * size : -2].to(like.device) != 0
+    upper = unpack_triangle(message[: num_rows * size].view(num_rows, size).to(m.values.device)).triu_()
+    dead = message[num_rows * size : -2].to(upper.device) != 0
     return Factor(upper, dead, int(message[-2]), float(message[-1]))
 
 

@@ -21,7 +21,7 @@ rank comes to, bit by bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,19 +31,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.crew import Crew
+from distprune.calibration.homes import Home, SharedInput, find_homes
 from distprune.calibration.linear_maps import LinearMap, expert_inputs
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, agree
 from distprune.shards import local_of
 
-__all__ = ["InputStatistics", "Moments", "MomentsOf", "pack_triangle", "unpack_triangle"]
+__all__ = ["InputStatistics", "Moments", "MomentsOf"]
 
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
+FindHomes = Callable[[Sequence[SharedInput], int], Sequence[Home]]  # of inputs, among so many ranks
 
+_EVERYWHERE = Home(0, spread=True)
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
 _CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
 _ROWS = 256  # tokens in float64 at a time
 _STRIP = 128  # rows of X^T X that are computed together
-_TILE = 64  # rows and columns of a matrix that are mirrored at a time
+_ARRIVING = 1 << 23  # float64 numbers at one rank in a round
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,15 @@ class Moments:
     """Of the inputs of ``names``, which are the same, over all ranks' tokens.
 
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
-    ``num_tokens`` is 0, as for an expert that nothing was routed to. ``sketch`` (in, 32), float32, comes with
-    ``"features"``.
+    ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
+    the ``home`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
     """
 
     names: tuple[str, ...]
     num_tokens: int
     values: torch.Tensor
     sketch: torch.Tensor | None = None
+    home: Home = _EVERYWHERE
 
     @property
     def square_sums(self) -> torch.Tensor:
@@ -198,12 +203,16 @@ class InputStatistics:
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
-    def reduce(self, comm: Communicator) -> list[Moments]:
+    def reduce(self, comm: Communicator, find_homes: FindHomes = find_homes) -> list[Moments]:
         """Return the moments over all ranks of ``comm``, those of each input once; every map is in one of them.
 
-        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on how many tokens,
-        and 1 for all ``"features"`` (264 bytes a feature), or 1 for each input of ``"pairs"`` (about 4 bytes a
-        pair: one triangle).
+        Those of ``"pairs"`` are for their home alone, unless what that is for is spread over all ranks;
+        ``find_homes`` says which, the same on every rank.
+
+        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on what was found, and 1 for all
+        ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1 for
+        each input that is spread and 1 for all others, more where they are so large that they had better not
+        all arrive at once.
 
         Raises:
             ValueError: on every rank: a map was given NaN or Inf; it names the map.
@@ -215,45 +224,84 @@ class InputStatistics:
                     f"{name!r} has the input of {first!r} in some calls and not in others"
                 )
         agree(comm, {}, self._error)
-        shared = self._merge(comm)
-        firsts = {first: [name for name in self.maps if shared[name] == first] for first in shared.values()}
-        num_tokens = comm.sum(torch.tensor([self._num_tokens(first) for first in firsts], dtype=torch.int64))
-        if self.of == "features":
-            sizes = [self.maps[first].num_in for first in firsts]
-            width = 1 + _NUM_PROJECTIONS
-            packed = torch.cat([self._values(first, (size, width)) for first, size in zip(firsts, sizes, strict=True)])
-            totals = iter(torch.split(comm.sum(packed), sizes))
-        else:
-            totals = (
-                unpack_triangle(comm.sum(pack_triangle(self._values(f, (self.maps[f].num_in,) * 2)))) for f in firsts
-            )
-        found = []
-        for (first, names), count in zip(firsts.items(), num_tokens.tolist(), strict=True):
-            device = self.maps[first].parameter.device
-            total = next(totals).float().to(device)
-            if self.of == "features":
-                moments = Moments(tuple(names), count, total[:, 0].contiguous(), total[:, 1:].contiguous())
-            else:
-                moments = Moments(tuple(names), count, total)
-            self._sums.pop(first, None)  # one block's sums are large: let go of each as it is done with
-            found.append(moments)
-        bad = [m.names[0] for m in found if not bool(torch.isfinite(m.values).all())]  # the same on every rank
-        if bad:
-            raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, bad[:5]))}")
+        inputs = self._merge(comm)
+        homes = [_EVERYWHERE] * len(inputs) if self.of == "features" else find_homes(inputs, comm.size)
+        found = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, homes)
+        self._sums.clear()
+        bad = comm.max(torch.tensor([int(not bool(torch.isfinite(m.values).all())) for m in found])).tolist()
+        if any(bad):  # the same on every rank
+            names = [m.names[0] for m, is_bad in zip(found, bad, strict=True) if is_bad]
+            raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}")
         return found
 
-    def _merge(self, comm: Communicator) -> dict[str, str]:
-        """Return for each map the first of those it shares with, over all ranks: some may have seen no token."""
+    def _merge(self, comm: Communicator) -> list[SharedInput]:
+        """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
         shared: dict[str, str] = {}
-        for of_rank in comm.gather(self._first_of):  # the same on every rank, so all of them raise
-            for name, first in of_rank.items():
+        num_tokens: dict[str, int] = {}
+        # All of a crew saw the same tokens: its first rank counts them.
+        counted = {first: total.num_tokens for first, total in self._sums.items() if self.crew.place == 0}
+        for first_of, num_of_rank in comm.gather([self._first_of, counted]):  # the same on every rank, so all raise
+            for name, first in first_of.items():
                 if shared.setdefault(name, first) != first:
                     raise NotImplementedError(f"{name!r} has the input of other maps on one rank than on another")
-        return {name: shared.get(name, name) for name in self.maps}
+            for first, num in num_of_rank.items():
+                num_tokens[first] = num_tokens.get(first, 0) + num
+        names: dict[str, list[str]] = {}
+        for name in self.maps:
+            names.setdefault(shared.get(name, name), []).append(name)
+        # From here on an input goes by the first of its maps in their own order, whichever is called first.
+        self._sums = {names[first][0]: total for first, total in self._sums.items()}
+        return [
+            SharedInput(
+                tuple(of), self.maps[first].num_in, sum(self.maps[n].num_out for n in of), num_tokens.get(first, 0)
+            )
+            for first, of in names.items()
+        ]
 
-    def _num_tokens(self, first: str) -> int:
-        # All of a crew saw the same tokens: its first rank counts them.
-        return self._sums[first].num_tokens if first in self._sums and self.crew.place == 0 else 0
+    def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> list[Moments]:
+        sizes = [of.num_in for of in inputs]
+        packed = torch.cat([self._values(of.names[0], (of.num_in, 1 + _NUM_PROJECTIONS)) for of in inputs])
+        found = []
+        for of, total in zip(inputs, torch.split(comm.sum(packed), sizes), strict=True):
+            total = total.float().to(self.maps[of.names[0]].parameter.device)
+            found.append(Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous()))
+        return found
+
+    def _sum_pairs(self, comm: Communicator, inputs: Sequence[SharedInput], homes: Sequence[Home]) -> list[Moments]:
+        totals: dict[str, torch.Tensor] = {}
+        for of, home in zip(inputs, homes, strict=True):
+            if home.spread:
+                totals[of.names[0]] = comm.sum(self._triangle(of))
+        for together in _arriving_together(inputs, homes, comm.size):
+            totals.update(self._sum_at_homes(comm, together))
+        found = []
+        for of, home in zip(inputs, homes, strict=True):
+            total, device = totals.pop(of.names[0], None), self.maps[of.names[0]].parameter.device
+            values = torch.empty((0, of.num_in)) if total is None else unpack_triangle(total)
+            found.append(Moments(of.names, of.num_tokens, values.to(device), home=home))
+        return found
+
+    def _sum_at_homes(self, comm: Communicator, of_home: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
+        """Return the sums over all ranks, packed, of ``of_home[this rank]``, by the first map; one round."""
+        triangles = [[self._triangle(of) for of in inputs] for inputs in of_home]
+        own, triangles[comm.rank] = triangles[comm.rank], []
+        pieces = [torch.cat([t.view(-1) for t in some]) if some else torch.empty(0) for some in triangles]
+        del triangles
+        num_bytes = sum(total.numel() * total.element_size() for total in own)
+        sizes = [0 if rank == comm.rank else num_bytes for rank in range(comm.size)]
+        for received in comm.swap([piece.view(torch.uint8) for piece in pieces], sizes):
+            values = (
+                torch.split(received.view(torch.float64), [total.numel() for total in own]) if len(received) else ()
+            )
+            for total, addend in zip(own, values, strict=False):
+                total += addend.view(total.shape)
+        return {of.names[0]: total for of, total in zip(of_home[comm.rank], own, strict=True)}
+
+    def _triangle(self, of: SharedInput) -> torch.Tensor:
+        """Return this rank's addend to X^T X, packed, and let go of what it was made of."""
+        packed = pack_triangle(self._values(of.names[0], (of.num_in, of.num_in)))
+        self._sums.pop(of.names[0], None)
+        return packed
 
     def _values(self, first: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's addend to all of the sums, zero but for its own features or rows."""
@@ -265,6 +313,23 @@ class InputStatistics:
             start, stop = self.crew.features(shape[0])
             whole[start:stop] = values
         return whole
+
+
+def _arriving_together(
+    inputs: Sequence[SharedInput], homes: Sequence[Home], num_ranks: int
+) -> Iterator[list[list[SharedInput]]]:
+    """Yield for round after round which inputs go to each rank, so that about 64 MiB or one input arrive there."""
+    together: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
+    for of, home in zip(inputs, homes, strict=True):
+        if home.spread:
+            continue
+        num_numbers = sum(other.num_in**2 for other in [*together[home.rank], of]) // 2 * num_ranks
+        if together[home.rank] and num_numbers > _ARRIVING:
+            yield together
+            together = [[] for _ in range(num_ranks)]
+        together[home.rank].append(of)
+    if any(together):
+        yield together
 
 
 def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:
@@ -302,33 +367,3 @@ def _width(x: torch.Tensor) -> int | None:
     if any(not p.is_replicate() and not p.is_shard(x.ndim - 1) for p in layouts):
         return None
     return x.to_local().shape[-1]
-
-
-def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:
-    """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner.
-
-    What is below the diagonal is not looked at.
-    """
-    num_rows = symmetric.shape[0] // 2 + 1
-    packed = symmetric[:num_rows].clone()
-    rest = symmetric[num_rows:, num_rows:]
-    corner = packed[1 : 1 + len(rest), : len(rest)]
-    corner.copy_(corner.triu(1) + rest.triu().t())
-    return packed
-
-
-def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:
-    """Return, rounded to float32, the symmetric matrix (d, d) that :func:`pack_triangle` packed."""
-    num_rows, size = packed.shape
-    num_rest = size - num_rows
-    whole = torch.empty(size, size, device=packed.device)
-    whole[:num_rows] = packed
-    whole[num_rows:, num_rows:] = packed[1 : 1 + num_rest, :num_rest].t()
-    # Tile by tile, the lower triangle from the upper: transposing all at once is ten times slower on a CPU.
-    for start in range(0, size, _TILE):
-        stop = start + _TILE
-        tile = whole[start:stop, start:stop]
-        mirrored = tile.triu(1).t()
-        tile.triu_().add_(mirrored)
-        whole[stop:, start:stop] = whole[start:stop, stop:].t()
-    return whole

@@ -56,7 +56,7 @@ def prune_by_scores(
     random, unstructured): one ``select_lowest`` for all of them; and for blocks, one ``decide_blocks``, in which
     those of each matrix compete by the sums of their scores. Temporaries beyond its masks stay under 64 MiB,
     but for Wanda's scores where blocks compete: those of all rows, in float32. The errors returned are
-    estimates: see ``Moments.squared_output``.
+    estimates: see ``Moments.squared_output``. Replicas are counted once.
     """
     moments_of = {name: m for m in moments for name in m.names}
     square_sums = {
@@ -86,7 +86,7 @@ def prune_by_scores(
             outcome.num_pruned += keep.numel() - int(torch.count_nonzero(keep))
             zero_where_pruned(weight, keep)
             outcome.num_zeros += keep.numel() - int(torch.count_nonzero(weight))
-    return outcomes
+    return {name: outcome if rows[name].owned else Outcome() for name, outcome in outcomes.items()}
 
 
 def _stretches(rows: Rows) -> Iterator[tuple[int, int]]:

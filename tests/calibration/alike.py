@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import OneShotMethod, OneShotReport, prune_blocks
@@ -29,6 +31,7 @@ __all__ = [
     "check_ranks",
     "matrices",
     "pruned",
+    "sharded",
     "share_alike",
 ]
 
@@ -108,6 +111,16 @@ def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Prune
     method, pattern = case
     report = prune_blocks(model, tokens, method=method, pattern=pattern, seed=3)
     return {name: whole(p) for name, p in model.named_parameters()}, report
+
+
+def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:
+    """Apply FSDP2, or HSDP on a mesh of two axes, to each block and the root."""
+    shape = mesh_shape or (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for _, block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def check_ranks(

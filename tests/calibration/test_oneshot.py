@@ -6,9 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, Unstructured
 from distprune.calibration import prune_blocks
@@ -17,7 +14,6 @@ from distprune.calibration.statistics import Moments
 from distprune.calibration.wanda import prune_by_scores
 from distprune.collectives import Alone
 from distprune.selection import Pattern
-from distprune.shards import decoder_blocks
 from tests import oneshot_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 from tests.calibration.alike import (
@@ -30,6 +26,7 @@ from tests.calibration.alike import (
     check_ranks,
     matrices,
     pruned,
+    sharded,
     share_alike,
 )
 from tests.pattern_oracle import keep_in_pattern
@@ -79,15 +76,6 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
     keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
     assert torch.equal(rows.weight, weight.masked_fill(~keep, 0))
     assert outcomes["m"].num_pruned == 48
-
-
-def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:
-    shape = mesh_shape or (torch.distributed.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int, ...] | None) -> list[Pruned]:

@@ -18,7 +18,9 @@ from distprune.calibration import (
 from distprune.calibration.sparsegpt import factor
 from distprune.shards import decoder_blocks
 from tests.architectures import samples, tiny_model
-from tests.worlds import ProcessPool
+from tests.calibration.alike import sharded
+from tests.worlds import ProcessPool, run_threads
+from tests.wrapped import whole
 
 TOKENS = samples(4)
 HALF = Unstructured(0.5)
@@ -108,6 +110,40 @@ def test_new_weights_that_overflow_are_refused() -> None:
         linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
     with pytest.raises(ValueError, match=r"block 'model.layers.2': the new weights of 'mlp.down_proj' are NaN or inf"):
         prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+
+
+def with_new_weights_that_overflow(_: int) -> None:
+    model: Any = tiny_model("llama").half()
+    linear = model.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
+    before = copy.deepcopy(model.state_dict())
+    sharded(model)
+    try:
+        prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+    finally:
+        assert all(torch.equal(whole(parameter), before[name]) for name, parameter in model.named_parameters())
+
+
+def test_new_weights_that_overflow_on_one_rank_are_refused_on_all() -> None:
+    """Only the home of the map sees them; nobody has taken anything over."""
+    errors = run_threads(2, with_new_weights_that_overflow, catch=True)
+    assert all("the new weights of 'mlp.down_proj' are NaN or infinite" in str(error) for error in errors)
+    assert sorted(str(error).startswith("rank ") for error in errors) == [False, True]
+
+
+def sweep_in_rounds(_: int, architecture: str) -> list[int]:
+    report = prune_blocks(sharded(tiny_model(architecture)), TOKENS, method="sparsegpt", pattern=HALF)
+    return [block.num_rounds for block in report.blocks]
+
+
+def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None for blocks of columns where homes sweep; 4 or more for each, and those of the factor, where they do not."""
+    for columns in (128, 8):
+        monkeypatch.setattr("distprune.calibration.sparsegpt.COLUMNS", columns)
+        assert run_threads(2, sweep_in_rounds, "llama") == [[13, 13, 12]] * 2
+    (few, *_), _ = run_threads(2, sweep_in_rounds, "bloom")  # its widest map is spread
+    assert few >= 13 + 12 * 4
 
 
 def test_nan_weights_are_refused() -> None:

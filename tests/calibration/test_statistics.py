@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, linear_maps, spread
 from distprune.calibration.crew import Crew
-from distprune.calibration.statistics import pack_triangle, unpack_triangle
+from distprune.calibration.homes import Home
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, communicator
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import decoder_blocks
@@ -95,13 +96,14 @@ def on_rank(_: int, architecture: str, of: MomentsOf) -> list[list[Moments]]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, architecture: str, of: MomentsOf) -> None:
     wanted = moments_of_blocks(tiny_model(architecture), Alone(), of)
-    for found in pool.run(world_size, on_rank, architecture, of):
+    for rank, found in enumerate(pool.run(world_size, on_rank, architecture, of)):
         for of_block, wanted_of_block in zip(found, wanted, strict=True):
             by_name = {m.names: m for m in of_block}
             assert by_name.keys() == {m.names for m in wanted_of_block}
             for m in wanted_of_block:
                 assert by_name[m.names].num_tokens == m.num_tokens
-                assert torch.equal(by_name[m.names].values, m.values)
+                is_here = by_name[m.names].home.spread or by_name[m.names].home.rank == rank
+                assert torch.equal(by_name[m.names].values, m.values if is_here else m.values[:0])
                 if of == "features":
                     assert m.sketch is not None
                     assert torch.equal(by_name[m.names].sketch, m.sketch)
@@ -169,27 +171,51 @@ def test_one_triangle_travels(size: int) -> None:
     assert torch.equal(unpack_triangle(pack_triangle(lopsided)), whole.float())  # the upper one
 
 
-def pairs_of(x: torch.Tensor, crew: Crew, comm: Communicator) -> torch.Tensor:
-    block = nn.Sequential(nn.Linear(x.shape[1], 2))
+def pairs_of(x: torch.Tensor, crew: Crew, comm: Communicator, homes: list[Home]) -> list[Moments]:
+    block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in homes))
     statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
     with statistics.listening(), torch.no_grad():
         for sample in torch.split(x, 2):
             statistics.begin_sample()
-            block(sample)
-    (moments,) = statistics.reduce(comm)
-    return moments.values
+            for linear in block:
+                linear(sample.clone())
+    return statistics.reduce(comm, lambda *_: homes)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_in", [1, 127, 128, 129, 300])
 def test_products_of_many_features(num_in: int, num_ranks: int) -> None:
     """Computed strip by strip, of ranks that share out the features, too. Whole numbers: every sum is exact."""
+    homes = [Home(0, spread=True), Home(num_ranks - 1), Home(0)]
     x = torch.randint(-9, 10, (6, num_in), generator=torch.Generator().manual_seed(num_in)).float()
 
-    def of_rank(rank: int) -> torch.Tensor:
-        return pairs_of(x, Crew(place=rank, size=num_ranks), communicator())
+    def of_rank(rank: int) -> list[Moments]:
+        return pairs_of(x, Crew(place=rank, size=num_ranks), communicator(), homes)
 
-    assert all(torch.equal(found, x.t() @ x) for found in run_threads(num_ranks, of_rank))
+    for rank, found in enumerate(run_threads(num_ranks, of_rank)):
+        for moments, home in zip(found, homes, strict=True):
+            is_here = home.spread or home.rank == rank
+            assert torch.equal(moments.values, (x.t() @ x)[: None if is_here else 0])
+
+
+def many_inputs(rank: int) -> tuple[int, list[Moments]]:
+    """Six inputs of 4 features, the home of all but one of them rank 1."""
+    comm = communicator()
+    x = torch.arange(8.0).view(2, 4) + rank
+    homes = [Home(0), *[Home(1)] * 5]
+    before = comm.traffic.copy()
+    found = pairs_of(x, Crew(rank, 2), comm, homes)
+    return (comm.traffic - before).num_rounds, found
+
+
+def test_large_sums_do_not_all_arrive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (few, _), (few_too, all_at_once) = run_threads(2, many_inputs)
+    monkeypatch.setattr("distprune.calibration.statistics._ARRIVING", 40)  # two inputs from two ranks are 32 numbers
+    (more, _), (more_too, found) = run_threads(2, many_inputs)
+    assert few == few_too == 5
+    assert more == more_too == 7
+    for one, other in zip(found, all_at_once, strict=True):
+        assert torch.equal(one.values, other.values)
 
 
 @pytest.mark.parametrize("of", KINDS)
@@ -203,9 +229,9 @@ def test_rounds_and_bytes(of: MomentsOf) -> None:
     before = comm.traffic.copy()
     statistics.reduce(comm)
     used = comm.traffic - before
-    assert used.num_rounds == (5 if of == "features" else 6)
+    assert used.num_rounds == 5
     numbers = 13 * 33 if of == "features" else 6 * 10 + 2 * 3
-    assert used.num_bytes < 72 + 8 * numbers + 60
+    assert used.num_bytes < 72 + 8 * numbers + 100
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])

@@ -1,0 +1,79 @@
+"""Which rank does the work on an input: factors its second moments, and sweeps the rows of the maps it is given to.
+
+Nouns: the *home* of an input is the rank that factors its X^T X. Where homes alone share the work out well, a
+home also sweeps all rows of the input's maps: then nothing has to be agreed on, and no other rank needs X^T X or
+its factor. What is too large for that is *spread*: every rank sweeps the rows that it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["Home", "SharedInput", "find_homes"]
+
+_FACTOR = 4  # multiplications of a factorization that take as long as one of a sweep
+_WORTH = 1.25  # what homes may take longer than the best way to spread: rounds cost more than that
+_MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as a home: it has them in memory
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """What the maps ``names``, of ``num_out`` rows in all, are given: ``num_tokens`` times ``num_in`` features."""
+
+    names: tuple[str, ...]
+    num_in: int
+    num_out: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Home:
+    """``rank`` factors; it also sweeps, unless that is ``spread`` over all ranks."""
+
+    rank: int
+    spread: bool = False
+
+
+def find_homes(inputs: Sequence[SharedInput], num_ranks: int) -> list[Home]:
+    """Return the home of every input. Pure: equal arguments give equal homes on every rank.
+
+    As few inputs are spread, the largest first, as keep the busiest rank within a quarter of the best there is,
+    by number of multiplications (in^2 for each row, and in^3 for the factor, which go faster), and leave no rank
+    with more than twice its share of the weights.
+    """
+    return list(_find_homes(tuple((of.num_in, of.num_out) for of in inputs), num_ranks))
+
+
+@lru_cache(maxsize=16)  # blocks are alike
+def _find_homes(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[Home, ...]:
+    sweeps = [num_out * num_in**2 for num_in, num_out in shapes]
+    factors = [num_in**3 // _FACTOR for num_in, _ in shapes]
+    weights = [num_out * num_in for num_in, num_out in shapes]
+    by_size = sorted(range(len(shapes)), key=lambda i: -sweeps[i])
+    plans: list[tuple[float, tuple[Home, ...]]] = []
+    for num_spread in range(len(shapes) + 1):
+        spread = set(by_size[:num_spread])
+        ranks = _share_out([factors[i] + (0 if i in spread else sweeps[i]) for i in range(len(shapes))], num_ranks)
+        homes = tuple(Home(rank, i in spread) for i, rank in enumerate(ranks))
+        loads, swept = [0] * num_ranks, [0] * num_ranks
+        for i, home in enumerate(homes):
+            loads[home.rank] += factors[i] + (0 if home.spread else sweeps[i])
+            swept[home.rank] += 0 if home.spread else weights[i]
+        if max(swept) * num_ranks <= _MOST_WEIGHTS * sum(weights):
+            plans.append((max(loads) + sum(sweeps[i] for i in spread) / num_ranks, homes))
+    best = min(time for time, _ in plans)
+    return next(homes for time, homes in plans if time <= _WORTH * best)
+
+
+def _share_out(jobs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank of every job: the largest job first, each to the rank that has the least to do."""
+    ranks = [0] * len(jobs)
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for i in sorted(range(len(jobs)), key=lambda i: -jobs[i]):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + jobs[i], rank))
+        ranks[i] = rank
+    return ranks

