@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import check_fit, spread
@@ -26,6 +25,7 @@ from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
 from distprune.calibration.walk import Walk, catch_inputs
 from distprune.calibration.wanda import prune_by_scores
 from distprune.collectives import Communicator, Group, communicator, together
+from distprune.masks import reset_forward
 from distprune.methods.agreement import agree_on, draw_seed, settle_owners
 from distprune.methods.amount import check_seed
 from distprune.methods.decide import check_replicas
@@ -125,7 +125,7 @@ def prune_blocks(
     mine = spread(samples, crew.number, crew.num_crews, device)
     reports = []
     with _evaluating(model):
-        walk = catch_inputs(model, mine.batches, offload=offload)
+        walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
         with together(comm):
             _check_whole(walk, samples.shape[1])
         for index in range(len(walk.blocks)):
@@ -179,9 +179,7 @@ def _plan(
     blocks = decoder_blocks(model)
     if not 0 <= first_block <= len(blocks):
         raise ValueError(f"first_block={first_block} is not between 0 and the number of blocks, {len(blocks)}")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reset_forward(model)
     shards: dict[str, LocalShard] = {}
     for block_name, block in blocks:
         maps = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}

@@ -4,8 +4,8 @@ Nouns: a *call* is what a block is called with beside its hidden states: positio
 whatever the model hands over. Blocks that are called alike, with the same values, are of one *kind*
 (all of them in most models; models that alternate sliding and full attention have two).
 
-Under FSDP2 a block can be called by itself once the root has run a forward, which is how the calls are
-caught; a forward that is stopped by an exception leaves FSDP2 usable. Every rank must take the same
+Under FSDP2 a block can be called by itself once the root is known, and a forward that was stopped by an exception,
+which is how the calls are caught, leaves it usable once it is reset. Every rank must take the same
 steps, as many samples included, because each run gathers the block's weights inside torch.
 """
 
@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.calibration.free_memory import FreeMemory
-from distprune.collectives import Communicator, together
+from distprune.calibration.root_parameters import RootParameters
+from distprune.collectives import Alone, Communicator, together
+from distprune.masks import reset_forward
 from distprune.shards import decoder_blocks
 
 __all__ = ["Call", "Walk", "catch_inputs"]
@@ -55,6 +57,7 @@ class Walk:
     calls: list[list[Call]]
     kinds: list[int]
     offload: bool = False
+    outer: list[FSDPModule | None] = field(default_factory=list)  # what gathers a block that FSDP2 does not by itself
     _memory: FreeMemory = field(default_factory=FreeMemory)
     _reshards: dict[FSDPModule, bool] = field(default_factory=dict)  # after a forward, back to its usual shards
 
@@ -68,7 +71,8 @@ class Walk:
 
         The block's weights may have been changed before; they are its shards again afterwards. Under FSDP2
         they are gathered (inside torch) once for all runs, twice when the block runs for the first time,
-        since only then it is seen whether it reshards after a forward. No gradients.
+        since only then it is seen whether it reshards after a forward; with all that ``fully_shard`` put into
+        one group with them. No gradients.
         """
         block = self.blocks[index][1]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
@@ -99,10 +103,15 @@ class Walk:
             return output
 
         keep_gathered()
+        outer = self.outer[index] if self.outer else None
+        if outer is not None:
+            outer.unshard()
         try:
             yield run
         finally:
-            _reshard(block)
+            # Weights that stay gathered would hide what is written into the shards.
+            for part in [*parts, *([] if outer is None else [outer])]:
+                part.reshard()
             for part in told:
                 part.set_reshard_after_forward(True, recurse=False)
 
@@ -141,12 +150,20 @@ class Walk:
             self.hidden[sample] = output.to(own.device, copy=True)
 
 
-def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offload: bool = False) -> Walk:
+def catch_inputs(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    offload: bool = False,
+    comm: Communicator | None = None,
+) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``.
 
     Each batch is one sample: the keyword arguments of the model's forward. The first one runs the first
     block and what is around the blocks, to learn how each of them is called; the others stop where the last
     kind of call begins, which for most models is at the first block. Every rank must pass as many batches.
+    Under FSDP2 alone, embeddings are looked up in their shards (see ``RootParameters``; its rounds count
+    in the traffic of ``comm``); in other layouts that FSDP2 is part of, it gathers the root once for all samples.
 
     Raises:
         ValueError: no decoder blocks, no batches, or a forward that does not reach the blocks in order.
@@ -155,8 +172,9 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
     blocks = decoder_blocks(model)
     if not batches:
         raise ValueError("there is no calibration sample")
-    walk, learner = Walk(blocks, [], [], [], offload), _Learner(model, blocks)
+    walk, learner = Walk(blocks, [], [], [], offload, _outer(model, blocks)), _Learner(model, blocks, comm or Alone())
     firsts: list[int] = []  # the first block of each kind
+    reset_forward(model)
     try:
         for batch in batches:
             hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
@@ -169,7 +187,7 @@ def catch_inputs(model: nn.Module, batches: Sequence[Mapping[str, Any]], *, offl
             walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
             walk.calls.append([calls[first] for first in firsts])
     finally:
-        _reshard(model)  # only now: the root's embeddings are gathered once for all samples
+        reset_forward(model)
     return walk
 
 
@@ -183,9 +201,11 @@ class _Learner:
     The others are stood in for, so that none of them is gathered or run.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Communicator) -> None:
         self._model = model
         self._blocks = blocks
+        of_root = RootParameters.can_stand_in(model, [block for _, block in blocks])
+        self._root = RootParameters(comm, model) if of_root else None
         self._output: Any = None  # of a block
         self._num_asked = 0
         self._first_hidden: torch.Tensor | None = None
@@ -201,7 +221,11 @@ class _Learner:
                 else:
                     stack.enter_context(self._standing_in(index))
             try:
-                self._model(**batch)
+                if self._root is None:
+                    self._model(**batch)
+                else:
+                    with self._root:
+                        self._model.forward(**batch)  # without the hooks that gather
             except _ReachedLast:
                 assert self._first_hidden is not None
                 return self._first_hidden, self._calls
@@ -320,14 +344,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _reshard(module: nn.Module) -> None:
-    """Give back what FSDP2 gathered: what a stopped forward left, or ``reshard_after_forward=False`` keeps.
-
-    Weights that stay gathered would hide what is written into the shards.
-    """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+def _outer(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[FSDPModule | None]:
+    """Return for each block what FSDP2 gathers it with, ``None``: the block itself, or nothing."""
+    found: list[FSDPModule | None] = []
+    for name, block in blocks:
+        path, outer = name, block
+        while path and not isinstance(outer, FSDPModule):
+            path = path.rpartition(".")[0]
+            outer = model.get_submodule(path)
+        found.append(outer if isinstance(outer, FSDPModule) and outer is not block else None)
+    return found
 
 
 def _layout(part: FSDPModule) -> list[object]:

@@ -1,4 +1,4 @@
-"""Large tensors on their way between ranks: from one to all, put together, and turned from one dim to another."""
+"""Large tensors on their way between ranks: from one to all, put together, looked up, turned from dim to dim."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives.base import Communicator
 from distprune.collectives.process_group import staging_device
 
-__all__ = ["broadcast_tensor", "exchange", "gather_features"]
+__all__ = ["broadcast_tensor", "exchange", "gather_features", "lookup_rows", "whole_tensor"]
 
 
 def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> torch.Tensor:
@@ -77,3 +78,46 @@ def gather_features(
         dist.all_gather(parts, staged, group=group)
     received = [part.to(local.device).view(local.dtype) for part in parts]
     return torch.cat([part[:, :size] for part, size in zip(received, sizes, strict=True)], dim=1)
+
+
+def lookup_rows(
+    comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, num_rows: int, indices: torch.Tensor
+) -> torch.Tensor:
+    """Return rows ``indices`` of a matrix (``num_rows``, columns), on the device of ``local``.
+
+    ``local`` is this rank's chunk of its rows, as ``torch.chunk`` cuts them over ``group``; ``indices`` are
+    different and ascending, and may be other ones, and another number, on every rank. Every rank of ``group`` must
+    call it: three rounds, counted in the traffic of ``comm``, of 8 bytes a rank, 8 bytes an index, and the rows.
+
+    Raises:
+        IndexError: on this rank alone, before anything is sent: an index out of range.
+    """
+    if len(indices) and not 0 <= int(indices[0]) <= int(indices[-1]) < num_rows:
+        raise IndexError(f"rows {int(indices[0])} to {int(indices[-1])} of a matrix of {num_rows} rows")
+    num_ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), staging_device(group)
+    step = -(-num_rows // num_ranks)
+    indices = indices.to(device)
+    ends = torch.searchsorted(indices, torch.arange(1, num_ranks + 1, device=device) * step)
+    asked = ends.diff(prepend=ends.new_zeros(1))
+    answered = torch.empty_like(asked)
+    comm._count(asked.numel() * asked.element_size())
+    dist.all_to_all_single(answered, asked, group=group)
+    num_asked, num_answered = asked.tolist(), answered.tolist()
+    wanted = indices.new_empty(sum(num_answered))
+    comm._count(8 * max(sum(num_asked), sum(num_answered)))
+    dist.all_to_all_single(wanted, indices, num_answered, num_asked, group=group)
+    rows = local[(wanted - rank * step).to(local.device)].contiguous()
+    staged = rows.view(torch.uint8).to(device)  # bytes: not every backend knows every dtype
+    found = staged.new_empty((sum(num_asked), staged.shape[1]))
+    comm._count(max(staged.numel(), found.numel()))
+    dist.all_to_all_single(found, staged, num_asked, num_answered, group=group)
+    return found.to(local.device).view(local.dtype)
+
+
+def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
+    """Return the whole of a small ``sharded`` tensor, a norm's weight say; never for what grows with the model.
+
+    Every rank of its mesh must call it: one round, counted in the traffic of ``comm``, of the tensor's bytes.
+    """
+    comm._count(sharded.numel() * sharded.element_size())
+    return sharded.full_tensor().detach()

@@ -1,6 +1,6 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
-from distprune.masks.fsdp2 import Fsdp2Params, Managed
+from distprune.masks.fsdp2 import Fsdp2Params, Managed, own_params, reset_forward, take_for_root
 from distprune.masks.in_place import num_zeros_once_pruned, zero_where_pruned
 from distprune.masks.reparametrized import Snapshot, product, pruning_hooks, reparametrize, undo_reparametrization
 
@@ -9,9 +9,12 @@ __all__ = [
     "Managed",
     "Snapshot",
     "num_zeros_once_pruned",
+    "own_params",
     "product",
     "pruning_hooks",
     "reparametrize",
+    "reset_forward",
+    "take_for_root",
     "undo_reparametrization",
     "zero_where_pruned",
 ]

@@ -21,12 +21,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-__all__ = ["Fsdp2Params", "Managed", "missing_names"]
+__all__ = ["Fsdp2Params", "Managed", "missing_names", "own_params", "reset_forward", "take_for_root"]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
 _PARAM_NAMES = (
@@ -138,6 +140,16 @@ class Managed:
     def is_masked(self) -> bool:
         return isinstance(self.param, _MaskedParam)
 
+    @property
+    def sharded(self) -> DTensor:
+        """What an optimizer holds."""
+        return cast(DTensor, self.param.sharded_param)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is gathered as, which mixed precision may say."""
+        return cast(torch.dtype, self.param.param_dtype or self.param.orig_dtype)
+
     def release(self) -> None:
         """Put the parameter's group back to its shards. No communication."""
         self.group.reshard()
@@ -179,6 +191,36 @@ class Fsdp2Params:
         return managed
 
 
+def own_params(module: nn.Module) -> list[Managed]:
+    """Return what FSDP2 gathers before the forward of ``module`` itself; nothing if it does not manage it."""
+    state = _state_of(module)
+    return [Managed(param, group) for group in (_groups(state) if state else ()) for param in group.fsdp_params]
+
+
+def take_for_root(model: nn.Module) -> None:
+    """Let FSDP2 take ``model`` for the root of all it manages in it, as the first forward of it would. Local."""
+    if (state := _state_of(model)) is not None:
+        state._lazy_init()
+
+
+def reset_forward(model: nn.Module) -> None:
+    """Put all of ``model`` back to its shards, and to where no forward has begun: one was stopped, or will be.
+
+    FSDP2 keeps what it has gathered for a forward that has not ended, and does not prepare for the backward of
+    what it takes for a part of it. (torch 2.13 has ``FSDPModule.reset_iter_state`` for it.) Local.
+    """
+    for module in model.modules():
+        state: Any = _state_of(module)
+        if state is None:
+            continue
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._modules_to_run_forward.clear()
+        for group in _groups(state):
+            group._training_state = TrainingState.IDLE
+            group.reshard()
+
+
 def check_names(missing: list[str]) -> None:
     """Raise if names that this file relies on are ``missing``.
 
@@ -191,6 +233,10 @@ def check_names(missing: list[str]) -> None:
             "which masks before its all-gather and one-shot pruning rely on; use a torch this version of distprune was "
             "tested with, or prune in place with distprune.prune_model"
         )
+
+
+def _state_of(module: nn.Module) -> FSDPState | None:
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
 def _states() -> Iterator[FSDPState]:
