@@ -1,7 +1,7 @@
 """What a model needs around its decoder blocks, without gathering it: the root's parameters under FSDP2.
 
 FSDP2 gathers all parameters of the root, embeddings and output head, before its forward. A walk needs of them
-the embeddings of a few thousand tokens. So the root's forward runs without FSDP2's hooks, and its functions are
+the embeddings of a few thousand tokens. So the root's forward runs without its hooks, and its functions are
 handed what they ask for: rows are looked up where they are, anything else is gathered by itself.
 """
 
@@ -46,6 +46,8 @@ class RootParameters(TorchFunctionMode):
     def can_stand_in(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
         """Return whether FSDP2 manages ``model`` and each of ``blocks``, and nothing else cuts the root's weights."""
         if not isinstance(model, FSDPModule) or not all(isinstance(block, FSDPModule) for block in blocks):
+            return False
+        if len(model._forward_pre_hooks) > 1:  # FSDP2's and somebody else's, which may matter
             return False
         return all(
             not of.is_masked and of.ranks == frozenset(of.sharded.device_mesh.mesh.flatten().tolist())

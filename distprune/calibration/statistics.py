@@ -209,10 +209,9 @@ class InputStatistics:
         Those of ``"pairs"`` are for their home alone, unless what that is for is spread over all ranks;
         ``find_homes`` says which, the same on every rank.
 
-        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on what was found, and 1 for all
-        ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1 for
-        each input that is spread and 1 for all others, more where they are so large that they had better not
-        all arrive at once.
+        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on what was found, and 1 for
+        all ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1
+        for each input that is spread and 1 for all others, more if over 64 MiB would arrive at a rank at once.
 
         Raises:
             ValueError: on every rank: a map was given NaN or Inf; it names the map.
@@ -272,8 +271,8 @@ class InputStatistics:
         for of, home in zip(inputs, homes, strict=True):
             if home.spread:
                 totals[of.names[0]] = comm.sum(self._triangle(of))
-        for together in _arriving_together(inputs, homes, comm.size):
-            totals.update(self._sum_at_homes(comm, together))
+        for of_home in _rounds_of(inputs, homes, comm.size):
+            totals.update(self._sum_at_homes(comm, of_home))
         found = []
         for of, home in zip(inputs, homes, strict=True):
             total, device = totals.pop(of.names[0], None), self.maps[of.names[0]].parameter.device
@@ -315,21 +314,21 @@ class InputStatistics:
         return whole
 
 
-def _arriving_together(
+def _rounds_of(
     inputs: Sequence[SharedInput], homes: Sequence[Home], num_ranks: int
 ) -> Iterator[list[list[SharedInput]]]:
-    """Yield for round after round which inputs go to each rank, so that about 64 MiB or one input arrive there."""
-    together: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
+    """Yield for every round what goes to each rank: no more than about 64 MiB arrive there, or one input."""
+    of_home: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
     for of, home in zip(inputs, homes, strict=True):
         if home.spread:
             continue
-        num_numbers = sum(other.num_in**2 for other in [*together[home.rank], of]) // 2 * num_ranks
-        if together[home.rank] and num_numbers > _ARRIVING:
-            yield together
-            together = [[] for _ in range(num_ranks)]
-        together[home.rank].append(of)
-    if any(together):
-        yield together
+        num_numbers = sum(other.num_in**2 for other in [*of_home[home.rank], of]) // 2 * num_ranks
+        if of_home[home.rank] and num_numbers > _ARRIVING:
+            yield of_home
+            of_home = [[] for _ in range(num_ranks)]
+        of_home[home.rank].append(of)
+    if any(of_home):
+        yield of_home
 
 
 def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from typing_extensions import override
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
-from distprune.masks import reset_forward
+from distprune.masks import kept_gathered, reset_forward
 from distprune.shards import decoder_blocks
 
 __all__ = ["Call", "Walk", "catch_inputs"]
@@ -48,18 +48,17 @@ class Walk:
     """The samples of this rank on their way through the blocks.
 
     ``hidden[i]`` is what the next block is given for sample i, (batch, length, features);
-    ``calls[i][kind]`` what else; ``kinds[b]`` the kind of block b. With ``offload`` the hidden states
-    wait on the CPU between blocks.
+    ``calls[i][kind]`` what else; ``kinds[b]`` the kind of block b; ``outer[b]`` what FSDP2 gathers it with, if
+    not by itself. With ``offload`` the hidden states wait on the CPU between blocks.
     """
 
     blocks: list[tuple[str, nn.Module]]
     hidden: list[torch.Tensor]
     calls: list[list[Call]]
     kinds: list[int]
+    outer: list[FSDPModule | None]
     offload: bool = False
-    outer: list[FSDPModule | None] = field(default_factory=list)  # what gathers a block that FSDP2 does not by itself
     _memory: FreeMemory = field(default_factory=FreeMemory)
-    _reshards: dict[FSDPModule, bool] = field(default_factory=dict)  # after a forward, back to its usual shards
 
     @property
     def num_samples(self) -> int:
@@ -70,21 +69,12 @@ class Walk:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
         The block's weights may have been changed before; they are its shards again afterwards. Under FSDP2
-        they are gathered (inside torch) once for all runs, twice when the block runs for the first time,
-        since only then it is seen whether it reshards after a forward; with all that ``fully_shard`` put into
-        one group with them. No gradients.
+        they are gathered (inside torch) once for all runs, with all that ``fully_shard`` put into one group with
+        them. No gradients.
         """
         block = self.blocks[index][1]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         _synchronize(device)
-        parts = [module for module in block.modules() if isinstance(module, FSDPModule)]
-        told: list[FSDPModule] = []
-
-        def keep_gathered() -> None:
-            for part in parts:
-                if self._reshards.get(part):
-                    part.set_reshard_after_forward(False, recurse=False)
-                    told.append(part)
 
         def run(sample: int) -> torch.Tensor:
             call = self.calls[sample][self.kinds[index]]
@@ -94,26 +84,19 @@ class Walk:
                 args = (hidden, *args)
             else:
                 kwargs[call.hidden_name] = hidden
-            unknown = {part: _layout(part) for part in parts if part not in self._reshards}
             with torch.no_grad():
-                output = _hidden_of(block(*args, **kwargs))
-            if unknown:
-                self._reshards.update({part: _layout(part) == before for part, before in unknown.items()})
-                keep_gathered()
-            return output
+                return _hidden_of(block(*args, **kwargs))
 
-        keep_gathered()
-        outer = self.outer[index] if self.outer else None
+        outer = self.outer[index]
         if outer is not None:
             outer.unshard()
         try:
-            yield run
+            with kept_gathered(block):
+                yield run
         finally:
             # Weights that stay gathered would hide what is written into the shards.
-            for part in [*parts, *([] if outer is None else [outer])]:
-                part.reshard()
-            for part in told:
-                part.set_reshard_after_forward(True, recurse=False)
+            if outer is not None:
+                outer.reshard()
 
     def advance(self, index: int, comm: Communicator) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
@@ -172,7 +155,7 @@ def catch_inputs(
     blocks = decoder_blocks(model)
     if not batches:
         raise ValueError("there is no calibration sample")
-    walk, learner = Walk(blocks, [], [], [], offload, _outer(model, blocks)), _Learner(model, blocks, comm or Alone())
+    walk, learner = Walk(blocks, [], [], [], _outer(model, blocks), offload), _Learner(model, blocks, comm or Alone())
     firsts: list[int] = []  # the first block of each kind
     reset_forward(model)
     try:
@@ -353,17 +336,6 @@ def _outer(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[FS
             path = path.rpartition(".")[0]
             outer = model.get_submodule(path)
         found.append(outer if isinstance(outer, FSDPModule) and outer is not block else None)
-    return found
-
-
-def _layout(part: FSDPModule) -> list[object]:
-    """Return the meshes of the parameters that ``part`` manages itself; ``None`` is a gathered one."""
-    found: list[object] = []
-    pending = [cast(nn.Module, part)]
-    while pending:
-        module = pending.pop()
-        found += [getattr(parameter, "device_mesh", None) for parameter in module.parameters(recurse=False)]
-        pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
     return found
 
 

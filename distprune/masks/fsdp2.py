@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +29,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-__all__ = ["Fsdp2Params", "Managed", "missing_names", "own_params", "reset_forward", "take_for_root"]
+__all__ = [
+    "Fsdp2Params",
+    "Managed",
+    "kept_gathered",
+    "missing_names",
+    "own_params",
+    "reset_forward",
+    "take_for_root",
+]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
 _PARAM_NAMES = (
@@ -219,6 +228,24 @@ def reset_forward(model: nn.Module) -> None:
         for group in _groups(state):
             group._training_state = TrainingState.IDLE
             group.reshard()
+
+
+@contextmanager
+def kept_gathered(module: nn.Module) -> Iterator[None]:
+    """Let what FSDP2 gathers for forwards of ``module`` stay so from one to the next; reshard it at the end."""
+    groups: dict[int, Any] = {}
+    for part in module.modules():
+        if (state := _state_of(part)) is not None:
+            groups.update((id(group), group) for group in _groups(state))
+    before = {key: group.post_forward_mesh_info for key, group in groups.items()}
+    for group in groups.values():
+        group.post_forward_mesh_info = None  # reshard_after_forward=False
+    try:
+        yield
+    finally:
+        for key, group in groups.items():
+            group.post_forward_mesh_info = before[key]
+        reset_forward(module)
 
 
 def check_names(missing: list[str]) -> None:

@@ -212,6 +212,8 @@ def shard_as(how: str, model: Any) -> None:
     if how == "inner model too":
         fully_shard(model.model, **options)
     fully_shard(model, **options)
+    if how == "hooked":
+        model.register_forward_pre_hook(lambda *_: None)
 
 
 HOW = [
@@ -224,6 +226,7 @@ HOW = [
     "hsdp",
     "bfloat16",
     "by columns",
+    "hooked",
 ]
 LOOKED_UP = {"usual", "parts and blocks", "hsdp", "bfloat16"}
 
