@@ -1,4 +1,4 @@
-"""The mask inside FSDP2: multiplied into the shard before the all-gather.
+"""FSDP2 from inside: the mask, multiplied into the shard before the all-gather, and forwards that are run in parts.
 
 Nouns are torch's (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): the *sharded parameter* is
 the DTensor an optimizer holds, the *sharded data* its padded local values, from which every all-gather
@@ -6,15 +6,18 @@ is filled. A pruned parameter hands out its sharded data already masked. So no r
 mask, the product costs 1/N, and everything after it (mixed precision, resharding to a smaller mesh,
 prefetching, CPU offload) is FSDP2's own.
 
+A forward that is run in parts, block by block, or stopped, is none that FSDP2 knows of: it has to be told what
+stays gathered in between, and that it is over.
+
 This is the only file that knows private names of FSDP2. They are looked up when it is imported, and
-their absence is reported when a parameter that FSDP2 manages is pruned.
+their absence is reported when something that FSDP2 manages is pruned.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +28,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -40,26 +44,35 @@ __all__ = [
 ]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
-_PARAM_NAMES = (
-    "_module_info",
-    "_sharded_param_data",
-    "sharded_param",
-    "reset_sharded_param",
-    "sharded_state",
-    "mesh_info",
-)
+_NAMES: dict[type, tuple[str, ...]] = {
+    FSDPParam: (
+        "_module_info",
+        "_sharded_param_data",
+        "sharded_param",
+        "reset_sharded_param",
+        "sharded_state",
+        "mesh_info",
+        "param_dtype",
+        "orig_dtype",
+    ),
+    FSDPParamGroup: ("fsdp_params", "post_forward_mesh_info", "_training_state"),
+    FSDPState: ("_lazy_init", "_state_ctx", "iter_forward_root", "_modules_to_run_forward", "_training_state"),
+}
 
 
-def missing_names(param_class: type) -> list[str]:
-    """Return the names this file relies on that ``param_class`` no longer mentions."""
-    try:
-        source = inspect.getsource(param_class)
-    except (OSError, TypeError):  # torch without its sources: the tests of that build have to tell
-        return []
-    return [name for name in _PARAM_NAMES if name not in source]
+def missing_names(names: Mapping[type, Sequence[str]]) -> list[str]:
+    """Return the ``names`` that the sources of their classes do not mention."""
+    missing: list[str] = []
+    for owner, of_owner in names.items():
+        try:
+            source = inspect.getsource(owner)
+        except (OSError, TypeError):  # torch without its sources: the tests of that build have to tell
+            continue
+        missing += [f"{owner.__name__}.{name}" for name in of_owner if name not in source]
+    return missing
 
 
-_MISSING = missing_names(FSDPParam)
+_MISSING = missing_names(_NAMES)
 
 
 class _MaskedParam(FSDPParam):
@@ -256,14 +269,17 @@ def check_names(missing: list[str]) -> None:
     """
     if missing:
         raise NotImplementedError(
-            f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found in FSDPParam), "
+            f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found), "
             "which masks before its all-gather and one-shot pruning rely on; use a torch this version of distprune was "
             "tested with, or prune in place with distprune.prune_model"
         )
 
 
 def _state_of(module: nn.Module) -> FSDPState | None:
-    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    if not isinstance(module, FSDPModule):
+        return None
+    check_names(_MISSING)
+    return module._get_fsdp_state()
 
 
 def _states() -> Iterator[FSDPState]:

@@ -314,7 +314,8 @@ UNSUITABLE = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("layout", UNSUITABLE)
 def test_unsuitable_layouts(layout: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "_sharded_param_data" in distprune.masks.fsdp2.missing_names(Method)
+    assert distprune.masks.fsdp2.missing_names({Method: ("_sharded_param_data",)}) == ["Method._sharded_param_data"]
+    assert not distprune.masks.fsdp2.missing_names(distprune.masks.fsdp2._NAMES)
     if layout == "fsdp2":
         monkeypatch.setattr(distprune.masks.fsdp2, "_MISSING", ["_sharded_param_data"])
     failing((2, layout), lambda _, net: CALLS[call](net), NotImplementedError, UNSUITABLE[layout])
