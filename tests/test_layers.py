@@ -35,6 +35,8 @@ COLLECTIVE_NAMES = {
     "broadcast_object_list",
     "full_tensor",
     "gather_object",
+    "irecv",
+    "isend",
     "monitored_barrier",
     "redistribute",
     "reduce_scatter",

@@ -13,7 +13,14 @@ from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
-from distprune.collectives.tensors import broadcast_tensor, exchange, gather_features, lookup_rows, whole_tensor
+from distprune.collectives.tensors import (
+    broadcast_tensor,
+    exchange,
+    gather_features,
+    gather_pairwise,
+    lookup_rows,
+    whole_tensor,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +39,7 @@ __all__ = [
     "communicator",
     "exchange",
     "gather_features",
+    "gather_pairwise",
     "lookup_rows",
     "roster_of_all",
     "roster_of_one",
