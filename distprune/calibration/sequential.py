@@ -81,7 +81,8 @@ def prune_blocks(
     shards: this rank's share of one block's activations, one block's statistics (and of SparseGPT's factors and
     float32 rows those that this rank works on, at most twice its share) and one block as its forward needs it:
     unsharded by FSDP2, cut by tensor parallelism.
-    Rounds: 8 for the whole (4 more where ranks hold different parameters); for a block 3 and those
+    Rounds: 8 for the whole (4 more where ranks hold different parameters), and those of ``RootParameters`` under
+    FSDP2 alone, 3 for each of this rank's samples and each embedding; for a block 3 and those
     of ``InputStatistics.reduce``, of ``prune_by_scores`` or ``prune_by_sparsegpt``, and of ``whole_rows``.
     SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
 
