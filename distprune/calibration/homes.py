@@ -56,11 +56,11 @@ def _find_homes(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[Ho
     plans: list[tuple[float, tuple[Home, ...]]] = []
     for num_spread in range(len(shapes) + 1):
         spread = set(by_size[:num_spread])
-        ranks = _share_out([factors[i] + (0 if i in spread else sweeps[i]) for i in range(len(shapes))], num_ranks)
-        homes = tuple(Home(rank, i in spread) for i, rank in enumerate(ranks))
+        jobs = [factors[i] + (0 if i in spread else sweeps[i]) for i in range(len(shapes))]
+        homes = tuple(Home(rank, i in spread) for i, rank in enumerate(_share_out(jobs, num_ranks)))
         loads, swept = [0] * num_ranks, [0] * num_ranks
         for i, home in enumerate(homes):
-            loads[home.rank] += factors[i] + (0 if home.spread else sweeps[i])
+            loads[home.rank] += jobs[i]
             swept[home.rank] += 0 if home.spread else weights[i]
         if max(swept) * num_ranks <= _MOST_WEIGHTS * sum(weights):
             plans.append((max(loads) + sum(sweeps[i] for i in spread) / num_ranks, homes))

@@ -94,9 +94,9 @@ def _hand_over(comm: Communicator, sent: _Views, coming: _Views) -> None:
     """Write ``sent[r]`` of this rank into ``coming[this rank]`` of rank r: as many elements, of the same dtype."""
     empty = torch.empty(0, dtype=torch.uint8)
     pieces = [torch.cat([_bytes(view) for view in views]) if views else empty for views in sent]
-    sizes = [sum(view.numel() * view.element_size() for view in views) for views in coming]
+    sizes = [sum(view.nbytes for view in views) for views in coming]
     for received, views in zip(comm.swap(pieces, sizes), coming, strict=True):
-        parts = torch.split(received, [view.numel() * view.element_size() for view in views]) if views else ()
+        parts = torch.split(received, [view.nbytes for view in views]) if views else ()
         for view, part in zip(views, parts, strict=True):
             view.copy_(part.clone().view(view.dtype).view(view.shape))  # a copy is aligned for any dtype
 

@@ -286,7 +286,7 @@ class InputStatistics:
         own, triangles[comm.rank] = triangles[comm.rank], []
         pieces = [torch.cat([t.view(-1) for t in some]) if some else torch.empty(0) for some in triangles]
         del triangles
-        num_bytes = sum(total.numel() * total.element_size() for total in own)
+        num_bytes = sum(total.nbytes for total in own)
         sizes = [0 if rank == comm.rank else num_bytes for rank in range(comm.size)]
         for received in comm.swap([piece.view(torch.uint8) for piece in pieces], sizes):
             values = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -227,11 +228,12 @@ def test_rounds_and_bytes(of: MomentsOf) -> None:
         statistics.begin_sample()
         block(torch.ones(2, 10))
     before = comm.traffic.copy()
-    statistics.reduce(comm)
+    statistics.reduce(comm, lambda inputs, _: [Home(0, spread=True)] * len(inputs))
     used = comm.traffic - before
-    assert used.num_rounds == 5
+    assert used.num_rounds == (5 if of == "features" else 6)
     numbers = 13 * 33 if of == "features" else 6 * 10 + 2 * 3
-    assert used.num_bytes < 72 + 8 * numbers + 100
+    who_shares = len(json.dumps([{"0": "0", "1": "1"}, {"0": 2, "1": 2}]))
+    assert used.num_bytes == 72 + 8 + who_shares + 8 * numbers + 2 * 8
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])
