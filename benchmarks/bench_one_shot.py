@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
-NUM_TURNS = {NUM_SAMPLES: 3, 128: 1}  # by samples; 128 are what the papers and the command line take
+NUM_TURNS = {NUM_SAMPLES: 5, 128: 3}  # by samples; 128 are what the papers and the command line take
 ORACLE, APART = "oracle, float32", "2 times 1 rank, at once"
 EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
 EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
@@ -130,8 +131,13 @@ def _speed(method: str, num_samples: int, turns: list[dict[str, dict[str, Any]]]
     """Return a row for each who; how many times as fast as the oracle, and as one rank."""
     of_all = {who: sorted((turn[who] for turn in turns), key=lambda of: of["seconds"]) for who in turns[0]}
     middle = {who: runs[len(runs) // 2] for who, runs in of_all.items()}
-    # Ranks that work apart do all of the work twice.
-    seconds = {who: of["seconds"] / (2 if who == APART else 1) for who, of in middle.items()}
+
+    def times(other: str, who: str) -> str:
+        # Of runs that followed each other: the machine's own speed drifts. Ranks that work apart do all work twice.
+        factors = sorted(turn[other]["seconds"] / turn[who]["seconds"] * (1 + (who == APART)) for turn in turns)
+        least, *_, greatest = *factors, factors[-1]
+        return f"{statistics.median(factors):.2f} ({least:.2f} to {greatest:.2f})"
+
     return [
         (
             method,
@@ -139,8 +145,8 @@ def _speed(method: str, num_samples: int, turns: list[dict[str, dict[str, Any]]]
             who,
             f"{of['seconds']:.1f}",
             " to ".join(f"{of_all[who][i]['seconds']:.1f}" for i in (0, -1)) if len(turns) > 1 else "",
-            f"{seconds[ORACLE] / seconds[who]:.2f}" if ORACLE in seconds else "",
-            f"{seconds['1 rank'] / seconds[who]:.2f}",
+            times(ORACLE, who) if ORACLE in turns[0] and who != ORACLE else "",
+            times("1 rank", who) if who not in (ORACLE, "1 rank") else "",
             *(f"{of['stages'][stage]:.1f}" if of["stages"] else "" for stage in STAGES),
         )
         for who, of in middle.items()
@@ -202,10 +208,12 @@ def main() -> None:
     )
     if arguments.what == "speed":
         text += (
-            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns; seconds, of "
-            "the\nslower rank, and stages are those of the run of median time. Two ranks that do the whole work each, "
-            "side by side\nwith nothing in common, show what this machine's two cores do to each other: their factor, "
-            "for twice the work, is\nabout the most that two ranks can reach.\n\n"
+            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns, "
+            f"{' and '.join(f'{num_turns} with {num}' for num, num_turns in NUM_TURNS.items())} sequences;\n"
+            "seconds, of the slower rank, and stages are those of the run of median time; factors are medians over the "
+            "turns,\nand the least and the greatest. Two ranks that do the whole work each, side by side with nothing "
+            "in common, show\nwhat this machine's two cores do to each other: their factor, for twice the work, is "
+            "about the most that two\nranks can reach.\n\n"
         )
         columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "range", "x oracle", "x 1 rank")
         columns += tuple(f"{stage} s" for stage in STAGES)
