@@ -1,0 +1,48 @@
+"""Tensors as collectives hand them over: rows from where they are held, parts from rank to rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distprune.collectives import communicator, gather_pairwise, lookup_rows
+from tests.worlds import ProcessPool, run_threads
+
+
+def lookup(rank: int, num_rows: int, dtype: torch.dtype) -> None:
+    comm, group = communicator(), torch.distributed.group.WORLD
+    assert group is not None
+    matrix = torch.arange(num_rows * 3).view(num_rows, 3).to(dtype)
+    step = -(-num_rows // 3)
+    local = matrix[rank * step : (rank + 1) * step]
+    for indices in ([], [0], list(range(num_rows)), list(range(0, num_rows, 2 + rank)), [num_rows - 1] * (rank < 2)):
+        before = comm.traffic.copy()
+        found = lookup_rows(comm, group, local, num_rows, torch.tensor(indices, dtype=torch.int64))
+        assert torch.equal(found, matrix[indices])
+        assert found.dtype == dtype
+        assert (comm.traffic - before).num_rounds == 3
+    with pytest.raises(IndexError, match=f"of a matrix of {num_rows} rows"):
+        lookup_rows(comm, group, local, num_rows, torch.tensor([0, num_rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 9])
+def test_rows_are_looked_up_where_they_are(num_rows: int, dtype: torch.dtype) -> None:
+    run_threads(3, lookup, num_rows, dtype)
+
+
+def gather(rank: int, dtype: torch.dtype) -> None:
+    group, num_ranks = torch.distributed.group.WORLD, torch.distributed.get_world_size()
+    assert group is not None
+    for numel in (1, 5, 1 << 20):
+        wanted = torch.arange(num_ranks * numel).remainder(251).to(dtype)
+        parts = torch.zeros_like(wanted)
+        parts[rank * numel : (rank + 1) * numel] = wanted[rank * numel : (rank + 1) * numel]
+        gather_pairwise(group, parts)
+        assert torch.equal(parts, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gathered_pairwise(pool: ProcessPool, world_size: int, dtype: torch.dtype) -> None:
+    pool.run(world_size, gather, dtype)
