@@ -14,6 +14,7 @@ import importlib.util
 import os
 import statistics
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
-NUM_TURNS = {NUM_SAMPLES: 5, 128: 2}  # by samples; 128 are what the papers and the command line take
+NUM_TURNS = {NUM_SAMPLES: 3, 128: 1}  # by samples; 128 are what the papers and the command line take
 ORACLE, APART = "oracle, float32", "2 times 1 rank, at once"
 EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
 EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
@@ -207,14 +208,15 @@ def main() -> None:
         "one. The oracle is tests/oneshot_oracle.py, one process.\n\n"
     )
     if arguments.what == "speed":
-        text += (
-            "From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns, "
-            f"{' and '.join(f'{num_turns} with {num}' for num, num_turns in NUM_TURNS.items())} sequences;\n"
-            "seconds, of the slower rank, and stages are those of the run of median time; factors are medians over the "
-            "turns,\nand the least and the greatest. Two ranks that do the whole work each, side by side with nothing "
-            "in common, show\nwhat this machine's two cores do to each other: their factor, for twice the work, is "
-            "about the most that two\nranks can reach.\n\n"
+        num_turns = " and ".join(f"{turns} with {num}" for num, turns in NUM_TURNS.items())
+        notes = (
+            f"From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns, {num_turns}"
+            " sequences; seconds, of the slower rank, and stages are those of the run of median time; factors are "
+            "medians over the turns, and the least and the greatest. Two ranks that do the whole work each, side by "
+            "side with nothing in common, show what this machine's two cores do to each other: their factor, for twice "
+            "the work, is about the most that two ranks can reach."
         )
+        text += textwrap.fill(notes, 118) + "\n\n"
         columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "range", "x oracle", "x 1 rank")
         columns += tuple(f"{stage} s" for stage in STAGES)
     else:
