@@ -136,8 +136,7 @@ def _speed(method: str, num_samples: int, turns: list[dict[str, dict[str, Any]]]
     def times(other: str, who: str) -> str:
         # Of runs that followed each other: the machine's own speed drifts. Ranks that work apart do all work twice.
         factors = sorted(turn[other]["seconds"] / turn[who]["seconds"] * (1 + (who == APART)) for turn in turns)
-        least, *_, greatest = *factors, factors[-1]
-        return f"{statistics.median(factors):.2f} ({least:.2f} to {greatest:.2f})"
+        return f"{statistics.median(factors):.2f} ({factors[0]:.2f} to {factors[-1]:.2f})"
 
     return [
         (
