@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.worlds import drawing
+
 __all__ = ["ONE_SHOT_ARCHITECTURES", "VOCABULARY", "samples", "tiny_model"]
 
 VOCABULARY = 97
-_drawing = threading.Lock()  # ranks as threads share the random state: drawn at once, their models would differ
 
 _ROTARY = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
 _GROUPED = {**_ROTARY, "num_key_value_heads": 1}
@@ -63,8 +63,7 @@ def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> nn.Module:
         pad_token_id=2,
         **{**ONE_SHOT_ARCHITECTURES[architecture], **changes},
     )
-    with _drawing, torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with drawing(seed):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from typing_extensions import override
+
+from tests.worlds import drawing
 
 __all__ = ["BLOCK_WEIGHTS", "Decoder", "decoder"]
 
@@ -44,15 +44,7 @@ class Decoder(nn.Module):
 BLOCK_WEIGHTS = [f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
 
 
-def _original() -> Decoder:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Decoder()
-
-
-_ORIGINAL = _original()
-
-
 def decoder() -> Decoder:
-    """Return a copy of one model: ranks that are threads share the random state, and must not draw from it."""
-    return copy.deepcopy(_ORIGINAL)
+    """Return the same model on every rank."""
+    with drawing(0):
+        return Decoder()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["CONTEXT", "ProcessPool", "RankError", "run_threads"]
+__all__ = ["CONTEXT", "ProcessPool", "RankError", "drawing", "run_threads"]
 
 # New processes are forks of one that has everything imported and nothing running yet.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -33,11 +33,28 @@ class RankError(Exception):
         self.error = error
 
 
-def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool = False) -> list[Any]:
+_drawing = threading.RLock()
+
+
+@contextlib.contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Make what is drawn within the same on every rank, also where ranks are threads and share the random state.
+
+    One thread at a time is within, and it leaves the state as it was.
+    """
+    with _drawing, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def run_threads(
+    world_size: int, fn: Callable[..., Any], *args: Any, catch: bool = False, draws: bool = False
+) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``world_size`` threads with a process group, and return the results by rank.
 
-    With ``catch``, a rank's exception is its result; without, the first one is raised. The threads
-    share the global random state.
+    With ``catch``, a rank's exception is its result; without, the first one is raised. Threads share the
+    random state, so what several draw from it depends on who comes first: it is an error unless within
+    :func:`drawing`, or with ``draws``, for code under test that is meant to draw.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -56,6 +73,7 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
+    before = torch.get_rng_state()
     c10d: Any = torch._C._distributed_c10d
     c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
@@ -72,6 +90,8 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, catch: bool
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         c10d._set_thread_isolation_mode(False)
+    if world_size > 1 and not draws:
+        assert torch.equal(torch.get_rng_state(), before), "ranks drew from the random state that they share"
     if catch:
         return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
     raised = [error for error in errors if error is not None]

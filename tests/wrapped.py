@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
+from tests.worlds import drawing
+
 __all__ = ["PRUNED", "WRAPPERS", "Transformer", "Wrapped", "pairs_of", "transformer", "whole", "wrap"]
 
 # Rows that 2, 3 and 4 ranks cut unevenly; heads and hidden sizes that tensor parallelism halves.
@@ -75,8 +77,7 @@ _TP_PLAN = {
 
 def transformer(seed: int = 0) -> Transformer:
     """Return the same model everywhere."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with drawing(seed):
         return Transformer()
 
 

@@ -19,7 +19,7 @@ from distprune.calibration import InputStatistics, MomentsOf, linear_maps, prune
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.collectives import Alone, communicator, gather_features
 from tests.architectures import samples, tiny_model
-from tests.worlds import ProcessPool, RankError, run_threads
+from tests.worlds import ProcessPool, RankError, drawing, run_threads
 
 
 def two_layers() -> nn.Module:
@@ -95,7 +95,8 @@ def test_uneven_features_are_put_together(dtype: torch.dtype) -> None:
 
 
 def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
-    block = nn.Sequential(nn.Linear(7, 4, bias=False))
+    with drawing(0):
+        block = nn.Sequential(nn.Linear(7, 4, bias=False))
     inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     wanted = InputStatistics(linear_maps(block), of)
     wanted.begin_sample()
@@ -135,7 +136,9 @@ def test_a_crew_counts_its_samples_once(of: MomentsOf, how: str) -> None:
 def wrong_inputs_on_rank(_: int, how: str) -> None:
     comm, mesh = communicator(), init_device_mesh("cpu", (2,))
     crew = Crew(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
-    statistics = InputStatistics(linear_maps(nn.Sequential(nn.Linear(8, 4))), "pairs", crew, comm)
+    with drawing(0):
+        block = nn.Sequential(nn.Linear(8, 4))
+    statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
     statistics.begin_sample()
     x = torch.ones(4, 8)
     statistics._take("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]))

@@ -22,7 +22,7 @@ from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import NM, _listening, linears, prune_model
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, drawing, run_threads
 
 TOKENS = samples(5)
 KINDS: tuple[MomentsOf, ...] = ("features", "pairs")
@@ -173,7 +173,8 @@ def test_one_triangle_travels(size: int) -> None:
 
 
 def pairs_of(x: torch.Tensor, crew: Crew, comm: Communicator, homes: list[Home]) -> list[Moments]:
-    block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in homes))
+    with drawing(0):
+        block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in homes))
     statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
     with statistics.listening(), torch.no_grad():
         for sample in torch.split(x, 2):
@@ -263,7 +264,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        with drawing(0):
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.how = "same"
 
     @override
@@ -313,7 +315,8 @@ def test_samples_that_do_not_count() -> None:
 
 
 def with_nan(rank: int) -> None:
-    block = nn.Sequential(nn.Linear(4, 4))
+    with drawing(0):
+        block = nn.Sequential(nn.Linear(4, 4))
     statistics = InputStatistics(linear_maps(block), "pairs")
     with statistics.listening():
         statistics.begin_sample()

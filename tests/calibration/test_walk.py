@@ -15,7 +15,7 @@ from distprune.calibration import Walk, catch_inputs, spread
 from distprune.collectives import Alone, communicator
 from distprune.shards import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.worlds import run_threads
+from tests.worlds import drawing, run_threads
 
 TOKENS = samples(5)
 
@@ -149,7 +149,8 @@ class Backwards(nn.Module):
     def __init__(self, order: list[int]) -> None:
         super().__init__()
         self.order = order
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])
+        with drawing(0):
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import distprune as prune
-from tests.worlds import ProcessPool
+from tests.worlds import ProcessPool, drawing
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
 Parameters = dict[str, torch.Tensor]
@@ -123,8 +123,8 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def largest_on_rank(rank: int, is_pruned: bool) -> tuple[set[tuple[str, int]], int]:
     """Return the large tensors of a step by operation, and the largest of any bool tensor."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
+    with drawing(0):
+        model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
     mesh = init_device_mesh("cpu", (4,))
     for layer in model:
         fully_shard(layer, mesh=mesh)

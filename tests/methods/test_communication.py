@@ -20,7 +20,7 @@ CALLS: dict[str, Call] = {
     "identity": lambda pairs, comm: prune.identity(*pairs[0], group=comm),
     "custom_from_mask": lambda pairs, comm: prune.custom_from_mask(*pairs[0], torch.ones(64, 48), group=comm),
     "l1_unstructured": lambda pairs, comm: prune.l1_unstructured(*pairs[0], 0.5, group=comm),
-    "random_unstructured": lambda pairs, comm: prune.random_unstructured(*pairs[0], 0.5, group=comm),
+    "random_unstructured": lambda pairs, comm: prune.random_unstructured(*pairs[0], 0.5, seed=0, group=comm),
     "ln_structured": lambda pairs, comm: prune.ln_structured(*pairs[0], 0.5, 2, 1, group=comm),
     "ln_structured, inf": lambda pairs, comm: prune.ln_structured(*pairs[0], 0.5, float("inf"), 1, group=comm),
     "random_structured": lambda pairs, comm: prune.random_structured(*pairs[0], 0.5, 0, group=comm),
@@ -46,7 +46,7 @@ def traffic_on_rank(_: int, call: str, num_tensors: int, num_columns: int, again
 
 
 def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool = False) -> tuple[int, int]:
-    first, second = run_threads(2, traffic_on_rank, call, num_tensors, num_columns, again)
+    first, second = run_threads(2, traffic_on_rank, call, num_tensors, num_columns, again, draws=True)
     assert first == second
     return first.num_rounds, first.num_bytes
 

@@ -22,7 +22,7 @@ import distprune.masks.fsdp2
 from distprune.collectives import Alone
 from distprune.masks import Fsdp2Params, reparametrize
 from tests import layouts
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, drawing, run_threads
 
 theirs: Any = torch.nn.utils.prune
 ours: Any = distprune
@@ -35,7 +35,9 @@ SCORES = torch.arange(24.0).view(6, 4) * 7 % 24 - 11
 
 def made(layout: str) -> Any:
     """Return the same network everywhere, in that layout; 3 ranks cut its matrices unevenly."""
-    net: Any = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 5)))
+    with drawing(0):
+        net: Any = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 5)))
+        other = nn.Embedding(6, 4)
     net.up.register_buffer("scale", torch.ones(4))
     makers: dict[str, Any] = {each.name: each.make for each in layouts.LAYOUTS if each.name != "plain"}
     makers["partial"] = lambda n: lambda _, t: DTensor.from_local(t, init_device_mesh("cpu", (n,)), [Partial()])
@@ -47,7 +49,7 @@ def made(layout: str) -> Any:
     if "fsdp1" in layout:
         return FullyShardedDataParallel(net, use_orig_params="original" in layout, device_id=torch.device("cpu"))
     if "tied" in layout:
-        net.add_module("other", nn.Embedding(6, 4))
+        net.add_module("other", other)
         net.other.weight = net.up.weight
     if "fsdp2" in layout:
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
@@ -98,7 +100,7 @@ def failing(world: World, act: Act, kind: type[Exception], text: str, prepare: A
         prepare(rank, net)
         return raised(rank, net, act)
 
-    errors: list[Any] = run_threads(world[0], on_rank) if world[0] else [on_rank(0)]
+    errors: list[Any] = run_threads(world[0], on_rank, draws=True) if world[0] else [on_rank(0)]
     assert [type(error) for error in errors] == [kind] * len(errors), errors
     assert all(re.search(text, str(error)) for error in errors), errors
     return [str(error) for error in errors]

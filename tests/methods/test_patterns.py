@@ -23,7 +23,7 @@ from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
 from tests.pattern_oracle import SEED, keep_in_pattern
 from tests.test_contract import Holder, local, whole_model
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import whole
 
 KINDS = (("normal", torch.float32), ("ties", torch.bfloat16), ("same", torch.float32), ("infinite", torch.float16))
@@ -143,15 +143,13 @@ class Turned(nn.Module):
         from transformers.pytorch_utils import Conv1D
 
         super().__init__()
-        self.conv = nn.Conv2d(6, 4, 2)
-        self.turned = Conv1D(6, 8)
         self.experts = nn.Module()
         self.experts.gate_up_proj = nn.Parameter(torch.empty(3, 4, 8))
         self.experts.down_proj = nn.Parameter(torch.empty(3, 2, 8))
-        self.linear = nn.Linear(8, 6)
-        generator = torch.Generator().manual_seed(0)  # of its own: ranks that are threads share the global one
-        for parameter in self.parameters():
-            parameter.data.normal_(generator=generator)
+        with drawing(0):
+            self.conv, self.turned, self.linear = nn.Conv2d(6, 4, 2), Conv1D(6, 8), nn.Linear(8, 6)
+            for parameter in self.parameters():
+                parameter.data.normal_()
 
 
 def as_matrix(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -263,7 +261,8 @@ def test_mistakes(world_size: int, arguments: dict[str, Any], kind: type[Excepti
     def on_rank(_: int) -> None:
         model = decoder()
         model.odd = nn.Parameter(torch.ones(4, 4, 4))
-        model.back = nn.ConvTranspose1d(4, 4, 4)
+        with drawing(0):
+            model.back = nn.ConvTranspose1d(4, 4, 4)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
             prune.prune_model(model, method="magnitude", **arguments)
@@ -277,6 +276,12 @@ def test_mistakes(world_size: int, arguments: dict[str, Any], kind: type[Excepti
 
 def test_mistakes_of_the_functions() -> None:
     p: Any = prune
+
+    def on_rank(rank: int, act: Any) -> None:
+        with drawing(0):
+            layer = nn.Linear(6, 4)
+        act(layer, rank)
+
     mistakes: list[tuple[Any, type[Exception], str]] = [
         (lambda m, _: p.l1_pattern(m, "weight", NByM(2, 4)), ValueError, "2:4 does not fit 'weight': its 6 inputs"),
         (lambda m, _: p.l1_pattern(m, "bias", NByM(2, 4)), ValueError, "'bias' of shape .* is no matrix"),
@@ -285,7 +290,7 @@ def test_mistakes_of_the_functions() -> None:
         (lambda m, r: p.l1_pattern(m, "weight", NByM(1, 2 + r)), ValueError, "NByM.*m=2.* 0; .*m=3.* rank 1"),
     ]
     for act, kind, text in mistakes:
-        for error in run_threads(2, lambda rank, act=act: act(nn.Linear(6, 4), rank), catch=True):
+        for error in run_threads(2, on_rank, act, catch=True):
             assert type(error) is kind, error
             assert re.search(text, str(error)), error
 
@@ -307,10 +312,9 @@ def test_nan_weights_are_named(pattern: Pattern) -> None:
 
 def traffic_on_rank(_: int, pattern: Pattern, dim: int, width: int) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    module = nn.Linear(1, 1, bias=False)
-    sharded = distribute_tensor(torch.randn(64, width), mesh, [Shard(dim)], src_data_rank=None)
-    module.weight = nn.Parameter(sharded)
+    with drawing(0):
+        module, whole = nn.Linear(1, 1, bias=False), torch.randn(64, width)
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
     report = prune.prune_model(module, method="magnitude", pattern=pattern)
     return report.num_rounds, report.num_bytes
 
