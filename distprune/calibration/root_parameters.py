@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distprune.collectives import Communicator, lookup_rows, whole_tensor
-from distprune.masks import own_params, take_for_root
+from distprune.masks import own_params
 
 __all__ = ["RootParameters"]
 
@@ -31,13 +31,13 @@ _ASK_FOR_NO_VALUES = ("__get__", "size", "dim", "numel", "is_floating_point")  #
 class RootParameters(TorchFunctionMode):
     """While it lasts, functions called with a parameter of the root in its shards work as if it were gathered.
 
-    Every rank must run the same functions, with inputs of its own. Rounds: 3 for a look-up (8 bytes and the row for
-    every different index), counted in the traffic of ``comm``; 1 for any other parameter, which is kept.
+    FSDP2 must know its roots (``masks.take_roots``), and every rank must run the same functions, with inputs of its
+    own. Rounds: 3 for a look-up (8 bytes and the row for every different index), counted in the traffic of
+    ``comm``; 1 for any other parameter, which is kept.
     """
 
     def __init__(self, comm: Communicator, model: nn.Module) -> None:
         super().__init__()
-        take_for_root(model)
         self._comm = comm
         self._dtypes = {id(of.sharded): of.dtype for of in own_params(model)}
         self._whole: dict[int, torch.Tensor] = {}

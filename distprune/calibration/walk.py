@@ -25,7 +25,7 @@ from typing_extensions import override
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
-from distprune.masks import kept_gathered, reset_forward
+from distprune.masks import kept_gathered, reset_forward, take_roots
 from distprune.shards import decoder_blocks
 
 __all__ = ["Call", "Walk", "catch_inputs"]
@@ -155,6 +155,7 @@ def catch_inputs(
     blocks = decoder_blocks(model)
     if not batches:
         raise ValueError("there is no calibration sample")
+    take_roots(model)
     walk, learner = Walk(blocks, [], [], [], _outer(model, blocks), offload), _Learner(model, blocks, comm or Alone())
     firsts: list[int] = []  # the first block of each kind
     reset_forward(model)

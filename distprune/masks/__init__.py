@@ -1,6 +1,6 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
-from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_for_root
+from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
 from distprune.masks.in_place import num_zeros_once_pruned, zero_where_pruned
 from distprune.masks.reparametrized import Snapshot, product, pruning_hooks, reparametrize, undo_reparametrization
 
@@ -15,7 +15,7 @@ __all__ = [
     "pruning_hooks",
     "reparametrize",
     "reset_forward",
-    "take_for_root",
+    "take_roots",
     "undo_reparametrization",
     "zero_where_pruned",
 ]

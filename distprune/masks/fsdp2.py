@@ -44,7 +44,7 @@ __all__ = [
     "missing_names",
     "own_params",
     "reset_forward",
-    "take_for_root",
+    "take_roots",
 ]
 
 # What this file reads and overrides, as torch 2.11 to 2.15 name it.
@@ -58,6 +58,13 @@ _NAMES: dict[type, tuple[str, ...]] = {
         "mesh_info",
         "param_dtype",
         "orig_dtype",
+        "fsdp_placement",
+        "_sharded_local_tensor",
+        "all_gather_inputs",
+        "all_gather_outputs",
+        "init_all_gather_outputs",
+        "alloc_all_gather_outputs",
+        "init_unsharded_param",
     ),
     FSDPParamGroup: (
         "fsdp_params",
@@ -65,6 +72,9 @@ _NAMES: dict[type, tuple[str, ...]] = {
         "_training_state",
         "_all_gather_comm",
         "_all_gather_process_group",
+        "_all_gather_result",
+        "is_sharded",
+        "_to_unsharded",
     ),
     FSDPState: ("_lazy_init", "_state_ctx", "iter_forward_root", "_modules_to_run_forward", "_training_state"),
 }
@@ -229,10 +239,16 @@ def own_params(module: nn.Module) -> list[Managed]:
     return [Managed(param, group) for group in (_groups(state) if state else ()) for param in group.fsdp_params]
 
 
-def take_for_root(model: nn.Module) -> None:
-    """Let FSDP2 take ``model`` for the root of all it manages in it, as the first forward of it would. Local."""
+def take_roots(model: nn.Module) -> None:
+    """Let FSDP2 take the outermost modules that it manages in ``model`` for roots, as their first forwards would.
+
+    Then it knows all that it manages in them, also what a forward that is caught half way does not reach. Local.
+    """
     if (state := _state_of(model)) is not None:
         state._lazy_init()
+    else:
+        for child in model.children():
+            take_roots(child)
 
 
 def reset_forward(model: nn.Module) -> None:
@@ -253,46 +269,63 @@ def reset_forward(model: nn.Module) -> None:
             group.reshard()
 
 
-class _PairwiseAllGather(DefaultAllGather):
-    @override
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if async_op:
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        gather_pairwise(group, output_tensor)  # of which the input is this rank's part
-        return None
-
-
 @contextmanager
 def kept_gathered(module: nn.Module) -> Iterator[None]:
     """Let what FSDP2 gathers for forwards of ``module`` stay so from one to the next; reshard it at the end.
 
-    Over gloo it is gathered by messages from rank to rank, which takes half as long, unless the user said how.
+    FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
+    once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
     """
     groups: dict[int, Any] = {}
     for part in module.modules():
         if (state := _state_of(part)) is not None:
             groups.update((id(group), group) for group in _groups(state))
-    before = {key: (group.post_forward_mesh_info, group._all_gather_comm) for key, group in groups.items()}
-    for group in groups.values():
-        group.post_forward_mesh_info = None  # reshard_after_forward=False
-        if type(group._all_gather_comm) is DefaultAllGather and _is_gloo(group):
-            group._all_gather_comm = _PairwiseAllGather()
+    before = {key: group.post_forward_mesh_info for key, group in groups.items()}
     try:
+        for group in groups.values():
+            group.post_forward_mesh_info = None  # reshard_after_forward=False
+            if _is_gathered_pairwise(group):
+                _gather(group)
         yield
     finally:
         for key, group in groups.items():
-            group.post_forward_mesh_info, group._all_gather_comm = before[key]
+            group.post_forward_mesh_info = before[key]
         reset_forward(module)
 
 
-def _is_gloo(group: Any) -> bool:
-    return bool(group.device.type == "cpu" and dist.get_backend(group._all_gather_process_group) == "gloo")
+def _is_gathered_pairwise(group: Any) -> bool:
+    return bool(
+        group.is_sharded
+        and group._all_gather_result is None  # nothing is under way
+        and type(group._all_gather_comm) is DefaultAllGather
+        and group.device.type == "cpu"
+        and dist.get_backend(group._all_gather_process_group) == "gloo"
+        and all(
+            param.fsdp_placement.dim == 0 and not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+            for param in group.fsdp_params
+        )
+    )
+
+
+def _gather(group: Any) -> None:
+    """Gather the parameters of ``group`` right into the tensors that their modules compute with.
+
+    FSDP2 gathers all of them into one buffer and copies them from there.
+    """
+    process_group = group._all_gather_process_group
+    rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    wholes: list[torch.Tensor] = []
+    with torch.no_grad():
+        for param in group.fsdp_params:
+            (local,) = param.all_gather_inputs  # 1-D and padded, in the dtype to gather in, masked
+            param.init_all_gather_outputs([local.numel()], [local.dtype], num_ranks, group.device)
+            param.alloc_all_gather_outputs()
+            wholes += param.all_gather_outputs
+            wholes[-1][rank * local.numel() : (rank + 1) * local.numel()] = local
+        gather_pairwise(process_group, wholes)
+    for param in group.fsdp_params:
+        param.init_unsharded_param()
+    group._to_unsharded()
 
 
 def check_names(missing: list[str]) -> None:

@@ -34,12 +34,13 @@ def test_rows_are_looked_up_where_they_are(num_rows: int, dtype: torch.dtype) ->
 def gather(rank: int, dtype: torch.dtype) -> None:
     group, num_ranks = torch.distributed.group.WORLD, torch.distributed.get_world_size()
     assert group is not None
-    for numel in (1, 5, 1 << 20):
-        wanted = torch.arange(num_ranks * numel).remainder(251).to(dtype)
-        parts = torch.zeros_like(wanted)
-        parts[rank * numel : (rank + 1) * numel] = wanted[rank * numel : (rank + 1) * numel]
-        gather_pairwise(group, parts)
-        assert torch.equal(parts, wanted)
+    numels = (1, 5, 1 << 20, 0, 7)
+    wanted = [torch.arange(num_ranks * numel).remainder(251).to(dtype) for numel in numels]
+    wholes = [torch.zeros_like(each) for each in wanted]
+    for numel, whole, each in zip(numels, wholes, wanted, strict=True):
+        whole[rank * numel : (rank + 1) * numel] = each[rank * numel : (rank + 1) * numel]
+    gather_pairwise(group, wholes)
+    assert all(torch.equal(whole, each) for whole, each in zip(wholes, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
