@@ -135,7 +135,9 @@ def lookup_rows(
 def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
     """Return the whole of a small ``sharded`` tensor, a norm's weight say; never for what grows with the model.
 
-    Every rank of its mesh must call it: one round, counted in the traffic of ``comm``, of the tensor's bytes.
+    Every rank of its mesh must call it: one round, counted in the traffic of ``comm``, of the tensor's bytes; none of
+    what is whole everywhere.
     """
-    comm._count(sharded.numel() * sharded.element_size())
+    if not all(placement.is_replicate() for placement in sharded.placements):
+        comm._count(sharded.numel() * sharded.element_size())
     return sharded.full_tensor().detach()

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -69,6 +69,7 @@ _NAMES: dict[type, tuple[str, ...]] = {
     FSDPParamGroup: (
         "fsdp_params",
         "post_forward_mesh_info",
+        "mesh_info",
         "_training_state",
         "_all_gather_comm",
         "_all_gather_process_group",
@@ -295,7 +296,8 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
 
 def _is_gathered_pairwise(group: Any) -> bool:
     return bool(
-        group.is_sharded
+        isinstance(group.mesh_info, FSDPMeshInfo)  # else replicated
+        and group.is_sharded
         and group._all_gather_result is None  # nothing is under way
         and type(group._all_gather_comm) is DefaultAllGather
         and group.device.type == "cpu"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -78,6 +79,7 @@ def test_sharded_by_fsdp2(pool: ProcessPool, world_size: int, architecture: str,
 
 def shard_as(how: str, model: Any) -> None:
     """The ways in which people apply ``fully_shard`` to a Llama."""
+    shard: Any = replicate if how == "replicated" else fully_shard
     num_ranks = torch.distributed.get_world_size()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (num_ranks,))}
     if how == "hsdp":
@@ -87,16 +89,16 @@ def shard_as(how: str, model: Any) -> None:
     if how == "by columns":
         options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
     if how == "embeddings apart":
-        fully_shard(model.model.embed_tokens, **options)
-        fully_shard([model.model.norm, model.lm_head], **options)
+        shard(model.model.embed_tokens, **options)
+        shard([model.model.norm, model.lm_head], **options)
     for block in model.model.layers:
         if how in ("parts of blocks", "parts and blocks"):
-            fully_shard(block.mlp, **options)
+            shard(block.mlp, **options)
         if how not in ("root alone", "parts of blocks"):
-            fully_shard(block, **options)
+            shard(block, **options)
     if how == "inner model too":
-        fully_shard(model.model, **options)
-    fully_shard(model, **options)
+        shard(model.model, **options)
+    shard(model, **options)
     if how == "hooked":
         model.register_forward_pre_hook(lambda *_: None)
 
@@ -112,6 +114,7 @@ HOW = [
     "bfloat16",
     "by columns",
     "hooked",
+    "replicated",
 ]
 LOOKED_UP = {"usual", "parts and blocks", "hsdp", "bfloat16"}
 
@@ -126,7 +129,7 @@ def walk_sharded_as(rank: int, how: str) -> None:
         lambda *_: embeddings.append(type(model.get_input_embeddings().weight)), prepend=True
     )
     walk = catch_inputs(model, batches, comm=comm)
-    assert (set(embeddings) == {DTensor}) == (how in LOOKED_UP | {"embeddings apart", "by columns"})
+    assert (set(embeddings) == {DTensor}) == (how in LOOKED_UP | {"embeddings apart", "by columns", "replicated"})
     assert comm.traffic.num_rounds == 3 * len(batches) * (how in LOOKED_UP) + (how == "by columns")
     check_sharded(model)
     wanted = [block_outputs(model, batch["input_ids"]) for batch in batches]
@@ -157,7 +160,7 @@ def prune_sharded_as(_: int, how: str) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["root alone", "parts of blocks", "by columns"])
+@pytest.mark.parametrize("how", ["root alone", "parts of blocks", "by columns", "replicated"])
 def test_what_is_pruned_stays_pruned(pool: ProcessPool, how: str) -> None:
     """However blocks are gathered: what is written must be in the shards."""
     alone = tiny_model("llama")
