@@ -35,7 +35,7 @@ from distprune.selection import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256
-NUM_TURNS = {NUM_SAMPLES: 3, 128: 1}  # by samples; 128 are what the papers and the command line take
+NUM_TURNS = {NUM_SAMPLES: 5, 128: 3}  # by samples; 128 are what the papers and the command line take
 ORACLE, APART = "oracle, float32", "2 times 1 rank, at once"
 EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
 EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
