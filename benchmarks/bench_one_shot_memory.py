@@ -30,10 +30,10 @@ MiB a rank: the peak of anonymous memory beyond the model's shard, from which th
 told to return freed memory at once: what is in use. Then as it is: what has been freed stays with the
 process until it is 32 MiB larger than after the first block, because every page costs time to get anew.
 Beside them sizes: the statistics of one block (float64), one block's weights whole (float32), the rank's
-share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers a block into a buffer
-and copies it out of it, so it is there twice for a moment. SparseGPT's factors (float32) follow its statistics
-one by one; the rows that it sweeps are there in float32, too. Blocks of SmolLM2-135M's size, {NUM_SAMPLES} samples of
-{LENGTH} tokens.
+share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers the first block into a
+buffer and copies it out of it, to learn how blocks are called, so it is there twice for a moment. SparseGPT's
+factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32, too. Blocks of
+SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH} tokens.
 
 """
 
