@@ -90,16 +90,14 @@ def run_threads(
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         c10d._set_thread_isolation_mode(False)
-    if world_size > 1 and not draws:
-        assert torch.equal(torch.get_rng_state(), before), "ranks drew from the random state that they share"
-    if catch:
-        return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
     raised = [error for error in errors if error is not None]
     # Ranks that were waiting for the one that failed end with SystemExit; its own error says why.
     raised.sort(key=lambda error: isinstance(error, SystemExit))
-    if raised:
+    if raised and not catch:
         raise raised[0]
-    return results
+    if world_size > 1 and not draws:
+        assert torch.equal(torch.get_rng_state(), before), "ranks drew from the random state that they share"
+    return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
 
 
 class ProcessPool:

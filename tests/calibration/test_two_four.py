@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from distprune import NByM
 from distprune.calibration import OneShotMethod, linear_maps, prune_blocks
 from distprune.shards import decoder_blocks
+from tests.worlds import drawing
 
 VOCABULARY = 64
 
@@ -31,8 +32,7 @@ def linears(request: pytest.FixtureRequest) -> dict[str, nn.Linear]:
         num_key_value_heads=1,
     )
     method: OneShotMethod = request.param
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with drawing(0):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
         samples = torch.randint(0, VOCABULARY, (4, 64))
     prune_blocks(model, samples, method=method, pattern=NByM(2, 4))

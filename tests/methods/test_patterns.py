@@ -313,8 +313,8 @@ def test_nan_weights_are_named(pattern: Pattern) -> None:
 def traffic_on_rank(_: int, pattern: Pattern, dim: int, width: int) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (2,))
     with drawing(0):
-        module, whole = nn.Linear(1, 1, bias=False), torch.randn(64, width)
-    module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+        module, weight = nn.Linear(1, 1, bias=False), torch.randn(64, width)
+    module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)], src_data_rank=None))
     report = prune.prune_model(module, method="magnitude", pattern=pattern)
     return report.num_rounds, report.num_bytes
 
