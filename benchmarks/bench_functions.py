@@ -20,7 +20,7 @@ import distprune as prune
 from benchmarks.measure import heading, on_ranks, table
 from distprune.checkpoint import BUNDLED, open_directory, resolve_model
 from distprune.collectives import Traffic, communicator
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 
 AMOUNT = 0.5
 WAYS = ("torch, call by call", "distprune, call by call", "distprune, one prune_each")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 
 __all__ = ["COLUMNS", "NM", "Linear2d", "Pattern", "Squares", "linears", "prune_model", "sparsegpt", "wanda_mask"]
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from distprune.checkpoint import load_model
 from distprune.evaluation import perplexity, tokenize_file
-from tests.models import TEXT, make_model, make_tokenizer
+from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import ProcessPool
 
 

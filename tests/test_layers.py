@@ -13,15 +13,16 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LEVEL = {
     "collectives": 0,
     "shards": 1,
-    "scores": 2,
-    "selection": 2,
-    "masks": 2,
-    "methods": 3,
-    "calibration": 4,
-    "checkpoint": 4,
-    "evaluation": 4,
-    "cli": 5,
-    "__main__": 6,
+    "models": 2,
+    "scores": 3,
+    "selection": 3,
+    "masks": 3,
+    "methods": 4,
+    "calibration": 5,
+    "checkpoint": 5,
+    "evaluation": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 # Communicate outside of collectives/ and our counting goes wrong; torch's own internals may.
 COLLECTIVE_NAMES = {

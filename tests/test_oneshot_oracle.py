@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import COLUMNS, NM, linears, prune_model, sparsegpt, wanda_mask
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, gather_features
 from distprune.masks import Fsdp2Params
-from distprune.shards import EXPERT_WEIGHTS, chunk_runs, is_experts
+from distprune.models import EXPERT_WEIGHTS, is_experts
+from distprune.shards import chunk_runs
 
 __all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
 

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distprune.calibration.linear_maps import LinearMap
 from distprune.collectives import Communicator, exchange
+from distprune.models import LinearMap
 from distprune.shards import Geometry, LocalShard, Runs, chunk_runs, local_shard
 
 __all__ = ["Rows", "whole_rows"]

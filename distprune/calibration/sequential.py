@@ -16,7 +16,6 @@ from torch import nn
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import check_fit, spread
-from distprune.calibration.linear_maps import LinearMap, linear_maps
 from distprune.calibration.outcome import sum_outcomes
 from distprune.calibration.report import BlockReport, MapReport, OneShotReport
 from distprune.calibration.rows import whole_rows
@@ -29,8 +28,9 @@ from distprune.masks import reset_forward
 from distprune.methods.agreement import agree_on, draw_seed, settle_owners
 from distprune.methods.amount import check_seed
 from distprune.methods.decide import check_replicas
+from distprune.models import LinearMap, decoder_blocks, linear_maps
 from distprune.selection import Pattern, check_divides, check_pattern
-from distprune.shards import LocalShard, decoder_blocks, find_flat_parts, local_shard
+from distprune.shards import LocalShard, find_flat_parts, local_shard
 
 __all__ = ["OneShotMethod", "prune_blocks"]
 

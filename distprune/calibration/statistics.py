@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.crew import Crew
 from distprune.calibration.homes import Home, SharedInput, find_homes
-from distprune.calibration.linear_maps import LinearMap, expert_inputs
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, agree
+from distprune.models import LinearMap, expert_inputs
 from distprune.shards import local_of
 
 __all__ = ["InputStatistics", "Moments", "MomentsOf"]

@@ -26,7 +26,7 @@ from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
 from distprune.masks import kept_gathered, reset_forward, take_roots
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 
 __all__ = ["Call", "Walk", "catch_inputs"]
 

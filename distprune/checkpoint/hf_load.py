@@ -19,7 +19,8 @@ from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
 from distprune.checkpoint.stored_slices import Stored, stored_slices
 from distprune.collectives import Group, agree, communicator, together
-from distprune.shards import decoder_blocks, local_shard
+from distprune.models import decoder_blocks
+from distprune.shards import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable

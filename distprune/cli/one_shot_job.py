@@ -36,8 +36,8 @@ from distprune.cli.steps import (
     write_report,
 )
 from distprune.collectives import Communicator, together
+from distprune.models import decoder_blocks
 from distprune.selection import Pattern
-from distprune.shards import decoder_blocks
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
 

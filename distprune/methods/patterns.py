@@ -16,8 +16,9 @@ from distprune.methods.base import Part, Selecting
 from distprune.methods.blocks import decide_blocks
 from distprune.methods.decide import Candidate, Decision, Method, Rule, Scope, decide
 from distprune.methods.within_rows import decide_within_rows
+from distprune.models import matrix_of_weight
 from distprune.selection import Block, NByM, Pattern, Unstructured, check_divides, check_pattern
-from distprune.shards import Matrix, matrix_of_weight
+from distprune.shards import Matrix
 
 __all__ = ["L1Pattern", "RandomPattern", "amount_of", "check_scope", "decide_pattern", "fitting_matrix"]
 

@@ -19,8 +19,8 @@ from distprune.methods.amount import check_amount, check_seed
 from distprune.methods.decide import Candidate, Decision, Method, Rule, Scope, decide
 from distprune.methods.patterns import amount_of, check_scope, decide_pattern, fitting_matrix
 from distprune.methods.report import ParameterReport, PruneReport
-from distprune.methods.targets import NamePattern, find_targets
 from distprune.methods.within_rows import matrix_of
+from distprune.models import NamePattern, find_shards
 from distprune.selection import NByM, Pattern, PerRow, Unstructured, check_divides, check_pattern
 from distprune.shards import LocalShard
 
@@ -104,7 +104,7 @@ def prune_model(
     try:
         if pattern is not None:
             check_pattern(pattern)
-        shards, num_matches = find_targets(model, include, exclude, fitting)
+        shards, num_matches = find_shards(model, include, exclude, fitting)
     except Exception as caught:
         error = caught
     shown = {"include": [*map(_shown, include)], "exclude": [*map(_shown, exclude)]}

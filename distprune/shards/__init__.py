@@ -1,22 +1,13 @@
 """Where my elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.census import Census, checksum, take_census
-from distprune.shards.decoder_blocks import decoder_blocks
 from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
 from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
-from distprune.shards.matrix import (
-    EXPERT_WEIGHTS,
-    LocalMatrix,
-    Matrix,
-    is_conv1d,
-    is_experts,
-    matrix_of_weight,
-)
+from distprune.shards.matrix import LocalMatrix, Matrix
 
 __all__ = [
-    "EXPERT_WEIGHTS",
     "Census",
     "FlatPart",
     "Geometry",
@@ -29,19 +20,15 @@ __all__ = [
     "chunk_runs",
     "chunk_size",
     "cut",
-    "decoder_blocks",
     "dtensor_like",
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
-    "is_conv1d",
-    "is_experts",
     "is_flattened",
     "is_held",
     "is_laid_out_like",
     "local_of",
     "local_shard",
-    "matrix_of_weight",
     "runs_of_splits",
     "take_census",
 ]

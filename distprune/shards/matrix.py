@@ -8,21 +8,15 @@ convolution's (out, in * kh * kw).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from distprune.shards.geometry import Geometry
 
-__all__ = ["EXPERT_WEIGHTS", "LocalMatrix", "Matrix", "is_conv1d", "is_experts", "matrix_of_weight"]
-
-# What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
-EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+__all__ = ["LocalMatrix", "Matrix"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -106,40 +100,3 @@ def _indices(geometry: Geometry, first: int, last: int) -> IntArray:
         return np.zeros(1, dtype=np.int64)
     part = Geometry(geometry.global_shape[first:last], geometry.dim_runs[first:last])
     return part.flat_indices(0, part.local_numel)
-
-
-def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_name: str) -> Matrix:
-    """Return how parameter ``name`` of ``module``, of the global ``shape``, is a matrix. Local.
-
-    Raises:
-        ValueError: it has fewer than two dims; ``full_name`` names it.
-        NotImplementedError: which of its dims are the inputs is not known.
-    """
-    if len(shape) < 2:
-        raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
-    if is_conv1d(module) and len(shape) == 2:
-        return Matrix(shape[1], shape[0], transposed=True)
-    if len(shape) == 3 and name in EXPERT_WEIGHTS and is_experts(module):
-        transposed = bool(getattr(module, "is_transposed", False))
-        num_out, num_in = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
-        return Matrix(num_out, num_in, transposed, shape[0])
-    known = isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear) and not isinstance(module, _ConvTransposeNd)
-    if len(shape) > 2 and not known:
-        raise NotImplementedError(
-            f"which dims of {full_name!r}, {tuple(shape)} in a {type(module).__name__}, are its inputs is not known; "
-            "leave it out, or prune it without a pattern"
-        )
-    return Matrix.of_shape(shape)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether ``module`` is transformers' ``Conv1D`` (GPT-2), whose weight is kept as (in, out)."""
-    transformers = sys.modules.get("transformers.pytorch_utils")  # a Conv1D exists only if that was imported
-    return transformers is not None and isinstance(module, transformers.Conv1D)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` holds all experts of a block in 3-D weights, as transformers 5 does."""
-    parameters = {name: module._parameters.get(name, module._parameters.get(f"{name}_orig")) for name in EXPERT_WEIGHTS}
-    num_dims = {name: parameter.ndim for name, parameter in parameters.items() if parameter is not None}
-    return len(num_dims) == 2 and "down_proj" in num_dims and set(num_dims.values()) == {3}

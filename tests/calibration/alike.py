@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import OneShotMethod, OneShotReport, prune_blocks
+from distprune.models import decoder_blocks
 from distprune.selection import Pattern
-from distprune.shards import decoder_blocks
 from tests import oneshot_oracle as oracle
 from tests.architectures import samples
 from tests.wrapped import whole

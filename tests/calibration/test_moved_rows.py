@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement
 
-from distprune.calibration import LinearMap
 from distprune.calibration.moved_rows import move_rows
 from distprune.calibration.rows import Rows, whole_rows
 from distprune.collectives import Alone, communicator
+from distprune.models import LinearMap
 from distprune.shards import cut, local_shard
 from tests.calibration.test_rows import LAYOUTS, laid_out
 from tests.worlds import run_threads

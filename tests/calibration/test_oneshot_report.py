@@ -12,11 +12,10 @@ from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import (
     BlockReport,
     OneShotMethod,
-    linear_maps,
     prune_blocks,
 )
 from distprune.calibration.sparsegpt import factor
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks, linear_maps
 from tests.architectures import samples, tiny_model
 from tests.calibration.alike import sharded
 from tests.worlds import ProcessPool, run_threads

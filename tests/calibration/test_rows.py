@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distprune.calibration import LinearMap
 from distprune.calibration.rows import whole_rows
 from distprune.collectives import broadcast_tensor, communicator
+from distprune.models import LinearMap
 from distprune.shards import Geometry, Split, cut, local_shard, runs_of_splits
 from tests.worlds import run_threads
 

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from typing_extensions import override
 
-from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, linear_maps, spread
+from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, spread
 from distprune.calibration.crew import Crew
 from distprune.calibration.homes import Home
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, communicator
+from distprune.models import decoder_blocks, linear_maps
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
-from distprune.shards import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import NM, _listening, linears, prune_model
 from tests.worlds import ProcessPool, drawing, run_threads

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import NByM
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 from tests.architectures import samples, tiny_model
 from tests.calibration.alike import CASES, FEW, TOKENS, Case, Pruned, check_ranks, pruned
 from tests.worlds import ProcessPool

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from distprune import NByM
-from distprune.calibration import OneShotMethod, linear_maps, prune_blocks
-from distprune.shards import decoder_blocks
+from distprune.calibration import OneShotMethod, prune_blocks
+from distprune.models import decoder_blocks, linear_maps
 from tests.worlds import drawing
 
 VOCABULARY = 64

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from distprune.calibration import Walk, catch_inputs, spread
 from distprune.collectives import Alone, communicator
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.worlds import drawing, run_threads
 

@@ -18,7 +18,7 @@ from distprune import Unstructured
 from distprune.calibration import catch_inputs, prune_blocks, spread
 from distprune.collectives import communicator
 from distprune.masks import reset_forward
-from distprune.shards import decoder_blocks
+from distprune.models import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.calibration.test_walk import block_outputs
 from tests.worlds import ProcessPool

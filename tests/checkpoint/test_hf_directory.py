@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distprune.checkpoint import open_directory
-from tests.models import make_model
+from tests.hf_models import make_model
 
 
 def test_describes_single_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from distprune.checkpoint import load_model
-from tests.models import ARCHITECTURES, make_model
+from tests.hf_models import ARCHITECTURES, make_model
 from tests.worlds import ProcessPool, run_threads
 
 

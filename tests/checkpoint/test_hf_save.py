@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from distprune import prune_model
 from distprune.checkpoint import load_model, open_directory, save_model
-from tests.models import make_model
+from tests.hf_models import make_model
 from tests.worlds import run_threads
 
 

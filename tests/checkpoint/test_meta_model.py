@@ -9,7 +9,7 @@ import torch
 
 from distprune.checkpoint import open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from tests.models import make_model
+from tests.hf_models import make_model
 
 
 def test_threads_leave_the_default_dtype_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from distprune.checkpoint import load_model, open_directory, save_model
-from tests.models import make_model
+from tests.hf_models import make_model
 from tests.worlds import run_threads
 
 

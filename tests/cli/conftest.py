@@ -7,7 +7,7 @@ import pytest
 
 from distprune import Unstructured
 from distprune.cli.one_shot_job import OneShotJob
-from tests.models import TEXT, make_model, make_tokenizer
+from tests.hf_models import TEXT, make_model, make_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from distprune.checkpoint import Unfinished
 from distprune.cli.one_shot_job import OneShotJob
 from tests.cli.test_one_shot_job import run_on_rank
 from tests.cli.test_prune_job import contents
-from tests.models import make_model, make_tokenizer
+from tests.hf_models import make_model, make_tokenizer
 from tests.worlds import ProcessPool
 
 

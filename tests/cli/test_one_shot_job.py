@@ -22,7 +22,7 @@ from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
 from distprune.cli.steps import REPORT_NAME
 from distprune.collectives import communicator
 from tests.cli.test_prune_job import contents
-from tests.models import make_model, make_tokenizer
+from tests.hf_models import make_model, make_tokenizer
 from tests.worlds import ProcessPool
 
 CPU = torch.device("cpu")

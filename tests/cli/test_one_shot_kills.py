@@ -18,7 +18,7 @@ import torch
 
 from distprune.cli.main import run
 from tests.cli.test_launches import by_hand
-from tests.models import TEXT, make_model, make_tokenizer
+from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.calibration import linear_maps
+from distprune.models import linear_maps
 from tests.architectures import tiny_model
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.shards import FlatPart, LocalShard, Matrix, decoder_blocks, find_flat_parts, is_held, local_shard
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.shards import FlatPart, LocalShard, Matrix, find_flat_parts, is_held, local_shard
 
-__all__ = ["NamePattern", "find_targets"]
+__all__ = ["NamePattern", "find_shards"]
 
 NamePattern = str | nn.Module
 
@@ -26,7 +27,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 _Held = torch.Tensor | FlatPart
 
 
-def find_targets(
+def find_shards(
     model: nn.Module,
     include: Sequence[NamePattern],
     exclude: Sequence[NamePattern],

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.shards import EXPERT_WEIGHTS, is_conv1d, is_experts
+from distprune.models.weights import EXPERT_WEIGHTS, is_conv1d, is_experts, matrix_of_weight
 
-__all__ = ["LinearMap", "linear_maps"]
+__all__ = ["LinearMap", "expert_inputs", "linear_maps"]
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,21 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
 
 def _matrices(block: nn.Module) -> dict[str, LinearMap]:
     found: dict[str, LinearMap] = {}
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            num_out, num_in = module.weight.shape
-            found[name] = LinearMap(name, module, "weight", num_out, num_in)
-        elif is_conv1d(module):
-            weight = module.get_parameter("weight")
-            found[name] = LinearMap(name, module, "weight", weight.shape[1], weight.shape[0], transposed=True)
-        elif is_experts(module):
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter_name not in EXPERT_WEIGHTS:
-                    continue  # biases
-                transposed = bool(getattr(module, "is_transposed", False))
-                num_out, num_in = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
-                for expert in range(parameter.shape[0]):
-                    key = f"{name}.{parameter_name}.{expert}" if name else f"{parameter_name}.{expert}"
-                    found[key] = LinearMap(key, module, parameter_name, num_out, num_in, transposed, expert)
+    for module_name, module in block.named_modules():
+        has_experts = is_experts(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in EXPERT_WEIGHTS if has_experts else not (name == "weight" and _is_linear(module)):
+                continue  # biases
+            path = f"{module_name}.{name}" if module_name else name
+            matrix = matrix_of_weight(module, name, parameter.shape, path)
+            for expert in range(matrix.num_matrices) if has_experts else (None,):
+                key = module_name if expert is None else f"{path}.{expert}"
+                found[key] = LinearMap(key, module, name, matrix.num_out, matrix.num_in, matrix.transposed, expert)
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def _routers(block: nn.Module) -> set[nn.Module]:
