@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch.distributed as dist
 
-from distprune.collectives.agree import agree, same_everywhere, together
+from distprune.collectives.agree import (
+    agree,
+    max_together,
+    same_everywhere,
+    sum_together,
+    swap_together,
+    together,
+)
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
@@ -41,9 +48,12 @@ __all__ = [
     "gather_features",
     "gather_pairwise",
     "lookup_rows",
+    "max_together",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",
+    "sum_together",
+    "swap_together",
     "together",
     "whole_tensor",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["agree", "same_everywhere", "together"]
+__all__ = ["agree", "max_together", "same_everywhere", "sum_together", "swap_together", "together"]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.
 _CARRIED: tuple[type[Exception], ...] = (
@@ -25,10 +26,72 @@ _CARRIED: tuple[type[Exception], ...] = (
     AssertionError,
     AttributeError,
     IndexError,
+    MemoryError,
     OSError,
     RuntimeError,
 )
 _NUM_DIGEST_WORDS = 4
+_WORD = 8  # bytes
+
+
+def sum_together(
+    comm: Communicator,
+    shape: Sequence[int],
+    fill: Callable[[torch.Tensor], object],
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """Return the sum over ranks of what each one's ``fill`` writes into zeros of ``shape``, on the CPU.
+
+    All ranks must call it, with the same ``shape`` and ``dtype`` (int64 or float64): one round of the tensor's bytes
+    and 8 more. ``fill`` must not communicate. Whatever it raises on one rank is raised there and, as the same
+    built-in type naming the rank, on all others (two rounds more).
+    """
+    return _reduce_together(comm, comm.sum, shape, fill, dtype)
+
+
+def max_together(
+    comm: Communicator,
+    shape: Sequence[int],
+    fill: Callable[[torch.Tensor], object],
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """Return the maximum over ranks of what each one's ``fill`` writes, as :func:`sum_together` does the sum."""
+    return _reduce_together(comm, comm.max, shape, fill, dtype)
+
+
+def swap_together(
+    comm: Communicator,
+    make: Callable[[], Sequence[torch.Tensor]],
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> list[torch.Tensor]:
+    """Return what every rank's ``make`` has for this rank, in rank order, as :meth:`Communicator.swap` does.
+
+    All ranks must call it; ``make`` returns a uint8 piece for every rank and must not communicate. ``sizes``: how many
+    bytes go to and come from every rank, where all ranks know that before: one round of 8 bytes a rank and the pieces.
+    Without it two rounds: 8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
+
+    Raises:
+        ValueError: on every rank: ``make`` returned pieces of other sizes than said.
+    """
+    error: Exception | None = None
+    word = torch.zeros(_WORD if sizes else 0, dtype=torch.uint8)  # a whole one, so that what was aligned stays so
+    try:
+        pieces = make()
+        sent_sizes = [piece.numel() for piece in pieces]
+        if sizes is not None and sent_sizes != list(sizes[0]):
+            raise ValueError(f"pieces of {sent_sizes} bytes, where {list(sizes[0])} were announced")
+        sent = torch.cat([part.detach().cpu() for piece in pieces for part in (word, piece)])
+    except Exception as caught:
+        error = caught
+        sent_sizes = list(sizes[0]) if sizes else [-1] * comm.size
+        sent = torch.full((max(0, sum(sent_sizes) + len(word) * comm.size),), 255, dtype=torch.uint8)
+    if sizes is None:
+        told = comm.swap_sizes(sent_sizes)
+        _raise_errors(comm, min(told) < 0, error)
+        return comm.swap_joined(sent, sent_sizes, told)
+    received = comm.swap_joined(sent, [_WORD + size for size in sent_sizes], [_WORD + size for size in sizes[1]])
+    _raise_errors(comm, any(int(piece[0]) for piece in received), error)
+    return [piece[_WORD:] for piece in received]
 
 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:
@@ -39,26 +102,26 @@ def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None 
     message names what differs and on which ranks. An ``error`` is raised again where it arose and, as
     the same built-in type naming the rank, everywhere else.
     """
-    all_same, any_failed = same_everywhere(comm, facts, failed=error is not None)
-    if all_same and not any_failed:
-        return
-    if any_failed:
-        carried = None if error is None else [_carried_type(error).__name__, str(error)]
-        _raise_first_error(comm, comm.gather(carried), error)
-    _raise_difference(comm.gather({key: _short(value) for key, value in facts.items()}))
+    if not same_everywhere(comm, facts, error):
+        _raise_difference(comm.gather({key: _short(value) for key, value in facts.items()}))
 
 
-def same_everywhere(comm: Communicator, value: Any, *, failed: bool = False) -> tuple[bool, bool]:
-    """Return whether all ranks passed the same ``value``, and whether any passed ``failed``.
+def same_everywhere(comm: Communicator, value: Any, error: Exception | None = None) -> bool:
+    """Return whether all ranks passed the same ``value``; an ``error`` of one is raised on all.
 
     All ranks must call it; one round of 72 bytes, whatever the value's size.
     """
-    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 1 for i in range(_NUM_DIGEST_WORDS)]
+
+    def fill(words: torch.Tensor) -> None:
+        if error is not None:
+            raise error
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        words[0] = torch.tensor([int.from_bytes(digest[i : i + 8], "big") >> 1 for i in range(0, len(digest), 8)])
+        words[1] = -words[0]
+
     # max(w) == -max(-w) on every word says that all ranks hold the same w.
-    any_failed, *rest = comm.max(torch.tensor([int(failed), *words, *(-word for word in words)])).tolist()
-    high, low = rest[:_NUM_DIGEST_WORDS], rest[_NUM_DIGEST_WORDS:]
-    return high == [-word for word in low], bool(any_failed)
+    high, low = max_together(comm, (2, _NUM_DIGEST_WORDS), fill)
+    return torch.equal(high, -low)
 
 
 @contextmanager
@@ -76,16 +139,39 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     agree(comm, {} if error else facts, error)
 
 
-def _carried_type(error: Exception) -> type[Exception]:
-    return next((kind for kind in _CARRIED if isinstance(error, kind)), RuntimeError)
+def _reduce_together(
+    comm: Communicator,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    shape: Sequence[int],
+    fill: Callable[[torch.Tensor], object],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    message = torch.zeros(math.prod(shape) + 1, dtype=dtype)
+    error: Exception | None = None
+    try:
+        fill(message[:-1].view(tuple(shape)))
+    except Exception as caught:
+        error = caught
+        message.zero_()[-1] = 1
+    reduced = reduce(message)
+    _raise_errors(comm, bool(reduced[-1]), error)
+    return reduced[:-1].view(tuple(shape))
 
 
-def _raise_first_error(comm: Communicator, carried: list[list[str] | None], own: Exception | None) -> None:
-    if own is not None:
-        raise own
-    source, (name, text) = next((rank, entry) for rank, entry in enumerate(carried) if entry is not None)
+def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None) -> None:
+    """Raise this rank's ``error``, or that of the first rank which has one; two rounds, of its text."""
+    if not any_failed:
+        return
+    texts = comm.gather(None if error is None else [_carried_type(error).__name__, str(error) or repr(error)])
+    if error is not None:
+        raise error
+    source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
     kind = next(kind for kind in _CARRIED if kind.__name__ == name)
     raise kind(f"rank {source} of {comm.size}: {text}")
+
+
+def _carried_type(error: Exception) -> type[Exception]:
+    return next((kind for kind in _CARRIED if isinstance(error, kind)), RuntimeError)
 
 
 def _short(value: Any) -> Any:

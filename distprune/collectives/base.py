@@ -107,16 +107,21 @@ class Communicator(ABC):
         the pieces.
         """
         sent_sizes = [piece.numel() for piece in pieces]
-        if sizes is None:
-            lengths = self._swapped(torch.tensor(sent_sizes).view(torch.uint8), [8] * self.size, [8] * self.size)
-            sizes = lengths.view(torch.int64).tolist()
-        sent = torch.cat([piece.detach().cpu() for piece in pieces])
-        return list(torch.split(self._swapped(sent, sent_sizes, list(sizes)), list(sizes)))
+        sizes = self.swap_sizes(sent_sizes) if sizes is None else sizes
+        return self.swap_joined(torch.cat([piece.detach().cpu() for piece in pieces]), sent_sizes, sizes)
 
     @final
-    def _swapped(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+    def swap_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Return the number that every rank has for this one, in rank order (one round, 8 bytes a rank)."""
+        words = [8] * self.size
+        received = self.swap_joined(torch.tensor(sizes).view(torch.uint8), words, words)
+        return torch.cat(received).view(torch.int64).tolist()
+
+    @final
+    def swap_joined(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what :meth:`swap` returns (one round); ``sent`` is the pieces, joined, on the CPU."""
         self._count(max(sum(sent_sizes), sum(sizes)))
-        return self._swap_bytes(sent, sent_sizes, sizes)
+        return list(torch.split(self._swap_bytes(sent, list(sent_sizes), list(sizes)), list(sizes)))
 
     @final
     def _count(self, num_bytes: int) -> None:

@@ -40,10 +40,9 @@ def agree_on(
     members = [Member(s.name, s.geometry.global_shape, str(s.local.dtype)) for s in shards]
     described = [[m.name, list(m.global_shape), m.dtype] for m in members]
     said = [facts, list(counts), described]
-    all_same, any_failed = same_everywhere(comm, said, failed=error is not None)
-    if all_same and not any_failed:
+    if same_everywhere(comm, said, error):
         return roster_of_one(comm, members), list(counts)
-    agree(comm, facts, error)
+    agree(comm, facts)
     roster = roster_of_all(comm, members)
     return roster, comm.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
-from distprune.collectives import Communicator, Member, agree, roster_of_all, roster_of_one, together
+from distprune.collectives import (
+    Communicator,
+    Member,
+    agree,
+    max_together,
+    roster_of_all,
+    roster_of_one,
+    sum_together,
+    swap_together,
+    together,
+)
 
 __all__ = ["check_all"]
 
@@ -18,6 +33,8 @@ def check_all(comm: Communicator) -> None:
     _check_counts(comm)
     _check_agreement(comm)
     _check_together(comm)
+    _check_reduced_together(comm)
+    _check_swapped_together(comm)
     _check_roster(comm)
 
 
@@ -91,6 +108,78 @@ def _check_together(comm: Communicator) -> None:
             _fail_on_last(comm, kind)
     with together(comm):
         pass  # the ranks are still in step
+
+
+def _check_reduced_together(comm: Communicator) -> None:
+    largest = comm.size - 1
+
+    def fill(words: torch.Tensor) -> None:
+        assert not words.any()
+        words += comm.rank
+
+    def failing(fails: bool, first: float, reduce: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+        reduce(comm, (3,), lambda words: _fail(fails, words.fill_(first)), dtype)
+
+    for reduce, wanted in ((sum_together, comm.size * largest // 2), (max_together, largest)):
+        for dtype, first in ((torch.int64, 7), (torch.float64, float("nan"))):
+            found, used = _counted(comm, partial(reduce, comm, (2, 3), fill, dtype))
+            assert found.tolist() == [[wanted] * 3] * 2
+            assert found.dtype == dtype
+            assert used == (1, 56)
+            assert reduce(comm, (), torch.Tensor.zero_, dtype).shape == ()
+            assert reduce(comm, (0, 2), torch.Tensor.zero_, dtype).shape == (0, 2)
+            # What was written before the error is no answer for anybody.
+            _check_errors(comm, partial(failing, first=first, reduce=reduce, dtype=dtype), num_bytes=32)
+    assert int(max_together(comm, (1,), lambda words: words.fill_(-5))) == -5
+
+
+def _check_swapped_together(comm: Communicator) -> None:
+    """Rank r hands r + s bytes of value r to rank s, none to itself."""
+    sizes = [(comm.rank + other) * (comm.rank != other) for other in range(comm.size)]
+
+    def swap(fails: bool = False, known: bool = False, extra: int = 0) -> list[torch.Tensor]:
+        def make() -> list[torch.Tensor]:
+            _fail(fails)
+            return [torch.full((size + extra,), comm.rank, dtype=torch.uint8) for size in sizes]
+
+        return swap_together(comm, make, (sizes, sizes) if known else None)
+
+    for known in (False, True):
+        received, used = _counted(comm, partial(swap, known=known))
+        assert [piece.tolist() for piece in received] == [[other] * size for other, size in enumerate(sizes)]
+        assert used == (2 - known, 8 * comm.size + sum(sizes))
+        _check_errors(comm, partial(swap, known=known), num_bytes=8 * comm.size + known * sum(sizes))
+    with pytest.raises(ValueError, match="were announced"):
+        swap(known=True, extra=int(comm.rank == comm.size - 1))
+
+
+def _fail(fails: bool, *_: object) -> None:
+    if fails:
+        raise MemoryError("none is left")
+
+
+def _counted(comm: Communicator, call: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
+    before = comm.traffic.copy()
+    found = call()
+    used = comm.traffic - before
+    return found, (used.num_rounds, used.num_bytes)
+
+
+def _check_errors(comm: Communicator, call: Callable[[bool], object], num_bytes: int) -> None:
+    """Let ``call(fails)`` fail on one, two and all ranks: those raise their own error, the others the first's."""
+    length = len(json.dumps(["MemoryError", "none is left"]))
+    for failing in ({comm.size - 1}, {0, comm.size - 1}, set(range(comm.size))):
+        with pytest.raises(MemoryError) as caught:
+            call(comm.rank in failing)
+        elsewhere = f"rank {min(failing)} of {comm.size}: none is left"
+        assert str(caught.value) == ("none is left" if comm.rank in failing else elsewhere)
+        _, used = _counted(comm, partial(_raises, call, comm.rank in failing))
+        assert used == (3, num_bytes + 8 + length * comm.size)
+
+
+def _raises(call: Callable[[bool], object], fails: bool) -> None:
+    with pytest.raises(MemoryError):
+        call(fails)
 
 
 def _check_roster(comm: Communicator) -> None:

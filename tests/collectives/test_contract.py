@@ -11,7 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distprune.collectives import Alone, Communicator, ProcessGroup, communicator
+from distprune.collectives import (
+    Alone,
+    Communicator,
+    ProcessGroup,
+    communicator,
+    max_together,
+    sum_together,
+    swap_together,
+)
 from tests.collectives.checks import check_all
 from tests.worlds import ProcessPool, run_threads
 
@@ -77,3 +85,20 @@ def test_alone_reductions_leave_their_argument() -> None:
     reduced = Alone().sum(values)
     reduced += 1
     assert values.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_who_stops_a_rank_is_not_asked_to_wait(stop: type[BaseException]) -> None:
+    comm = Alone()
+
+    def ends(*_: object) -> list[torch.Tensor]:
+        raise stop
+
+    for call in (
+        lambda: sum_together(comm, (1,), ends),
+        lambda: max_together(comm, (1,), ends),
+        lambda: swap_together(comm, ends),
+    ):
+        with pytest.raises(stop):
+            call()
+    assert comm.traffic.num_rounds == 0
