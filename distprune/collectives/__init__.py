@@ -66,7 +66,7 @@ def communicator(group: Group = None) -> Communicator:
 
     ``None`` is the default process group where torch.distributed is initialized, and this process
     alone where it is not; a ``ProcessGroup``, an mpi4py ``Intracomm`` and a ready ``Communicator`` are
-    taken as they are. Nothing is communicated, except that an MPI communicator is duplicated, which
+    taken as they are. Nothing is communicated, except that an MPI communicator is duplicated the first time, which
     all its ranks must take part in.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from functools import cache
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from typing_extensions import override
@@ -15,17 +16,27 @@ if TYPE_CHECKING:
 __all__ = ["MpiRanks"]
 
 
+@cache
+def _duplicate_of() -> int:
+    """Return the key under which a communicator holds its duplicate; MPI calls what frees it."""
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, duplicate: duplicate.Free())
+
+
 @final
 class MpiRanks(Communicator):
     """An ``mpi4py`` intracommunicator.
 
     Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather, Alltoallv), so any
     implementation serves. The communicator is duplicated (collective), so that its messages never
-    meet the caller's.
+    meet the caller's: once, the first time, and the duplicate is freed with the communicator.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm.Dup()
+        if comm.Get_attr(_duplicate_of()) is None:
+            comm.Set_attr(_duplicate_of(), comm.Dup())
+        self.comm = cast("MPI.Intracomm", comm.Get_attr(_duplicate_of()))
         super().__init__(self.comm.Get_rank(), self.comm.Get_size())
 
     @override

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 import distprune
-from distprune.collectives import communicator
+from distprune.collectives import MpiRanks, communicator
 from tests.collectives.checks import check_all
 from tests.pattern_oracle import keep_in_pattern
 from tests.test_contract import KINDS, METHODS, SCOPES, SEED, oracle, whole_model
@@ -62,6 +63,50 @@ def check_patterns(world: Any) -> None:
             assert torch.equal(shard.local, whole.masked_fill(~kept, 0)[:, low:high]), (rank, pattern, shard.name)
 
 
+class Counted:
+    """Intracommunicators whose duplicates are counted, and which of them are there still."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.duplicates: list[Any] = []
+        counted = self
+
+        class Intracomm(MPI.Intracomm):
+            @override
+            def Dup(self, info: Any = None) -> Any:
+                counted.duplicates.append(MPI.Intracomm.Dup(self, info))
+                return counted.duplicates[-1]
+
+        self.of = Intracomm
+
+    def num_alive(self) -> int:
+        from mpi4py import MPI
+
+        return sum(duplicate != MPI.COMM_NULL for duplicate in self.duplicates)
+
+
+def check_duplicates(world: Any) -> None:
+    """One duplicate a communicator, whatever handle names it, gone when the communicator is."""
+    from mpi4py import MPI
+
+    counted = Counted()
+    for color in (0, world.Get_rank()):  # all ranks, then every rank by itself
+        for _ in range(2):
+            comm = world.Split(color)
+            ranks = [communicator(counted.of(comm)) for _ in range(5)]
+            assert isinstance(ranks[0], MpiRanks)
+            assert MPI.Comm.Compare(comm, ranks[0].comm) == MPI.CONGRUENT
+            assert counted.num_alive() == 1
+            assert [int(each.sum(torch.ones(1, dtype=torch.int64))) for each in ranks] == [comm.Get_size()] * 5
+            copied = comm.Dup()  # does not take the duplicate along
+            copied.Free()
+            assert counted.num_alive() == 1
+            comm.Free()
+            assert counted.num_alive() == 0
+    assert len(counted.duplicates) == 4
+
+
 def main() -> None:
     from mpi4py import MPI
 
@@ -69,6 +114,7 @@ def main() -> None:
     world = MPI.COMM_WORLD
     try:
         check_all(communicator(world))
+        check_duplicates(world)
         check_pruning(world)
         check_patterns(world)
     except BaseException:
