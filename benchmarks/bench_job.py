@@ -43,7 +43,7 @@ def job(rank: int, source: str, target: str, dtype_name: str) -> dict[str, Any]:
         elif name == "prune":
             state["report"] = prune_model(state["model"], method="magnitude", amount=0.3, group=comm)
         else:
-            with writing(target, source=source, group=comm) as staging:
+            with writing(target, inputs=[source], group=comm) as staging:
                 save_model(state["model"], directory, staging, group=comm)
 
     for name in STAGES:

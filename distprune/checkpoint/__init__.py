@@ -6,12 +6,15 @@ from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
-from distprune.checkpoint.output_directory import check_output, writing
+from distprune.checkpoint.output_directory import publish, writing
+from distprune.checkpoint.output_lock import locking
+from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.checkpoint.unfinished import Unfinished, open_unfinished
 
 __all__ = [
     "BUNDLED",
     "HfDirectory",
+    "Inputs",
     "InspectReport",
     "ModelWriter",
     "TensorReport",
@@ -20,8 +23,10 @@ __all__ = [
     "import_extra",
     "inspect_directory",
     "load_model",
+    "locking",
     "open_directory",
     "open_unfinished",
+    "publish",
     "resolve_model",
     "save_model",
     "writing",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory"]
+__all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "read_json"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -83,9 +84,10 @@ class HfDirectory:
 
     def fingerprint(self) -> str:
         """Return a digest of the config and of all tensors' names, places, shapes and dtypes (not their values)."""
-        parts = [(self.path / CONFIG_NAME).read_text()]
-        parts += [f"{file.path.name}:{file.tensors}" for file in self.weight_files]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        digest = hashlib.sha256((self.path / CONFIG_NAME).read_bytes())
+        for file in self.weight_files:
+            digest.update(f"\n{file.path.name}:{file.tensors}".encode())
+        return digest.hexdigest()
 
     def sample(self) -> str:
         """Return a digest of bytes from all over the weight files, 256 KiB of each: tells models of one shape apart."""
@@ -106,7 +108,8 @@ def open_directory(path: str | Path) -> HfDirectory:
         FileNotFoundError: no such directory, no config, no weights, or a weight file of the index is absent.
         NotADirectoryError: ``path`` is a file.
         ValueError: a weight file is truncated or corrupt, or the index is, names a file outside the
-            directory, or a tensor that its file does not hold.
+            directory, or a tensor that its file does not hold; a tensor stands in two weight files; a
+            small file is a link that leads out of the directory (but into the hub's cache, if it lies there).
     """
     folder = Path(path)
     if not folder.exists():
@@ -119,6 +122,8 @@ def open_directory(path: str | Path) -> HfDirectory:
     if index_path.is_file():
         weight_map, metadata = _read_index(index_path)
         files = tuple(read_weight_file(folder / name) for name in dict.fromkeys(weight_map.values()))
+        if single_path.is_file() and SINGLE_NAME not in weight_map.values():
+            raise ValueError(f"{folder} holds two models, {SINGLE_NAME} and that of {INDEX_NAME}; remove one")
         _check_index(weight_map, files)
         return HfDirectory(folder, files, True, metadata, _small_files(folder))
     if single_path.is_file():
@@ -144,11 +149,11 @@ def read_weight_file(path: Path) -> WeightFile:
             raise ValueError(f"{path} is truncated: {size} bytes, its header alone needs {_LENGTH.size + length}")
         text = file.read(length)
     data_start = _LENGTH.size + length
+    header = _json_object(text, path)
+    header.pop("__metadata__", None)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
         entries = [_entry(name, value, data_start) for name, value in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = data_start
@@ -162,11 +167,32 @@ def read_weight_file(path: Path) -> WeightFile:
     return WeightFile(path, tuple(entries))
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. Local.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    return _json_object(path.read_bytes(), path)
+
+
+def _json_object(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt: it holds no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is corrupt: it holds no JSON object")
+    return value
+
+
 def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
     if value["dtype"] not in DTYPES:
         raise ValueError(f"tensor {name!r} has the dtype {value['dtype']}, which is not supported")
-    dtype, shape = DTYPES[value["dtype"]], tuple(int(size) for size in value["shape"])
-    start, stop = (int(offset) for offset in value["data_offsets"])
+    dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+    start, stop = value["data_offsets"]
+    if not all(isinstance(size, int) for size in (*shape, start, stop)):
+        raise ValueError(f"tensor {name!r} has the shape {shape} at {start}:{stop}")
     num_bytes = dtype.itemsize
     for size in shape:
         if size < 0:
@@ -178,13 +204,12 @@ def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        weight_map, metadata = index["weight_map"], index.get("metadata") or {}
-        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("weight_map is empty or maps to something that is no file name")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is corrupt: it is no index of weight files ({error})") from error
+    index = read_json(path)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
+        raise ValueError(f"{path} is corrupt: it is no index of weight files")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} is corrupt: its weight_map names something that is no file")
     for tensor, name in weight_map.items():
         # A name, not a path: an index from elsewhere must not make us read, or write beside, other files.
         if Path(name).name != name or name in ("", ".", ".."):
@@ -197,23 +222,34 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _check_index(weight_map: dict[str, str], files: tuple[WeightFile, ...]) -> None:
-    held = {(file.path.name, entry.name) for file in files for entry in file.tensors}
+    places: dict[str, str] = {}
+    for file in files:
+        for entry in file.tensors:
+            first = places.setdefault(entry.name, file.path.name)
+            if first != file.path.name:
+                raise ValueError(f"tensor {entry.name!r} is in both {first!r} and {file.path.name!r}; keep one of them")
     for tensor, name in weight_map.items():
-        if (name, tensor) not in held:
+        if places.get(tensor) != name:
             raise ValueError(f"the index puts tensor {tensor!r} into {name!r}, which does not hold it")
-    unlisted = sorted(tensor for name, tensor in held if tensor not in weight_map)
+    unlisted = sorted(places.keys() - weight_map.keys())
     if unlisted:
         raise ValueError(f"the weight files hold tensors that the index does not list: {unlisted[:5]}")
 
 
 def _small_files(folder: Path) -> tuple[Path, ...]:
-    return tuple(
-        sorted(
-            path
-            for path in folder.iterdir()
-            if path.is_file()
-            and not path.name.endswith(_WEIGHT_SUFFIXES)
-            and path.name not in _NOT_CARRIED
-            and path.stat().st_size <= _MAX_SMALL_FILE
-        )
+    small = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file()
+        and not path.name.endswith(_WEIGHT_SUFFIXES)
+        and path.name not in _NOT_CARRIED
+        and path.stat().st_size <= _MAX_SMALL_FILE
     )
+    home = Path(os.path.realpath(folder))
+    # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
+    homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
+    for path in small:
+        target = Path(os.path.realpath(path))
+        if homes.isdisjoint(target.parents):
+            raise ValueError(f"{path} is a link out of the model directory, to {target}; put a copy in its place")
+    return tuple(small)

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint.output_directory import check_output, publish
+from distprune.checkpoint.output_directory import publish
+from distprune.checkpoint.replaceable import check_output
 from distprune.collectives import Communicator, agree, together
 
 __all__ = ["Unfinished", "open_unfinished"]
@@ -77,7 +78,7 @@ def open_unfinished(
     journal: dict[str, Any] = {}
     plain = json.loads(json.dumps(dict(facts)))
     with together(comm):
-        path = check_output(target, overwrite=overwrite, source=source)
+        path = check_output(target, overwrite=overwrite, inputs=[source])
         folder = path.parent / f".{path.name}.unfinished"
         there = (folder / JOURNAL_NAME).is_file()
         if there and not resume:

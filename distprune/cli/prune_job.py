@@ -57,7 +57,7 @@ def run_job(job: PruneJob, ranks: Ranks, display: Display) -> dict[str, Any]:
 
     started = time.perf_counter()
     seconds: dict[str, float] = {}
-    with writing(job.output, overwrite=job.overwrite, source=path, group=comm) as staging:
+    with writing(job.output, overwrite=job.overwrite, inputs=[path], group=comm) as staging:
         with display.progress("loading", "bytes") as progress:
             model = load_model(
                 directory, mesh=ranks.mesh, dtype=job.dtype, device=ranks.device, group=comm, progress=progress

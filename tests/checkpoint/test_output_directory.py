@@ -1,17 +1,33 @@
-"""Outputs are whole or not there."""
+"""Outputs are whole or not there, and replace nothing but models."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from distprune.checkpoint import check_output, output_directory, writing
-from distprune.collectives import Communicator
+from distprune.checkpoint import check_output, output_directory, output_lock, replaceable, writing
+from distprune.collectives import Communicator, communicator, together
 from tests.worlds import run_threads
+
+OLD = {"out/config.json": "old", "out/model.safetensors": "old"}
+
+
+def make_old(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("old")
+    return folder
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -35,21 +51,20 @@ def test_an_empty_directory_may_be_there(tmp_path: Path) -> None:
     assert content(tmp_path) == {"out/new": "new"}
 
 
-def test_overwrite_replaces_everything(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_overwrite_replaces_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool) -> None:
+    if not in_one_step:
+        monkeypatch.setattr(output_directory, "_exchanged", lambda *_: False)
+    make_old(tmp_path / "out")
     with writing(tmp_path / "out", overwrite=True) as staging:
         (staging / "new").write_text("new")
-        assert content(tmp_path / "out") == {"old": "old"}
-    assert content(tmp_path) == {"out/new": "new"}
+        assert content(tmp_path / "out") == content(make_old(tmp_path / "same"))
+    assert content(tmp_path) == {"out/new": "new", "same/config.json": "old", "same/model.safetensors": "old"}
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_nothing_changes_when_the_body_fails(tmp_path: Path, failing_rank: int) -> None:
-    from distprune.collectives import communicator, together
-
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    make_old(tmp_path / "out")
 
     def write(rank: int) -> None:
         with writing(tmp_path / "out", overwrite=True) as staging:
@@ -60,7 +75,7 @@ def test_nothing_changes_when_the_body_fails(tmp_path: Path, failing_rank: int) 
 
     results = run_threads(2, write, catch=True)
     assert [type(result) for result in results] == [OSError, OSError]
-    assert content(tmp_path) == {"out/old": "old"}
+    assert content(tmp_path) == OLD
 
 
 def test_not_empty_without_overwrite(tmp_path: Path) -> None:
@@ -88,7 +103,7 @@ def test_not_writable() -> None:
 def test_inside_or_above_the_model(tmp_path: Path, target: str) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="inside each other"):
-        check_output(tmp_path / target, overwrite=True, source=tmp_path / "model")
+        check_output(tmp_path / target, overwrite=True, inputs=[tmp_path / "model"])
 
 
 def test_filled_by_another_job_meanwhile(tmp_path: Path) -> None:
@@ -101,17 +116,6 @@ def test_filled_by_another_job_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="meanwhile"):
         write()
     assert content(tmp_path) == {"out/theirs": "theirs"}
-
-
-def test_link_to_a_directory_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "old").write_text("old")
-    (tmp_path / "out").symlink_to(tmp_path / "real")
-    with writing(tmp_path / "out", overwrite=True) as staging:
-        (staging / "new").write_text("new")
-    assert (tmp_path / "out").is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
-    assert content(tmp_path / "real") == {"new": "new"}
 
 
 def test_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,39 +149,138 @@ def test_interrupted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_lost_while_the_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [output_directory, output_lock])
+def test_a_rank_lost_while_the_directory_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
     @contextmanager
-    def lost(_: Communicator) -> Iterator[None]:
+    def lost(_: Communicator, **facts: object) -> Iterator[None]:
         yield
+        if facts:
+            return
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(output_directory, "together", lost)
+    monkeypatch.setattr(module, "together", lost)
     with pytest.raises(RuntimeError, match="closed by peer"), writing(tmp_path / "out"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("error", [OSError("no"), SystemExit(143)])
 def test_old_directory_comes_back_if_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: int
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    rename = Path.rename
+    """The error is raised before the first rename, or between the two."""
+    make_old(tmp_path / "out")
+    rename, num_renames = Path.rename, 0
 
     def fail(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
-            raise OSError("no")
+        nonlocal num_renames
+        num_renames += 1
+        if num_renames == step:
+            raise error
         return rename(self, target)
 
+    monkeypatch.setattr(output_directory, "_exchanged", lambda *_: False)
     monkeypatch.setattr(Path, "rename", fail)
 
     def write() -> None:
-        with writing(tmp_path / "out", overwrite=True):
+        with writing(tmp_path / "out", overwrite=True) as staging:
+            (staging / "new").write_text("new")
+
+    with pytest.raises(type(error)):
+        write()
+    assert content(tmp_path) == OLD
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from distprune.checkpoint import output_directory, writing
+
+def die(*_):
+    os.kill(os.getpid(), {signal})
+
+out, place = pathlib.Path(sys.argv[1]), sys.argv[2]
+if place == "after":
+    output_directory.remove_files = die
+elif place == "between":
+    output_directory._exchanged = lambda *_: False
+    rename = pathlib.Path.rename
+    pathlib.Path.rename = lambda self, target: die() if target == out else rename(self, target)
+with writing(out, overwrite=True) as staging:
+    (staging / "config.json").write_text("new")
+    (staging / "model.safetensors").write_text("new")
+    if place == "body":
+        die()
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("place", "left"), [("body", "old"), ("between", "old"), ("after", "new")])
+def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_number: int) -> None:
+    make_old(tmp_path / "out")
+    program = KILLED.format(signal=int(signal_number))
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out"), place], check=False)
+    assert killed.returncode == -signal_number
+    assert len(list(tmp_path.iterdir())) > 1
+    with pytest.raises(OSError, match="disk full"), writing(tmp_path / "out", overwrite=True):
+        raise OSError("disk full")
+    assert content(tmp_path) == dict.fromkeys(OLD, left)
+
+
+def test_files_that_are_like_leftovers_stay(tmp_path: Path) -> None:
+    for name in (".out.partial-mine", ".out2.partial-01234567", ".out.unfinished"):
+        (tmp_path / name).write_text("mine")
+    before = content(tmp_path)
+    with writing(tmp_path / "out"):
+        pass
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def write(_: int) -> None:
+        with writing(tmp_path / "out"):
             pass
 
-    with pytest.raises(OSError, match="no"):
-        write()
-    assert content(tmp_path) == {"out/old": "old"}
+    with writing(tmp_path / "out") as staging:
+        (staging / "first").write_text("first")
+        errors = run_threads(2, write, catch=True)
+        assert [type(error) for error in errors] == [OSError, OSError]
+        assert all(f"is being written by process {os.getpid()} on {platform.node()}" in str(e) for e in errors)
+    assert content(tmp_path) == {"out/first": "first"}
+
+
+def test_the_lock_is_no_link_to_follow(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".out.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"out\.lock"), writing(tmp_path / "out"):
+        pass
+    assert content(tmp_path)["mine"] == "mine"
+
+
+def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with writing(tmp_path / "out") as staging:
+        for name in ("config.json", "report.json"):
+            (staging / name).write_text("new")
+    assert sorted(synced[:2]) == ["config.json", "report.json"]
+    assert synced[2].startswith(".out.partial-")
+    assert synced[3:] == [tmp_path.name]
 
 
 def test_ranks_with_different_targets(tmp_path: Path) -> None:
@@ -189,3 +292,101 @@ def test_ranks_with_different_targets(tmp_path: Path) -> None:
         assert isinstance(error, ValueError)
         assert "output" in str(error)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_old(tmp_path / "out")
+
+
+def refused(path: Path | str, message: str, *inputs: Path) -> None:
+    """Check that ``path`` is refused, though it is to be overwritten."""
+    with pytest.raises(ValueError, match=message):
+        check_output(path, overwrite=True, inputs=inputs)
+
+
+def test_no_name() -> None:
+    refused("", "no name")
+
+
+def test_home_and_current_directory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model))
+    refused(model, "holds the home directory")
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.chdir(model)
+    refused(".", "holds the current directory")
+    refused("/", "holds the home directory")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_link(model: Path, inside: bool) -> None:
+    link = model / "tokenizer.json" if inside else model.with_name("link")
+    link.symlink_to(model if not inside else __file__)
+    refused(model if inside else link, r"holds \['tokenizer.json'\]" if inside else "is a link to")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".env", "model.py", "checkpoint-100/", "tokenizer.json/"])
+def test_files_that_are_no_models(model: Path, name: str) -> None:
+    if name.endswith("/"):
+        (model / name).mkdir()
+    else:
+        (model / name).touch()
+    refused(model, f"it holds \\['{name.rstrip('/')}'\\]")
+    assert len(list(model.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_no_model_directory(model: Path, name: str) -> None:
+    (model / name).unlink()
+    refused(model, "no model directory")
+
+
+def test_weights_that_the_index_names_and_copies_of_the_input(model: Path, tmp_path: Path) -> None:
+    (model / "weights-a.safetensors").touch()
+    refused(model, "weights-a")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "weights-a.safetensors", "b": "notes"}}')
+    check_output(model, overwrite=True)
+    source = make_old(tmp_path / "source")
+    for folder in (model, source):
+        (folder / "vocab.bpe").write_text("vocabulary")
+    check_output(model, overwrite=True, inputs=[source])
+    (model / "vocab.bpe").write_text("changed")
+    refused(model, r"vocab\.bpe", source)
+
+
+def test_inputs_in_the_output(model: Path, tmp_path: Path) -> None:
+    text = model / "README.md"
+    text.write_text("calibration text")
+    refused(model, "lie inside each other", text)
+    link = tmp_path / "link"
+    link.symlink_to(text)
+    refused(model, "lie inside each other", link)
+    # A model directory whose weights are links into the output.
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").symlink_to(model / "model.safetensors")
+    refused(model, "lie inside each other", source)
+
+
+def test_the_input_under_another_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is mounted in two places is one, though its names are two."""
+    same = make_old(tmp_path / "mounted")
+    samefile = Path.samefile
+    monkeypatch.setattr(Path, "samefile", lambda a, b: {a, b} == {model, same} or samefile(a, b))
+    refused(model, "lie inside each other", same)
+    refused(model, "lie inside each other", same / "config.json")
+
+
+def test_mounts_inside(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    monkeypatch.setattr(replaceable, "_MOUNTS", mounts)
+    place = str(model / "README.md").replace("-", "\\055")  # how the kernel writes what is no plain letter
+    mounts.write_text(f"36 35 98:0 / / rw - ext3 /dev/root rw\n37 35 98:0 /x {place} rw - ext3 /dev/root rw\n")
+    refused(model, "mount point")
+
+
+def test_loops_of_links(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path / "loop", "is a link to")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        check_output(tmp_path / "loop" / "out")

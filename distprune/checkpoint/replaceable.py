@@ -1,0 +1,118 @@
+"""What an output may replace: an empty directory, or a model directory that holds a model's files alone."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_json
+
+__all__ = ["Inputs", "check_output"]
+
+Inputs: TypeAlias = Sequence[str | Path]
+
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_SMALL = re.compile(
+    r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|special_tokens_map|added_tokens|vocab"
+    r"|chat_template|report|journal)\.json|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.jinja|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs = ()) -> Path:
+    """Return ``target`` as an absolute path if a model may be written there. Local; changes nothing.
+
+    ``inputs`` are files and directories that the job reads; the output must neither hold one nor lie in one.
+
+    Raises:
+        FileExistsError: it exists and is not empty, and ``overwrite`` is off.
+        NotADirectoryError: it, or something above it, is a file.
+        PermissionError: its parent, or the first one that exists, is not writable.
+        ValueError: it has no name, is a link, is or holds the home or the current directory, an input or a
+            mount point, lies in an input, or holds anything but a model's files.
+    """
+    if not str(target):
+        raise ValueError("the output has no name; is the variable that should hold it empty?")
+    if Path(target).is_symlink():
+        raise ValueError(f"the output {target} is a link to {os.readlink(target)}; name the directory itself")
+    # Links above it are followed: what is beside the target must be beside the directory itself.
+    path = Path(os.path.realpath(target))
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"the output {path} is a file; name a directory")
+    for given in inputs:
+        for theirs in _places(given):
+            if _holds(path, theirs) or (theirs.is_dir() and any(_same(theirs, parent) for parent in path.parents)):
+                raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
+    if path.is_dir():
+        for what, kept in (("home", os.path.expanduser("~")), ("current", os.getcwd())):
+            if _holds(path, Path(os.path.realpath(kept))):
+                raise ValueError(f"the output {path} is or holds the {what} directory; name another")
+        if any(path.iterdir()):
+            if not overwrite:
+                raise FileExistsError(
+                    f"the output directory {path} exists and is not empty; name another or pass --overwrite"
+                )
+            _check_replaceable(path, inputs)
+        mounts = [mount for mount in _mounts() if path in (mount, *mount.parents)]
+        if mounts or os.path.ismount(path):
+            raise ValueError(f"the output {path} is or holds a mount point and cannot be replaced; name another")
+    parent = next(folder for folder in path.parents if os.path.lexists(folder))
+    if not parent.is_dir():
+        raise NotADirectoryError(f"the output {path} cannot be made: {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
+    return path
+
+
+def _places(given: str | Path) -> Iterator[Path]:
+    """Yield where an input lies, and where the links in an input directory lead."""
+    path = Path(os.path.realpath(given))
+    yield path
+    if path.is_dir():
+        yield from (Path(os.path.realpath(entry)) for entry in path.iterdir() if entry.is_symlink())
+
+
+def _holds(path: Path, other: Path) -> bool:
+    return any(_same(path, place) for place in (other, *other.parents))
+
+
+def _same(one: Path, other: Path) -> bool:
+    # Not by name: one directory may be mounted in two places.
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _mounts() -> list[Path]:
+    if not _MOUNTS.exists():
+        return []
+    places = [line.split()[4] for line in _MOUNTS.read_text(errors="surrogateescape").splitlines()]
+    return [Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), place)) for place in places]
+
+
+def _check_replaceable(path: Path, inputs: Inputs) -> None:
+    try:
+        listed = set(read_json(path / INDEX_NAME)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        listed = set()
+    files = {entry.name for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)}
+    weights = {name for name in files if _WEIGHTS.fullmatch(name) or (name in listed and name.endswith(".safetensors"))}
+    known = weights | {name for name in files if _SMALL.fullmatch(name) or _is_copy(path / name, inputs)}
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    if foreign:
+        more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+        raise ValueError(
+            f"the output {path} is not replaced: it holds {foreign[:5]}{more}, which are no files of a model; "
+            "move them away or name another output"
+        )
+    if not weights or CONFIG_NAME not in known:
+        raise ValueError(f"the output {path} is not replaced: it is no model directory; name another output")
+
+
+def _is_copy(path: Path, inputs: Inputs) -> bool:
+    """Whether a file was copied from an input of its name: nothing is lost with it."""
+    originals = [Path(given) / path.name for given in inputs]
+    return any(original.is_file() and filecmp.cmp(original, path, shallow=False) for original in originals)
