@@ -8,6 +8,7 @@ from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.checkpoint.output_directory import publish, writing
 from distprune.checkpoint.output_lock import locking
+from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.checkpoint.unfinished import Unfinished, open_unfinished
 
@@ -23,6 +24,7 @@ __all__ = [
     "import_extra",
     "inspect_directory",
     "load_model",
+    "load_tokenizer",
     "locking",
     "open_directory",
     "open_unfinished",

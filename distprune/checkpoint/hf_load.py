@@ -58,7 +58,8 @@ def load_model(
         FileNotFoundError, ValueError: on every rank: what :func:`open_directory` raises, a tensor
             that is missing, unexpected, or of another shape than the config makes it, weights that the
             config ties and the checkpoint holds twice with different values, a mesh of more than two
-            axes, ranks that were given different checkpoints, dtypes or meshes.
+            axes, ranks that were given different checkpoints (headers, and samples of every file), dtypes or
+            meshes.
         NotImplementedError: on every rank: a model with a buffer that nothing can compute, or whose
             tensors the checkpoint holds in another form.
         ImportError: on every rank: the extra ``hf`` is not installed.
@@ -72,7 +73,12 @@ def load_model(
         # Before sharding, which changes the names of the classes, by which transformers knows its renamings.
         names = model_names(model, directory)
         _check_tensors(model, directory, names)
-        facts = {"checkpoint": directory.fingerprint(), "dtype": str(dtype), "mesh": mesh and list(mesh.shape)}
+        facts = {
+            "checkpoint": directory.fingerprint(),
+            "weights (256 KiB of each file)": directory.sample(),
+            "dtype": str(dtype),
+            "mesh": mesh and list(mesh.shape),
+        }
     agree(comm, facts)
     if mesh is not None:
         # Communicates inside torch (mesh set-up): outside of together().

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.extras import import_extra
-from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hf_directory import HfDirectory, read_json
 from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.pretrained import check_config, one_line_errors
 
 __all__ = ["build_on_meta"]
 
@@ -25,19 +26,33 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
 
     Raises:
         ImportError: the extra ``hf`` is not installed.
-        NotImplementedError: the checkpoint holds the model's tensors in another form.
-        ValueError, OSError: transformers knows no such model, or the checkpoint has tensors it has not.
+        NotImplementedError: the checkpoint holds the model's tensors in another form, or quantized.
+        ValueError: transformers knows no such model, or would run code from elsewhere for it; the checkpoint
+            has tensors it has not, or integers for its weights.
     """
     transformers = import_extra("transformers", "hf")
-    config = transformers.AutoConfig.from_pretrained(directory.path, local_files_only=True)
-    with _building, torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or _main_dtype(directory))
-    if dtype is None:
-        tensors, state = directory.tensors, model.state_dict(keep_vars=True)
-        for stored, name in model_names(model, directory).items():
-            state[name].data = state[name].data.to(tensors[stored][1].dtype)
-    if (directory.path / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory.path, local_files_only=True)
+    path, tensors = directory.path, directory.tensors
+    check_config(path)
+    with one_line_errors(path, "model"):
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "num_hidden_layers", 0) > len(tensors):
+            raise ValueError(f"{config.num_hidden_layers} layers cannot be made of {len(tensors)} tensors")
+        with _building, torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype or _main_dtype(directory), trust_remote_code=False
+            )
+        if (path / "generation_config.json").is_file():
+            read_json(path / "generation_config.json")
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    state = model.state_dict(keep_vars=True)
+    for stored, name in model_names(model, directory).items():
+        held = tensors[stored][1].dtype
+        if state[name].is_floating_point() and not held.is_floating_point:
+            raise ValueError(
+                f"tensor {stored!r} of {path} is {held}: integer weights (quantized ones) cannot be pruned"
+            )
+        if dtype is None:
+            state[name].data = state[name].data.to(held)
     if not isinstance(model, nn.Module):
         raise TypeError(f"transformers built a {type(model).__name__}, not a module")
     return model

@@ -20,6 +20,7 @@ from distprune.checkpoint import (
     Unfinished,
     check_output,
     load_model,
+    load_tokenizer,
     open_unfinished,
     resolve_model,
 )
@@ -30,7 +31,6 @@ from distprune.cli.steps import (
     REPORT_NAME,
     evaluate,
     flags,
-    load_tokenizer,
     open_source,
     report_head,
     write_report,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distprune.checkpoint import HfDirectory, import_extra, open_directory
+from distprune.checkpoint import HfDirectory, load_tokenizer, open_directory
 from distprune.cli.display import Display
 from distprune.cli.launchers import Ranks
 from distprune.collectives import agree, together
@@ -24,7 +24,7 @@ from distprune.selection import Pattern
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["REPORT_NAME", "evaluate", "flags", "load_tokenizer", "open_source", "report_head", "write_report"]
+__all__ = ["REPORT_NAME", "evaluate", "flags", "open_source", "report_head", "write_report"]
 
 REPORT_NAME = "report.json"
 
@@ -38,19 +38,6 @@ def arguments_of(job: DataclassInstance) -> dict[str, Any]:
 def flags(job: DataclassInstance) -> dict[str, Any]:
     """Return :func:`arguments_of` a job under the names a user knows them by, for the ranks to agree on."""
     return {f"--{name.replace('_', '-')}": value for name, value in arguments_of(job).items()}
-
-
-def load_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a model directory. Local.
-
-    Raises:
-        ValueError: there is none that transformers can load.
-    """
-    transformers = import_extra("transformers", "hf")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no tokenizer that transformers can load: {error}") from error
 
 
 def open_source(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from distprune.checkpoint import open_directory
 from tests.hf_models import make_model
@@ -151,3 +152,72 @@ def test_index_that_is_no_index(indexed: Path, text: str) -> None:
     (indexed / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json is corrupt"):
         open_directory(indexed)
+
+
+def copy_tensor(folder: Path, name: str, file: str, difference: float) -> None:
+    tensors, more = load_file(folder / file), load_file(folder / find(folder, name))
+    save_file({**tensors, name: more[name] + difference}, folder / file, {"format": "pt"})
+
+
+def find(folder: Path, tensor: str) -> str:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return str(index["weight_map"][tensor])
+
+
+@pytest.mark.parametrize("difference", [0, 1])
+def test_a_tensor_in_two_files(indexed: Path, difference: float) -> None:
+    name = "model.norm.weight"
+    other = next(path.name for path in sorted(indexed.glob("*.safetensors")) if path.name != find(indexed, name))
+    copy_tensor(indexed, name, other, difference)
+    with pytest.raises(ValueError, match=rf"'{name}' is in both .*{other}"):
+        open_directory(indexed)
+
+
+def test_a_single_file_beside_an_index(indexed: Path) -> None:
+    (indexed / "model.safetensors").write_bytes(next(indexed.glob("*.safetensors")).read_bytes())
+    with pytest.raises(ValueError, match="holds two models"):
+        open_directory(indexed)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_links_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    folder, secret = make_model(tmp_path / "model"), tmp_path / "secret"
+    secret.write_bytes((folder / "config.json").read_bytes())
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=rf"{name} is a link out of the model directory, to {secret}"):
+        open_directory(folder)
+
+
+def test_links_inside_of_the_directory(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "config.json").rename(folder / "config-2.json")
+    (folder / "config.json").symlink_to("config-2.json")
+    (folder / "loop.json").symlink_to("loop.json")
+    (folder / "nowhere.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(folder)
+    small = {path.name for path in open_directory(tmp_path / "link").small_files}
+    assert small == {"config.json", "config-2.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize("cache", ["models--org--name", "other"])
+def test_the_cache_of_the_hub(tmp_path: Path, cache: str) -> None:
+    """Its files are links into a folder of blobs beside the snapshots; those of another model are none of its own."""
+    home = tmp_path / "models--org--name"
+    folder = make_model(home / "snapshots" / "0123abc", max_shard_size="10KB")
+    blobs = tmp_path / cache / "blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path(os.path.relpath(blobs / str(number), folder)))
+    if cache == "other":
+        with pytest.raises(ValueError, match="link out of the model directory"):
+            open_directory(folder)
+    else:
+        assert len(open_directory(folder).weight_files) > 1
+
+
+def test_a_loop_of_links(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(FileNotFoundError, match="no model directory"):
+        open_directory(tmp_path / "loop")

@@ -1,0 +1,94 @@
+"""What transformers makes of a model directory's small files: it runs no code from them, and fails in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
+
+__all__ = ["check_config", "load_tokenizer", "one_line_errors"]
+
+_TOKENIZER_FILES = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")
+_MAX_MESSAGE = 500  # characters
+
+
+@contextmanager
+def one_line_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever transformers raises in the body over a damaged or foreign file into one line. Local.
+
+    Raises:
+        ValueError: the body raised; NotImplementedError and ImportError stay what they are.
+    """
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except BaseException as error:
+        # The tokenizers library reports what it did not expect as a BaseException of its own.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in said:
+            said = f"it needs code that comes with it ({_auto_map(path)}), and no such code is run here"
+            way_out = "if you trust it, load it yourself with trust_remote_code=True and call distprune.prune_model"
+            raise ValueError(f"{path} holds no {what} that transformers knows: {said}; {way_out}") from error
+        raise ValueError(f"{path} holds no {what} that transformers can load: {said[:_MAX_MESSAGE]}") from error
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a model directory. Local; no code of the directory is run.
+
+    Raises:
+        ValueError: there is none that transformers can load.
+        ImportError: the extra ``hf`` is not installed.
+    """
+    transformers = import_extra("transformers", "hf")
+    with one_line_errors(path, "tokenizer"):
+        for name in _TOKENIZER_FILES:
+            if (path / name).is_file():
+                read_json(path / name)
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """Return the config of the model directory ``path``, checked for what must not reach transformers. Local.
+
+    Raises:
+        ValueError: it is no JSON object, or names an attention or experts implementation from the hub.
+        NotImplementedError: the weights are quantized.
+    """
+    config = read_json(path / CONFIG_NAME)
+    for key, value in _walk(config):
+        if "implementation" in key and any("/" in text for _, text in _walk({key: value}) if isinstance(text, str)):
+            raise ValueError(
+                f"{path / CONFIG_NAME} asks for {key}={value!r}, code from the hub, which is not run here; remove it"
+            )
+        if key in ("quantization_config", "compression_config") and value:
+            method = value.get("quant_method", "an unknown method") if isinstance(value, dict) else value
+            raise NotImplementedError(
+                f"the weights of {path} are quantized ({key}: {method}) and cannot be pruned; take the model they were "
+                "quantized from, or dequantize them first (model.dequantize() and save_pretrained() of transformers)"
+            )
+    return config
+
+
+def _walk(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value inside a JSON value, with the key it stands under."""
+    pending = [("", root)]
+    while pending:
+        key, value = pending.pop()
+        yield key, value
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += [(key, item) for item in value]
+
+
+def _auto_map(path: Path) -> str:
+    configs = {name: read_json(path / name) for name in _TOKENIZER_FILES if (path / name).is_file()}
+    named = [f"{name}: {config['auto_map']}" for name, config in configs.items() if "auto_map" in config]
+    return f"auto_map of {'; '.join(named)}"

@@ -1,0 +1,190 @@
+"""Directories from elsewhere: no code of theirs runs, and whatever is wrong with them is said in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distprune.checkpoint import load_model, load_tokenizer, open_directory
+from distprune.checkpoint.meta_model import build_on_meta
+from tests.models import make_model, make_tokenizer
+from tests.worlds import run_threads
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Code in the model directory that leaves a mark when it runs; whoever is asked whether it may says yes."""
+    mark = folder.parent / "mark"
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return mark
+
+
+@pytest.mark.parametrize("auto", ["AutoConfig", "AutoModelForCausalLM"])
+def test_models_that_need_code_of_their_own(folder: Path, code: Path, auto: str) -> None:
+    model_type = "evil" if auto == "AutoConfig" else "t5"  # transformers knows T5, but as no causal model
+    change(folder / "config.json", model_type=model_type, auto_map={auto: "evil.Evil"})
+    with pytest.raises(ValueError, match=r"auto_map.*evil\.Evil.*trust_remote_code=True and call distprune"):
+        load_model(folder)
+    assert not code.exists()
+
+
+def test_tokenizers_that_need_code_of_their_own(folder: Path, code: Path) -> None:
+    change(folder / "config.json", model_type="evil", architectures=None)
+    change(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*evil\.Evil.*trust_remote_code=True"):
+        load_tokenizer(folder)
+    assert not code.exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "org/kernel"},
+        {"_attn_implementation": "org/kernel@v1:function"},
+        {"_attn_implementation_internal": "org/kernel"},
+        {"attn_implementation": {"": "eager", "text_config": "org/kernel"}},
+        {"text_config": {"attn_implementation": "org/kernel"}},
+        {"layers": [{"experts_implementation": "org/kernel"}]},
+    ],
+)
+def test_kernels_from_the_hub(folder: Path, values: dict[str, Any]) -> None:
+    change(folder / "config.json", **values)
+    with pytest.raises(ValueError, match=r"implementation.*org/kernel"):
+        load_model(folder)
+
+
+def test_known_implementations(folder: Path) -> None:
+    change(folder / "config.json", attn_implementation="eager")
+    model: Any = load_model(folder)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_quantized_models(folder: Path, key: str, place: str) -> None:
+    value = {key: {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    change(folder / "config.json", **({place: value} if place else value))
+    with pytest.raises(NotImplementedError, match=r"quantized \(.*bitsandbytes.*dequantize"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_integer_weights(folder: Path, dtype: torch.dtype | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj\.weight' .* is torch\.int8: integer weights"):
+        load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_copies_that_differ(tmp_path: Path, num_ranks: int) -> None:
+    """One rank reads another model of the same shapes: nobody loads anything."""
+    for name, seed in (("one", 0), ("other", 1)):
+        make_model(tmp_path / name, max_shard_size="10KB", seed=seed)
+
+    def load(rank: int) -> None:
+        load_model(tmp_path / ("other" if rank == 1 else "one"))
+
+    for error in run_threads(num_ranks, load, catch=True):
+        assert (error is None) == (num_ranks == 1)
+        assert error is None or (isinstance(error, ValueError) and "weights (256 KiB of each file)" in str(error))
+
+
+def test_more_layers_than_tensors(folder: Path) -> None:
+    change(folder / "config.json", num_hidden_layers=10**9)
+    with pytest.raises(ValueError, match="layers cannot be made of"):
+        load_model(folder)
+
+
+DEEP = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "[]", "3", "\x00", '{"model_type": "llama", "architectures": 7}', "[" * 900 + "]" * 900]
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_files_that_hold_no_object(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    with_one_line_errors(folder)
+
+
+def with_one_line_errors(folder: Path) -> int:
+    """Read the directory in every way; return how many ways fail."""
+    ways: list[Callable[[], object]] = [
+        lambda: load_model(open_directory(folder)),
+        lambda: build_on_meta(open_directory(folder)),
+        lambda: load_tokenizer(folder),
+    ]
+    errors = []
+    for way in ways:
+        try:
+            way()
+        except (ValueError, OSError, NotImplementedError) as error:
+            errors.append(str(error))
+    assert all("\n" not in error and len(error) < 2000 for error in errors), errors
+    return len(errors)
+
+
+VALUES: list[Any] = [None, True, -1, 0, 3, 1e308, "", "x", "org/x", [], ["x", 1], {}, {"x": [1]}, 2**70, "\ud800", "\n"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_files(folder: Path, name: str, seed: int) -> None:
+    """Bits are flipped and values replaced, by a fixed seed; what is damaged is read, or refused in one line."""
+    generator = random.Random(f"{name} {seed}")
+    path = folder / name
+    whole = path.read_bytes()
+    num_failed = 0
+    for _ in range(30):
+        damaged = bytearray(whole)
+        for _ in range(generator.randint(1, 3)):
+            damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        num_failed += with_one_line_errors(folder)
+        values = json.loads(whole)
+        inside = values
+        key = generator.choice(list(inside))
+        while isinstance(inside[key], dict) and inside[key] and generator.random() < 0.7:
+            inside = inside[key]
+            key = generator.choice(list(inside))
+        inside[key] = generator.choice(VALUES)
+        path.write_text(json.dumps(values))
+        num_failed += with_one_line_errors(folder)
+    assert num_failed > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_weights(folder: Path, seed: int) -> None:
+    """Bits are flipped in the header of the weights."""
+    generator = random.Random(seed)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    num_failed = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(8 + length)] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        num_failed += with_one_line_errors(folder)
+    assert num_failed > 60
