@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from distprune.checkpoint.hf_directory import (
     HfDirectory,
     TensorEntry,
     WeightFile,
+    read_json,
 )
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
@@ -34,10 +37,13 @@ from distprune.shards import LocalShard, flat_chunk, local_shard
 
 __all__ = ["ModelWriter", "save_model"]
 
+Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
+
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 _WRITE_BYTES = 8 << 20  # written at a time
 _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -46,10 +52,14 @@ def save_model(
     source: HfDirectory,
     target: Path,
     *,
+    updated: Collection[str] = (),
     group: Group = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write ``model`` into the existing directory ``target``, with the files of ``source``.
+
+    What is written is what ``source`` holds, or zero, element for element: some models change their weights
+    while they run. ``updated`` names the parameters, or modules, whose weights were changed on purpose.
 
     The weight files, their names and which tensor is in which are those of ``source``; dtypes are the
     model's. The bytes are the same whatever the number of ranks and the layout. Config, tokenizer and
@@ -60,13 +70,13 @@ def save_model(
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
-        ValueError: on every rank: the model's tensors are not those of ``source`` in name or shape, or
-            ranks were given different sources or targets, or models of different dtypes.
+        ValueError: on every rank: the model's tensors are not those of ``source`` in name, shape or (but for
+            zeros and ``updated``) value, or ranks were given different arguments, or models of different dtypes.
     """
     writer = ModelWriter(model, source, target, group=group)
     writer.allocate()
-    with together(writer.comm):
-        writer.write(progress=progress)
+    with together(writer.comm, updated=sorted(updated)):
+        writer.write(updated=updated, progress=progress)
 
 
 class ModelWriter:
@@ -92,15 +102,26 @@ class ModelWriter:
         with together(self.comm):
             if self.comm.rank == 0:
                 _check_space(self._target, self.files)
-                for file in self.files:
-                    _allocate(file)
+                # Of weights that only their owner may read, the copy is such, too.
+                self._target.chmod(self._target.stat().st_mode & self._source.path.stat().st_mode | stat.S_IRWXU)
+                for file, read in zip(self.files, self._source.weight_files, strict=True):
+                    _allocate(file, read.path)
                 _write_small_files(self._source, self.files, self._target, self._tensors)
 
     def write(
-        self, prefixes: Sequence[str] | None = None, *, progress: Callable[[int, int], None] | None = None
+        self,
+        prefixes: Sequence[str] | None = None,
+        *,
+        updated: Collection[str] = (),
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local."""
-        _write_own(self.comm, self.files, self._chosen(prefixes), progress)
+        """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
+
+        Raises:
+            ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
+        """
+        checked = self._tensors.keys() - self._chosen(updated).keys()
+        _write_own(self.comm, self.files, self._source.weight_files, self._chosen(prefixes), checked, progress)
 
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
@@ -110,11 +131,11 @@ class ModelWriter:
             for target, part in slices:
                 target.copy_(part)
 
-    def _chosen(self, prefixes: Sequence[str] | None) -> dict[str, LocalShard]:
+    def _chosen(self, prefixes: Collection[str] | None) -> dict[str, LocalShard]:
         return {
             stored: shard
             for stored, shard in self._tensors.items()
-            if prefixes is None or any(self._names[stored].startswith(f"{prefix}.") for prefix in prefixes)
+            if prefixes is None or any(f"{self._names[stored]}.".startswith(f"{prefix}.") for prefix in prefixes)
         }
 
 
@@ -180,13 +201,12 @@ def _size(file: WeightFile) -> int:
     return file.tensors[-1].stop if file.tensors else len(_header([]))
 
 
-def _allocate(file: WeightFile) -> None:
+def _allocate(file: WeightFile, read: Path) -> None:
     """Write the header and take the space, so that a full disk is found before anything is written."""
     start = file.tensors[0].start if file.tensors else 0
     entries = [TensorEntry(e.name, e.dtype, e.shape, e.start - start, e.stop - start) for e in file.tensors]
-    with file.path.open("wb") as handle:
-        handle.write(_header(entries))
-        handle.flush()
+    _write_file(file.path, _header(entries), read)
+    with file.path.open("r+b") as handle:
         try:
             os.posix_fallocate(handle.fileno(), 0, _size(file))
         except (AttributeError, NotImplementedError):
@@ -202,31 +222,36 @@ def _write_small_files(
     source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
 ) -> None:
     for path in source.small_files:
-        shutil.copyfile(path, target / path.name)
+        _write_file(target / path.name, path.read_bytes(), path)
+    config = read_json(source.path / CONFIG_NAME)
     dtypes = {str(shard.local.dtype) for shard in tensors.values() if shard.local.dtype.is_floating_point}
-    _write_config(source.path / CONFIG_NAME, target / CONFIG_NAME, dtypes)
+    stated = [key for key in ("dtype", "torch_dtype") if key in config]
+    if len(dtypes) == 1 and stated:
+        config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
+        _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
     if source.is_indexed:
         total = sum(entry.stop - entry.start for file in files for entry in file.tensors)
         index = {
             "metadata": {**source.index_metadata, "total_size": total},
             "weight_map": {entry.name: file.path.name for file in files for entry in file.tensors},
         }
-        (target / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)
 
 
-def _write_config(source: Path, target: Path, dtypes: set[str]) -> None:
-    """Copy the config; where the weights are of one dtype, it says so truly."""
-    config = json.loads(source.read_text(encoding="utf-8"))
-    stated = [key for key in ("dtype", "torch_dtype") if key in config]
-    if len(dtypes) == 1 and stated:
-        config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
-        target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _write_file(path: Path, content: bytes, read: Path) -> None:
+    """Write a file that may be read by no more people than the file ``read`` that it is made from."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, stat.S_IMODE(read.stat().st_mode) | stat.S_IWUSR)
+    with open(descriptor, "wb") as file:
+        file.write(content)
 
 
 def _write_own(
     comm: Communicator,
     files: list[WeightFile],
+    sources: Sequence[WeightFile],
     tensors: dict[str, LocalShard],
+    checked: Collection[str],
     progress: Callable[[int, int], None] | None,
 ) -> None:
     # A plain tensor is on every rank; the first one writes it.
@@ -235,37 +260,60 @@ def _write_own(
     own = {name: shard for name, shard in own.items() if shard.owned and shard.local.numel()}
     num_total = sum(shard.local.numel() * shard.local.element_size() for shard in own.values())
     num_done = 0
-    for file in files:
+    for file, source in zip(files, sources, strict=True):
         mine = [(entry, own[entry.name]) for entry in file.tensors if entry.name in own]
         if not mine:
             continue
-        with file.path.open("r+b", buffering=0) as handle:
+        read_entries = {entry.name: entry for entry in source.tensors if entry.name in checked}
+        with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
             for entry, shard in mine:
-                for offset, data in _stretches(shard):
-                    _write_at(handle.fileno(), data, entry.start + offset)
+                for values, stretches in _chunks(shard):
+                    if entry.name in read_entries:
+                        _check_unchanged(values, stretches, reading.fileno(), read_entries[entry.name])
+                    data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
+                    for flat_start, low, high in stretches:
+                        place = entry.start + flat_start * itemsize
+                        _write_at(handle.fileno(), data[low * itemsize : high * itemsize], place)
                     num_done += len(data)
                     if progress is not None:
                         progress(num_done, num_total)
             os.fsync(handle.fileno())
 
 
-def _stretches(shard: LocalShard) -> Iterator[tuple[int, memoryview]]:
-    """Yield (byte offset in the whole tensor, bytes) for stretches of elements that lie side by side in it."""
-    itemsize = shard.local.element_size()
+def _chunks(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
     # Scattered elements need eight bytes of place each, several times over.
-    step = max(1, _WRITE_BYTES // itemsize) if shard.geometry.flat_start is not None else _SCATTERED_ELEMENTS
+    start_of_all = shard.geometry.flat_start
+    step = max(1, _WRITE_BYTES // shard.local.element_size()) if start_of_all is not None else _SCATTERED_ELEMENTS
     numel = shard.local.numel()
     for start in range(0, numel, step):
         stop = min(start + step, numel)
-        data = flat_chunk(shard.local, start, stop).cpu().contiguous().view(torch.uint8).numpy()
-        if shard.geometry.flat_start is not None:
-            yield (shard.geometry.flat_start + start) * itemsize, data.data
+        values = flat_chunk(shard.local, start, stop).cpu().contiguous()
+        if start_of_all is not None:
+            yield values, [(start_of_all + start, 0, stop - start)]
             continue
         flat = shard.geometry.flat_indices(start, stop)
         breaks = np.flatnonzero(np.diff(flat) != 1) + 1
         bounds = [0, *breaks.tolist(), stop - start]
-        for low, high in itertools.pairwise(bounds):
-            yield int(flat[low]) * itemsize, data[low * itemsize : high * itemsize].data
+        yield values, [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:
+    """Raise unless every value is zero or what the source's file ``source`` holds in its place, bit for bit."""
+    held, itemsize = torch.empty(len(values), dtype=entry.dtype), entry.dtype.itemsize
+    data = held.view(torch.uint8).numpy().data
+    for flat_start, low, high in stretches:
+        os.preadv(source, [data[low * itemsize : high * itemsize]], entry.start + flat_start * itemsize)
+    bits = _BITS[values.element_size()]
+    written, expected = values.view(bits), held.to(values.dtype).view(bits)
+    if torch.equal(written, expected):
+        return
+    num_changed = int(((written != expected) & (values.double() != 0)).sum())
+    if num_changed:
+        raise ValueError(
+            f"at least {num_changed} elements of {entry.name!r} are neither zero nor what was read: the model changes "
+            "its weights while it runs, or its user did; those changed on purpose are to be named (updated=...)"
+        )
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -113,7 +113,8 @@ def run_one_shot_job(job: OneShotJob, ranks: Ranks, display: Display) -> dict[st
         with _clock(seconds, "evaluate"):
             after = evaluate(model, tokens, job.evaluation_length, ranks, display, "evaluating after")
         with _clock(seconds, "save"), display.progress("saving", "bytes") as progress, together(comm):
-            writer.write(progress=progress)
+            blocks = [name for name, _ in decoder_blocks(model)]
+            writer.write(updated=_updated(job, blocks), progress=progress)
     head = report_head(job, directory, ranks, (unfinished.journal["perplexity_before"], after))
     report = {**head, "stage_seconds": seconds, "pruning": {**pruning, "resumed_at": first}}
     with together(comm):
@@ -176,7 +177,7 @@ def _prune(
                 # That every rank got here says that every rank has written the block before.
                 unfinished.record(index, blocks=done)
                 try:
-                    writer.write([block.name])
+                    writer.write([block.name], updated=_updated(job, [block.name]))
                 except OSError as error:
                     kept = f"{index} of {len(names)} blocks are kept, --resume goes on with them"
                     raise OSError(error.errno, f"cannot write {block.name!r}: {error.strerror}; {kept}") from error
@@ -197,6 +198,11 @@ def _prune(
     with together(comm):
         unfinished.record(len(names), blocks=done)
     return {**report.to_dict(), "blocks": done}
+
+
+def _updated(job: OneShotJob, blocks: list[str]) -> list[str]:
+    """Return the blocks whose weights the method changes where it does not prune them."""
+    return blocks if job.method == "sparsegpt" else []
 
 
 @contextmanager

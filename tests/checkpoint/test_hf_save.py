@@ -6,12 +6,13 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -173,3 +174,88 @@ def test_ranks_that_disagree(tmp_path: Path, what: str) -> None:
         assert isinstance(error, ValueError)
         assert what in str(error)
     assert [*(tmp_path / "0").iterdir(), *(tmp_path / "1").iterdir()] == []
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o400])
+def test_copies_of_private_files_are_private(tmp_path: Path, mode: int) -> None:
+    folder, target = make_model(tmp_path / "model", max_shard_size="10KB"), tmp_path / "out"
+    target.mkdir()
+    for path in folder.iterdir():
+        path.chmod(mode)
+    folder.chmod(0o700)
+    save_model(load_model(folder, dtype=torch.bfloat16), open_directory(folder), target)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {mode | 0o200}
+    assert {path.name for path in target.iterdir()} == {path.name for path in folder.iterdir()}
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+
+
+def test_a_model_that_changes_its_weights_while_it_runs(tmp_path: Path) -> None:
+    """RWKV halves weights of later blocks for inference."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    folder, target = tmp_path / "model", tmp_path / "out"
+    sizes = {"hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    RwkvForCausalLM(RwkvConfig(vocab_size=19, context_length=32, rescale_every=1, **sizes)).save_pretrained(folder)
+    target.mkdir()
+
+    def save(evaluate: bool) -> None:
+        model = load_model(folder)
+        prune_model(model, method="magnitude", amount=0.5)
+        with torch.no_grad():
+            if evaluate:
+                model(torch.arange(8).view(1, 8))
+        save_model(model, open_directory(folder), target)
+
+    save(evaluate=False)
+    with pytest.raises(ValueError, match=r"'rwkv\.blocks\.1\..*\.weight' are neither zero nor what was read"):
+        save(evaluate=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "rows", "columns"])
+def test_one_element_that_is_not_what_was_read(tmp_path: Path, kind: str, dtype: torch.dtype | None) -> None:
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    target.mkdir()
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def save(rank: int, value: float, updated: tuple[str, ...]) -> None:
+        model = load_model(folder, dtype=dtype)
+        if kind != "plain":
+            mesh, dim = init_device_mesh("cpu", (2,)), int(kind == "columns")
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)))
+        weight: Any = model.get_parameter(name)
+        local = weight.to_local() if kind != "plain" else weight
+        with torch.no_grad():
+            if rank == 1 or kind == "plain":
+                local[-1, -1] = value
+        save_model(model, open_directory(folder), target, updated=updated)
+
+    world_size = 1 if kind == "plain" else 2
+    for error in run_threads(world_size, save, 7.0, ("model.layers.0", "model.layers.1.mlp.up"), catch=True):
+        assert isinstance(error, ValueError)
+        assert f"at least 1 elements of {name!r}" in str(error)
+    run_threads(world_size, save, 0.0, ())
+    run_threads(world_size, save, -0.0, ())
+    run_threads(world_size, save, 7.0, ("model.layers.1",))
+    run_threads(world_size, save, 7.0, (name,))
+
+
+def test_not_a_number_is_what_was_read(tmp_path: Path) -> None:
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    target.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_model(load_model(folder), open_directory(folder), target)
+
+
+def test_ranks_that_name_other_updates(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+
+    def save(rank: int) -> None:
+        save_model(load_model(folder), open_directory(folder), tmp_path / "out", updated=["lm_head"] * rank)
+
+    for error in run_threads(2, save, catch=True):
+        assert isinstance(error, ValueError)
+        assert "updated" in str(error)
