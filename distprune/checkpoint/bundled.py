@@ -117,7 +117,10 @@ def convert(source: Path, target: Path) -> None:
         gguf_file=source.name,
         quantization_config=transformers.GgufConfig(dequantize=True),
         dtype=torch.float32,
+        trust_remote_code=False,
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, trust_remote_code=False
+    )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -6,11 +6,8 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 
 from __future__ import annotations
 
-import errno
 import itertools
-import json
 import os
-import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -20,17 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from distprune.checkpoint.hf_directory import (
-    CONFIG_NAME,
-    DTYPES,
-    INDEX_NAME,
-    HfDirectory,
-    TensorEntry,
-    WeightFile,
-    read_json,
-)
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.output_files import allocate, check_space, planned, write_small_files
 from distprune.checkpoint.stored_slices import stored_slices
 from distprune.collectives import Communicator, Group, agree, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
@@ -39,12 +29,9 @@ __all__ = ["ModelWriter", "save_model"]
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 _WRITE_BYTES = 8 << 20  # written at a time
 _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 def save_model(
@@ -92,7 +79,7 @@ class ModelWriter:
             self._names = _names(model, source)
             state = model.state_dict(keep_vars=True)
             self._tensors = {stored: local_shard(stored, state[name]) for stored, name in self._names.items()}
-            self.files = [_planned(target, file, self._tensors) for file in source.weight_files]
+            self.files = [planned(target, file, self._tensors) for file in source.weight_files]
             dtypes = [str(entry.dtype) for file in self.files for entry in file.tensors]
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes}
         agree(self.comm, facts)
@@ -101,12 +88,12 @@ class ModelWriter:
         """Make the files at their full size, and copy the small ones. Every rank must call it: one round."""
         with together(self.comm):
             if self.comm.rank == 0:
-                _check_space(self._target, self.files)
+                check_space(self._target, self.files)
                 # Of weights that only their owner may read, the copy is such, too.
                 self._target.chmod(self._target.stat().st_mode & self._source.path.stat().st_mode | stat.S_IRWXU)
                 for file, read in zip(self.files, self._source.weight_files, strict=True):
-                    _allocate(file, read.path)
-                _write_small_files(self._source, self.files, self._target, self._tensors)
+                    allocate(file, read.path)
+                write_small_files(self._source, self.files, self._target, self._tensors)
 
     def write(
         self,
@@ -159,91 +146,6 @@ def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
                 f"{name!r} is {list(state[name].shape)} in the model and {list(held[stored][1].shape)} in {source.path}"
             )
     return names
-
-
-def _planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
-    """Return the weight file to write: the source's tensors in the source's order, in the model's dtypes."""
-    entries, position = [], 0
-    for entry in file.tensors:
-        if entry.name not in tensors:
-            continue
-        shard = tensors[entry.name]
-        num_bytes = shard.geometry.global_numel * shard.local.element_size()
-        shape = shard.geometry.global_shape
-        entries.append(TensorEntry(entry.name, shard.local.dtype, shape, position, position + num_bytes))
-        position += num_bytes
-    start = len(_header(entries))
-    placed = tuple(TensorEntry(e.name, e.dtype, e.shape, start + e.start, start + e.stop) for e in entries)
-    return WeightFile(target / file.path.name, placed)
-
-
-def _header(entries: list[TensorEntry]) -> bytes:
-    """Return a safetensors header for ``entries``, whose first one begins at byte 0 of the data."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for entry in entries:
-        table[entry.name] = {
-            "dtype": _CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.stop],
-        }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _check_space(target: Path, files: list[WeightFile]) -> None:
-    wanted, free = sum(map(_size, files)), shutil.disk_usage(target).free
-    if wanted > free:
-        raise OSError(f"{target} has {free} bytes free, the model needs {wanted}")
-
-
-def _size(file: WeightFile) -> int:
-    return file.tensors[-1].stop if file.tensors else len(_header([]))
-
-
-def _allocate(file: WeightFile, read: Path) -> None:
-    """Write the header and take the space, so that a full disk is found before anything is written."""
-    start = file.tensors[0].start if file.tensors else 0
-    entries = [TensorEntry(e.name, e.dtype, e.shape, e.start - start, e.stop - start) for e in file.tensors]
-    _write_file(file.path, _header(entries), read)
-    with file.path.open("r+b") as handle:
-        try:
-            os.posix_fallocate(handle.fileno(), 0, _size(file))
-        except (AttributeError, NotImplementedError):
-            handle.truncate(_size(file))
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
-            handle.truncate(_size(file))
-        os.fsync(handle.fileno())
-
-
-def _write_small_files(
-    source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
-) -> None:
-    for path in source.small_files:
-        _write_file(target / path.name, path.read_bytes(), path)
-    config = read_json(source.path / CONFIG_NAME)
-    dtypes = {str(shard.local.dtype) for shard in tensors.values() if shard.local.dtype.is_floating_point}
-    stated = [key for key in ("dtype", "torch_dtype") if key in config]
-    if len(dtypes) == 1 and stated:
-        config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
-        _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
-    if source.is_indexed:
-        total = sum(entry.stop - entry.start for file in files for entry in file.tensors)
-        index = {
-            "metadata": {**source.index_metadata, "total_size": total},
-            "weight_map": {entry.name: file.path.name for file in files for entry in file.tensors},
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)
-
-
-def _write_file(path: Path, content: bytes, read: Path) -> None:
-    """Write a file that may be read by no more people than the file ``read`` that it is made from."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, stat.S_IMODE(read.stat().st_mode) | stat.S_IWUSR)
-    with open(descriptor, "wb") as file:
-        file.write(content)
 
 
 def _write_own(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import TensorEntry, open_directory
+from distprune.checkpoint.stored_slices import open_weights
 
 __all__ = ["InspectReport", "TensorReport", "inspect_directory"]
 
@@ -69,12 +69,11 @@ def inspect_directory(path: str | Path, *, progress: Callable[[int, int], None] 
         ImportError: the extra ``hf`` is not installed.
     """
     directory = open_directory(path)
-    safetensors = import_extra("safetensors", "hf")
     reports = []
     num_total = sum(entry.stop - entry.start for file in directory.weight_files for entry in file.tensors)
     num_done = 0
     for file in directory.weight_files:
-        with safetensors.safe_open(file.path, framework="pt", device="cpu") as handle:
+        with open_weights(file.path) as handle:
             for entry in file.tensors:
                 reports.append(_inspect_tensor(entry, handle.get_slice(entry.name)))
                 num_done += entry.stop - entry.start

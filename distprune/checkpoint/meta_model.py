@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.extras import import_extra
-from distprune.checkpoint.hf_directory import HfDirectory, read_json
+from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.naming import model_names
 from distprune.checkpoint.pretrained import check_config, one_line_errors
 
@@ -35,14 +35,13 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
     check_config(path)
     with one_line_errors(path, "model"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        if getattr(config, "num_hidden_layers", 0) > len(tensors):
+        if (getattr(config, "num_hidden_layers", 0) or 0) > len(tensors):
             raise ValueError(f"{config.num_hidden_layers} layers cannot be made of {len(tensors)} tensors")
         with _building, torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype or _main_dtype(directory), trust_remote_code=False
             )
         if (path / "generation_config.json").is_file():
-            read_json(path / "generation_config.json")
             model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     state = model.state_dict(keep_vars=True)
     for stored, name in model_names(model, directory).items():

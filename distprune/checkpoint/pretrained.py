@@ -12,7 +12,6 @@ from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 
 __all__ = ["check_config", "load_tokenizer", "one_line_errors"]
 
-_TOKENIZER_FILES = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")
 _MAX_MESSAGE = 500  # characters
 
 
@@ -31,7 +30,7 @@ def one_line_errors(path: Path, what: str) -> Iterator[None]:
         # The tokenizers library reports what it did not expect as a BaseException of its own.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
+        said = " ".join(f"{type(error).__name__}: {error}".split())
         if "trust_remote_code" in said:
             said = f"it needs code that comes with it ({_auto_map(path)}), and no such code is run here"
             way_out = "if you trust it, load it yourself with trust_remote_code=True and call distprune.prune_model"
@@ -48,9 +47,6 @@ def load_tokenizer(path: Path) -> Any:
     """
     transformers = import_extra("transformers", "hf")
     with one_line_errors(path, "tokenizer"):
-        for name in _TOKENIZER_FILES:
-            if (path / name).is_file():
-                read_json(path / name)
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -89,6 +85,5 @@ def _walk(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _auto_map(path: Path) -> str:
-    configs = {name: read_json(path / name) for name in _TOKENIZER_FILES if (path / name).is_file()}
-    named = [f"{name}: {config['auto_map']}" for name, config in configs.items() if "auto_map" in config]
-    return f"auto_map of {'; '.join(named)}"
+    files = [path / name for name in (CONFIG_NAME, "tokenizer_config.json") if (path / name).is_file()]
+    return "; ".join(f"auto_map of {file.name}: {read_json(file).get('auto_map')}" for file in files)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +13,7 @@ from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile
 from distprune.shards import LocalShard, Runs
 
-__all__ = ["Stored", "stored_slices"]
+__all__ = ["Stored", "open_weights", "stored_slices"]
 
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 
@@ -25,16 +27,26 @@ def stored_slices(work: Sequence[Stored]) -> Iterator[tuple[LocalShard, TensorEn
     Raises:
         ValueError: a file is no safetensors file.
     """
-    safetensors = import_extra("safetensors", "hf")
     for path in dict.fromkeys(file.path for _, file, _ in work):
-        try:
-            handle = safetensors.safe_open(path, framework="pt", device="cpu")
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is corrupt: {error}") from error
         of_file = sorted(((s, e) for s, f, e in work if f.path == path), key=lambda pair: pair[1].start)
-        with handle:
+        with open_weights(path) as handle:
             for shard, entry in of_file:
                 yield shard, entry, _parts(shard, entry, handle.get_slice(entry.name))
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """Yield the open safetensors file ``path``. Local.
+
+    Raises:
+        ValueError: the safetensors library cannot read it.
+    """
+    safetensors = import_extra("safetensors", "hf")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
+            yield handle
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
 
 
 def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distprune.checkpoint import load_model, load_tokenizer, open_directory
+from distprune.checkpoint import inspect_directory, load_model, load_tokenizer, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
 from tests.models import make_model, make_tokenizer
 from tests.worlds import run_threads
@@ -134,6 +134,7 @@ def with_one_line_errors(folder: Path) -> int:
         lambda: load_model(open_directory(folder)),
         lambda: build_on_meta(open_directory(folder)),
         lambda: load_tokenizer(folder),
+        lambda: inspect_directory(folder),
     ]
     errors = []
     for way in ways:
