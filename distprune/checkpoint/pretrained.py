@@ -20,7 +20,7 @@ def one_line_errors(path: Path, what: str) -> Iterator[None]:
     """Turn whatever transformers raises in the body over a damaged or foreign file into one line. Local.
 
     Raises:
-        ValueError: the body raised; NotImplementedError and ImportError stay what they are.
+        ValueError: the body raised anything but a NotImplementedError, which stays what it is.
     """
     try:
         yield
@@ -50,15 +50,14 @@ def load_tokenizer(path: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def check_config(path: Path) -> dict[str, Any]:
-    """Return the config of the model directory ``path``, checked for what must not reach transformers. Local.
+def check_config(path: Path) -> None:
+    """Check the config of the model directory ``path`` for what must not reach transformers. Local.
 
     Raises:
         ValueError: it is no JSON object, or names an attention or experts implementation from the hub.
         NotImplementedError: the weights are quantized.
     """
-    config = read_json(path / CONFIG_NAME)
-    for key, value in _walk(config):
+    for key, value in _walk(read_json(path / CONFIG_NAME)):
         if "implementation" in key and any("/" in text for _, text in _walk({key: value}) if isinstance(text, str)):
             raise ValueError(
                 f"{path / CONFIG_NAME} asks for {key}={value!r}, code from the hub, which is not run here; remove it"
@@ -69,7 +68,6 @@ def check_config(path: Path) -> dict[str, Any]:
                 f"the weights of {path} are quantized ({key}: {method}) and cannot be pruned; take the model they were "
                 "quantized from, or dequantize them first (model.dequantize() and save_pretrained() of transformers)"
             )
-    return config
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any]]:

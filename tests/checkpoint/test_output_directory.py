@@ -229,6 +229,14 @@ def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_
     assert content(tmp_path) == dict.fromkeys(OLD, left)
 
 
+def test_what_a_killed_job_replaced_takes_the_place_of_an_empty_directory(tmp_path: Path) -> None:
+    make_old(tmp_path / ".out.replaced-01234567")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="--overwrite"), writing(tmp_path / "out"):
+        pass
+    assert content(tmp_path) == OLD
+
+
 def test_files_that_are_like_leftovers_stay(tmp_path: Path) -> None:
     for name in (".out.partial-mine", ".out2.partial-01234567", ".out.unfinished"):
         (tmp_path / name).write_text("mine")
@@ -256,6 +264,25 @@ def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_l
         assert [type(error) for error in errors] == [OSError, OSError]
         assert all(f"is being written by process {os.getpid()} on {platform.node()}" in str(e) for e in errors)
     assert content(tmp_path) == {"out/first": "first"}
+
+
+def test_the_job_before_ends_while_its_lock_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock on a file that is gone locks nobody out."""
+    flock, lock = fcntl.flock, tmp_path / ".out.lock"
+    opened: list[int] = []
+
+    def lose(descriptor: int, operation: int) -> None:
+        if not opened:
+            lock.unlink()
+        opened.append(descriptor)
+        flock(descriptor, operation)
+
+    lock.touch()
+    monkeypatch.setattr(fcntl, "flock", lose)
+    with writing(tmp_path / "out"):
+        assert str(os.getpid()) in lock.read_text()
+    assert len(opened) == 2
+    assert content(tmp_path) == {}
 
 
 def test_the_lock_is_no_link_to_follow(tmp_path: Path) -> None:
