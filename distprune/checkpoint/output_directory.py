@@ -84,7 +84,8 @@ def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = ()) 
     elif _exchanged(staging, path):
         staging.rename(old)
     else:
-        _rename_both(staging, path, old)
+        path.rename(old)  # whoever holds the lock puts it back if that is as far as this gets
+        staging.rename(path)
     _sync(path.parent)
     remove_files(old)
 
@@ -96,16 +97,6 @@ def _exchanged(one: Path, other: Path) -> bool:
     except AttributeError:
         return False
     return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def _rename_both(staging: Path, path: Path, old: Path) -> None:
-    try:
-        path.rename(old)
-        staging.rename(path)
-    except BaseException:  # a signal, too
-        if old.exists() and not path.exists():
-            old.rename(path)
-        raise
 
 
 def _sync(path: Path) -> None:
