@@ -189,3 +189,13 @@ def test_damaged_weights(folder: Path, seed: int) -> None:
         path.write_bytes(damaged)
         num_failed += with_one_line_errors(folder)
     assert num_failed > 60
+
+
+def test_a_header_that_only_the_safetensors_library_refuses(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    assert whole.count(b'{"format":"pt"}') == 1
+    path.write_bytes(whole.replace(b'{"format":"pt"}', b'{"format":  3 }'))
+    for read in (inspect_directory, load_model):
+        with pytest.raises(ValueError, match=r"model\.safetensors is corrupt"):
+            read(folder)
