@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from distprune.checkpoint import inspect_directory, load_model, load_tokenizer, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from tests.models import make_model, make_tokenizer
+from tests.hf_models import make_model, make_tokenizer
 from tests.worlds import run_threads
 
 
