@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distprune.methods import prune_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
 from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model, save_model, writing
 from distprune.collectives import communicator
-from distprune.methods import prune_model
 
 STAGES = ("load", "prune", "save")
 

@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measure import heading, on_ranks, table
 from distprune import NByM, Unstructured
-from distprune.calibration import OneShotMethod, load_samples, prune_blocks
+from distprune.calibration import load_samples
 from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model
 from distprune.evaluation import perplexity, tokenize_file
-from distprune.selection import Pattern
+from distprune.oneshot import OneShotMethod, prune_blocks
+from distprune.patterns import Pattern
 from tests import oneshot_oracle
 
 NUM_SAMPLES, LENGTH = 16, 256

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.measure import heading, on_ranks, peak_memory, table
 from distprune import Unstructured
-from distprune.calibration import OneShotMethod, prune_blocks
 from distprune.models import decoder_blocks, linear_maps
+from distprune.oneshot import OneShotMethod, prune_blocks
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
 

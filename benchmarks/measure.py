@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distprune.cli.launchers import schedule_as_batch, use_huge_pages
+from distprune.cli.ranks import schedule_as_batch, use_huge_pages
 
 __all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "table"]
 

@@ -3,15 +3,23 @@
 ``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
 """
 
-from distprune.methods import (
+from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
+from distprune.pruning import (
+    Masks,
+    ParameterReport,
+    PruneReport,
+    compute_masks,
+    prune_model,
+    prune_shards,
+    sparsity,
+)
+from distprune.pruning.torch_api import (
     BasePruningMethod,
     CustomFromMask,
     Identity,
     L1Pattern,
     L1Unstructured,
     LnStructured,
-    ParameterReport,
-    PruneReport,
     PruningContainer,
     RandomPattern,
     RandomStructured,
@@ -24,20 +32,38 @@ from distprune.methods import (
     l1_unstructured,
     ln_structured,
     prune_each,
-    prune_model,
-    prune_shards,
     random_pattern,
     random_structured,
     random_unstructured,
     remove,
     shard_masks,
 )
-from distprune.selection import Block, NByM, PerRow, Unstructured
+from distprune.pruning.torch_api.helpers import (
+    _compute_norm as _compute_norm,
+)
+from distprune.pruning.torch_api.helpers import (
+    _compute_nparams_toprune as _compute_nparams_toprune,
+)
+from distprune.pruning.torch_api.helpers import (
+    _validate_pruning_amount as _validate_pruning_amount,
+)
+from distprune.pruning.torch_api.helpers import (
+    _validate_pruning_amount_init as _validate_pruning_amount_init,
+)
+from distprune.pruning.torch_api.helpers import (
+    _validate_pruning_dim as _validate_pruning_dim,
+)
+from distprune.pruning.torch_api.helpers import (
+    _validate_structured_pruning as _validate_structured_pruning,
+)
+from distprune.scores import ChannelNorm, Magnitude, Random, Score, Wanda
 from distprune.shards import Geometry, LocalShard
 
 __all__ = [
     "BasePruningMethod",
     "Block",
+    "ChannelNorm",
+    "Channels",
     "CustomFromMask",
     "Geometry",
     "Identity",
@@ -45,15 +71,22 @@ __all__ = [
     "L1Unstructured",
     "LnStructured",
     "LocalShard",
+    "Magnitude",
+    "Masks",
     "NByM",
     "ParameterReport",
+    "Pattern",
     "PerRow",
     "PruneReport",
     "PruningContainer",
+    "Random",
     "RandomPattern",
     "RandomStructured",
     "RandomUnstructured",
+    "Score",
     "Unstructured",
+    "Wanda",
+    "compute_masks",
     "custom_from_mask",
     "global_unstructured",
     "identity",
@@ -69,4 +102,5 @@ __all__ = [
     "random_unstructured",
     "remove",
     "shard_masks",
+    "sparsity",
 ]

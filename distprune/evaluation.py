@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.collectives import Group, communicator
+from distprune.calibration import check_fit, find_crew, shared_axis
+from distprune.collectives import Group, communicator, sum_together, together
+from distprune.masks import reset_forward
+from distprune.models import evaluating, keeping_weights
 
 __all__ = ["perplexity", "tokenize_file"]
 
@@ -57,42 +60,54 @@ def perplexity(
     """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
 
     The windows follow each other without overlap, an incomplete last one is left out, and of each
-    every token but the first is predicted. Rank r takes windows r, r + ranks, ...; where they do not
-    divide evenly the last round is filled with windows that do not count, because the forward of a
-    sharded model needs every rank. Every rank of ``group`` must call it, with the same tokens. One
-    round of 8 bytes beyond the model's own.
+    every token but the first is predicted. They are dealt out in turn to ranks, of which those that need each other to
+    run one (a tensor-parallel group) run the same; where they do not divide evenly the last round is filled with
+    windows that do not count, because the forward of a sharded model needs every rank. The model is run in evaluation
+    mode and left as it was, to the bit. Every rank of ``group`` must call it, with the same tokens. Four rounds beyond
+    the model's own, of 72 bytes at most but for 8 for each rank of a tensor-parallel group.
 
     Raises:
-        ValueError: fewer tokens than one window, a window of fewer than two tokens or of more than the
-            model has positions for, or a token id outside the model's vocabulary.
+        ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens or of more than the
+            model has positions for, a token id outside the model's vocabulary, or arguments that differ.
+        NotImplementedError: on every rank: a layout of which it is not known who runs the same windows.
+        RuntimeError: on every rank: a forward that changes the model's own weights.
+        Exception: on every rank: what a forward, or ``progress``, raised on one.
     """
     comm = communicator(group)
     num_windows = token_ids.numel() // max(sequence_length, 1)
-    if sequence_length < 2 or num_windows == 0:
-        raise ValueError(
-            f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more in a window"
-        )
-    config = getattr(model, "config", None)
-    positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
-    if positions is not None and sequence_length > positions:
-        raise ValueError(f"{sequence_length=} is more than the model's {positions} positions; use shorter windows")
-    if vocabulary is not None and int(token_ids.max()) >= vocabulary:
-        raise ValueError(f"token id {int(token_ids.max())} is outside the model's vocabulary of {vocabulary}")
-    windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
+    with together(comm, sequence_length=sequence_length, num_tokens=token_ids.numel()):
+        if sequence_length < 2 or num_windows == 0:
+            raise ValueError(
+                f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more"
+            )
+        windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
+        check_fit(windows, model)
+        reset_forward(model)
+        axis = shared_axis(model)
+    crew = find_crew(comm, axis)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    loss = 0.0
-    num_rounds = -(-num_windows // comm.size)
-    for i in range(num_rounds):
-        index = i * comm.size + comm.rank
-        window = windows[min(index, num_windows - 1)].unsqueeze(0).to(device)
-        logits = model(input_ids=window, use_cache=False).logits[0, :-1]
-        if index < num_windows:
-            loss += _negative_log_likelihood(logits, window[0, 1:])
-        if progress is not None:
-            progress(i + 1, num_rounds)
-    num_predicted = num_windows * (sequence_length - 1)
-    total = comm.sum(torch.tensor([loss], dtype=torch.float64))
-    mean = float(total) / num_predicted
+    num_rounds = -(-num_windows // crew.num_crews)
+
+    def run(total: torch.Tensor) -> None:
+        """Run all rounds, also behind an error: other ranks' forwards may need this one's."""
+        error: Exception | None = None
+        with evaluating(model), keeping_weights(model):
+            for i in range(num_rounds):
+                index = i * crew.num_crews + crew.number
+                try:
+                    window = windows[min(index, num_windows - 1)].unsqueeze(0).to(device)
+                    logits = model(input_ids=window, use_cache=False).logits[0, :-1]
+                    if index < num_windows and crew.place == 0:
+                        total += _negative_log_likelihood(logits, window[0, 1:])
+                    if progress is not None and error is None:
+                        progress(i + 1, num_rounds)
+                except Exception as caught:
+                    error = error or caught
+            if error is not None:
+                raise error
+
+    loss = sum_together(comm, (1,), run, torch.float64)
+    mean = float(loss) / (num_windows * (sequence_length - 1))
     return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up, prunes SmolLM2-135M by SparseGPT over 2 ranks, calibrated on speeches, and shows what that did to
 # other speeches it is asked to predict.
-#   bash launch/demo.sh [amount] [output directory]
+#   bash launch/demo.sh [sparsity] [output directory]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/setup.sh
 
-amount=${1:-0.5}
+sparsity=${1:-0.5}
 output=${2:-build/demo/smollm2-135m-pruned}
 mkdir -p build/demo
 
@@ -29,7 +29,7 @@ PYTHON
 # One thread for each of the two ranks; torchrun would say so itself, at length.
 export OMP_NUM_THREADS=1
 torchrun --standalone --nproc-per-node 2 -m distprune prune smollm2-135m \
-    --method sparsegpt --pattern unstructured --amount "$amount" \
+    --method sparsegpt --pattern unstructured --sparsity "$sparsity" \
     --calibration build/demo/calibration.txt --samples 16 --sequence-length 256 \
     --output "$output" --overwrite --eval build/demo/evaluation.txt --eval-tokens 8192
 

@@ -12,4 +12,4 @@ hosts=()
 if [ -n "${HOSTS:-}" ]; then hosts=(--host "$HOSTS"); fi
 
 exec mpiexec -n "${RANKS:-2}" "${hosts[@]}" \
-    "${PYTHON:-python}" -m distprune prune "$model" --output "$output" --amount "${AMOUNT:-0.5}" "$@"
+    "${PYTHON:-python}" -m distprune prune "$model" --output "$output" --sparsity "${SPARSITY:-0.5}" "$@"

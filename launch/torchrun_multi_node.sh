@@ -13,4 +13,4 @@ exec torchrun \
     --rdzv-backend c10d \
     --rdzv-endpoint "${HEAD:-localhost:29500}" \
     --rdzv-id "${JOB_ID:-distprune}" \
-    -m distprune prune "$model" --output "$output" --amount "${AMOUNT:-0.5}" "$@"
+    -m distprune prune "$model" --output "$output" --sparsity "${SPARSITY:-0.5}" "$@"

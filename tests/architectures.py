@@ -61,7 +61,7 @@ def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> nn.Module:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        **{**ONE_SHOT_ARCHITECTURES[architecture], **changes},
+        **{**ONE_SHOT_ARCHITECTURES.get(architecture, {}), **changes},
     )
     with drawing(seed):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distprune.cli.launchers import schedule_as_batch
+from distprune.cli.ranks import schedule_as_batch
 from tests.worlds import ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
+from typing_extensions import override
 
 import distprune as prune
-from distprune.selection import Pattern
+from distprune.patterns import Choice, Chosen, Pattern, Ranked
+from distprune.scores import Elements
 from tests.oracle import keep_highest, random_scores
 from tests.pattern_oracle import keep_in_pattern
 
@@ -201,7 +203,7 @@ def in_pattern(pattern: Pattern, *, at_random: bool = False, by_scores: bool = F
 # Rows and columns that 2 and 4 divide: even; groups and blocks cut by most numbers of ranks; fewer columns than
 # ranks; nothing; wide.
 FITTING = ((16, 8), (6, 12), (2, 4), (0, 4), (4, 20))
-HALF_ROWS, TWO_OF_FOUR, BLOCKS = prune.PerRow(0.45), prune.NByM(2, 4), prune.Block(2, 0.4)
+HALF_ROWS, TWO_OF_FOUR, BLOCKS = prune.PerRow(0.45), prune.NByM(2, 4), prune.Block(2, 0.4, "tensor")
 
 SCRIPTS = (
     Script("unstructured", (l1(0.5), l1(0.3), random(0.4), scored(0.5))),
@@ -222,7 +224,7 @@ SCRIPTS = (
             in_pattern(HALF_ROWS, by_scores=True),
             in_pattern(HALF_ROWS, at_random=True),
             in_pattern(TWO_OF_FOUR, by_scores=True),
-            in_pattern(prune.Unstructured(0.5)),
+            in_pattern(prune.Unstructured(0.5, "tensor")),
         ),
         shapes=(*FITTING, (1, 8)),
     ),
@@ -262,9 +264,58 @@ ROWS = {
     "`prune_model`, N:M": IN_PLACE,
     "`prune_model`, per row": IN_PLACE,
     "`prune_model`, blocks": IN_PLACE,
+    "`prune_model`, channels": IN_PLACE,
+    "`prune_model`, a score of your own": IN_PLACE,
+    "`prune_model`, a pattern of your own": IN_PLACE,
     **{f"`{row}`": REPARAMETRIZED for row in dict.fromkeys(step.row for script in SCRIPTS for step in script.steps)},
     "`remove`": REPARAMETRIZED,
 }
+
+
+class OwnScore(prune.Score):
+    """A score that depends on where a weight is."""
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight.float() * (elements.flat_indices() % 7 - 3)
+
+
+@dataclass(frozen=True)
+class Below(prune.Pattern):
+    """Whatever scores at most ``threshold`` goes."""
+
+    threshold: float
+    needs_matrix = False
+
+    @override
+    def __str__(self) -> str:
+        return f"below:{self.threshold}"
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        def settle() -> list[Chosen]:
+            found = []
+            for scores in ranked.scores:
+                at = slice(0, scores.shard.local.numel())
+                keep = (scores.values(at).abs() > self.threshold).view(scores.shard.local.shape)
+                num_gone = int((scores.shard.local == 0).sum())
+                found.append(Chosen(keep & (scores.shard.local != 0), num_gone, int((~keep).sum())))
+            return found
+
+        return Choice([self.threshold] * len(ranked.roster.members), settle)
+
+
+def own_cases() -> list[dict[str, Any]]:
+    """Arguments with a score of one's own and every pattern, and with a pattern of one's own."""
+    patterns: list[Pattern] = [Below(0.6), prune.NByM(2, 4), prune.PerRow(0.4)]
+    for scope in ("global", "tensor"):
+        patterns += [
+            prune.Unstructured(0.4, scope),
+            prune.Block(2, 0.4, scope),
+            prune.Channels(0.4, 0, scope),
+            prune.Channels(0.4, -1, scope),
+        ]
+    return [{"score": OwnScore(), "pattern": pattern} for pattern in patterns] + [{"pattern": Below(0.6)}]
 
 
 def readme_table() -> str:

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import torch
 
-from distprune import Block, NByM, PerRow, Unstructured
-from distprune.selection import Pattern
+from distprune import Block, Channels, NByM, PerRow, Unstructured
+from distprune.patterns import Pattern
 from tests.oracle import keep_highest, random_scores
 
 __all__ = ["SEED", "keep_in_pattern"]
@@ -23,7 +23,6 @@ def keep_in_pattern(
     left: Sequence[torch.Tensor],
     *,
     method: str = "magnitude",
-    scope: str = "tensor",
     zeros: str = "out",
 ) -> list[torch.Tensor]:
     """Return masks (True = keep) of matrices (rows, inputs); ``left``: what was not pruned before."""
@@ -31,16 +30,18 @@ def keep_in_pattern(
         value.abs().double() if method == "magnitude" else random_scores(name, value.shape, SEED)
         for name, value in zip(names, values, strict=True)
     ]
-    if isinstance(pattern, Unstructured | Block):
+    if isinstance(pattern, Unstructured | Block | Channels):
         indices = range(len(names))
-        each = [list(indices)] if scope == "global" else [[i] for i in indices]
+        each = [list(indices)] if pattern.scope == "global" else [[i] for i in indices]
         keep: list[torch.Tensor] = []
         for some in each:  # that compete
             of_some = [scores[i] for i in some], [left[i] for i in some]
             if isinstance(pattern, Block):
                 keep += _blocks(pattern, [names[i] for i in some], *of_some, method, zeros)
+            elif isinstance(pattern, Channels):
+                keep += _channels(pattern, [names[i] for i in some], *of_some, method)
             else:
-                keep += _elements(pattern.amount, *of_some, zeros)
+                keep += _elements(pattern.sparsity, *of_some, zeros)
         return keep
     return [_rows(pattern, score, of, zeros) for score, of in zip(scores, left, strict=True)]
 
@@ -57,7 +58,7 @@ def _rows(pattern: Pattern, scores: torch.Tensor, left: torch.Tensor, zeros: str
             else:
                 assert isinstance(pattern, PerRow)
                 num_before = int((~left[row]).sum()) if zeros == "out" else 0
-                num_pruned = num_before + round(pattern.amount * (length - num_before))
+                num_pruned = num_before + round(pattern.sparsity * (length - num_before))
             keep[row, order[:num_pruned]] = False
     return keep
 
@@ -93,8 +94,24 @@ def _blocks(
             value = sums if method == "magnitude" else int(hashes[number])
             ranked.append((bool(here.any()), value, i, number, row, column))
     keep = [torch.ones_like(of) for of in left]
-    for _, _, i, _, row, column in sorted(ranked)[: round(pattern.amount * len(ranked))]:
+    for _, _, i, _, row, column in sorted(ranked)[: round(pattern.sparsity * len(ranked))]:
         keep[i][row : row + size, column : column + size] = False
+    return keep
+
+
+def _channels(
+    pattern: Channels, names: Sequence[str], scores: Sequence[torch.Tensor], left: Sequence[torch.Tensor], method: str
+) -> list[torch.Tensor]:
+    ranked = []
+    for i, (name, score, of) in enumerate(zip(names, scores, left, strict=True)):
+        hashes = random_scores(name, (score.shape[pattern.dim],), SEED)
+        for number in range(score.shape[pattern.dim]):
+            here, values = of.select(pattern.dim, number), score.select(pattern.dim, number)
+            value = _sum(values[here].tolist()) if method == "magnitude" else int(hashes[number])
+            ranked.append((bool(here.any()), value, i, number))
+    keep = [torch.ones_like(of) for of in left]
+    for _, _, i, number in sorted(ranked)[: round(pattern.sparsity * len(ranked))]:
+        keep[i].select(pattern.dim, number).fill_(False)
     return keep
 
 

@@ -12,26 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune import PruneReport, prune_model
-from distprune.methods import Method, Scope
+from distprune.patterns import Scope, Unstructured
 from tests.layouts import LAYOUTS, Layout
 from tests.oracle import keep_highest, random_scores
 from tests.worlds import run_threads
 
 # Even; uneven; fewer rows than ranks; one element; a vector; three dims; empty; one row; a scalar.
 SHAPES = ((16, 8), (7, 5), (3, 4), (1, 1), (13,), (5, 2, 3), (0, 4), (1, 9), ())
-METHODS: tuple[Method, ...] = ("magnitude", "random")
+SCORES = ("magnitude", "random")
 SCOPES: tuple[Scope, ...] = ("global", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FEW_DTYPES = DTYPES[:2]  # on 5 to 7 ranks, which cut as 3 and 8 do
 SEED = 17
-# Values, amount, whether zeros are out.
-KINDS = (
-    ("normal", 0.5, False),
-    ("ties", 0.5, False),
-    ("ties", 0.37, True),
-    ("same", 0.2, False),
-    ("infinite", 0.9, True),
-)
+# Values, and the share of zeros to end with.
+KINDS = (("normal", 0.5), ("ties", 0.5), ("ties", 0.05), ("same", 0.2), ("infinite", 0.9))
 
 
 def whole_model(kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]] = SHAPES) -> dict[str, torch.Tensor]:
@@ -50,23 +44,21 @@ def whole_model(kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]] =
     return model
 
 
-def oracle(
-    model: dict[str, torch.Tensor], method: str, scope: str, amount: int | float, again: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return the pruned whole parameters. Zeros come first, or with ``again`` are out."""
+def oracle(model: dict[str, torch.Tensor], score: str, scope: str, sparsity: int | float) -> dict[str, torch.Tensor]:
+    """Return the pruned whole parameters. Zeros come first."""
     names = list(model)
     groups = [names] if scope == "global" else [[name] for name in names]
     pruned = {}
     for group in groups:
         values = [model[name] for name in group]
-        eligible = [(value != 0) | (not again) for value in values]
-        if method == "magnitude":
+        if score == "magnitude":
             scores = [value.abs() for value in values]
         else:
             scores = [random_scores(name, model[name].shape, SEED).where(model[name] != 0, -1) for name in group]
-        num_left = sum(int(e.sum()) for e in eligible)
-        k = amount if isinstance(amount, int) else round(amount * num_left)
-        for name, value, keep in zip(group, values, keep_highest(scores, eligible, k), strict=True):
+        num_elements = sum(value.numel() for value in values)
+        k = sparsity if isinstance(sparsity, int) else round(sparsity * num_elements)
+        everything = [torch.ones_like(value, dtype=torch.bool) for value in values]
+        for name, value, keep in zip(group, values, keep_highest(scores, everything, k), strict=True):
             pruned[name] = value.masked_fill(~keep, 0)
     return pruned
 
@@ -88,17 +80,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any, ...]]) -> list[PruneReport]:
     spread = layout.make(world_size)
     reports = []
-    for method, scope, amount, again, model, expected in cases:
+    for score, scope, sparsity, model, expected in cases:
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(model.items())})
-        report = prune_model(held, method=method, scope=scope, amount=amount, again=again, seed=SEED, include=["*"])
+        pattern = Unstructured(sparsity, scope)
+        report = prune_model(held, score=score, pattern=pattern, seed=SEED, include="*")
         for i, (name, whole) in enumerate(expected.items()):
             wanted = spread(i, whole)
             if wanted is not None:
                 got = local(held.get_parameter(name))
                 same = torch.equal(got, local(wanted)) and got.shape == local(wanted).shape
-                assert same, (
-                    f"{layout.name} {world_size=} {rank=} {method} {scope} {amount} {again} {name} {whole.dtype}"
-                )
+                assert same, f"{layout.name} {world_size=} {rank=} {score} {scope} {sparsity} {name} {whole.dtype}"
         reports.append(report)
     return reports
 
@@ -110,13 +101,13 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
 def test_equals_single_process(layout: Layout, world_size: int) -> None:
     cases = []
     dtypes = FEW_DTYPES if 5 <= world_size <= 7 else DTYPES
-    for method, scope, dtype in itertools.product(METHODS, SCOPES, dtypes):
-        for kind, amount, again in KINDS:
+    for score, scope, dtype in itertools.product(SCORES, SCOPES, dtypes):
+        for kind, sparsity in KINDS:
             model = whole_model(kind, dtype)
-            cases.append((method, scope, amount, again, model, oracle(model, method, scope, amount, again)))
+            cases.append((score, scope, sparsity, model, oracle(model, score, scope, sparsity)))
     reports = run_threads(world_size, check_rank, layout, world_size, cases)
     for case, of_ranks in zip(cases, zip(*reports, strict=True), strict=True):
-        _, scope, amount, again, model, expected = case
+        _, scope, sparsity, model, expected = case
         for report in of_ranks:  # the counts are exact, and the same on every rank
             assert report.parameters == of_ranks[0].parameters
             zeros = {parameter.name: parameter.num_zeros for parameter in report.parameters}
@@ -124,48 +115,42 @@ def test_equals_single_process(layout: Layout, world_size: int) -> None:
         if scope == "global":
             num_zeros = sum(int((whole == 0).sum()) for whole in model.values())
             num_elements = sum(whole.numel() for whole in model.values())
-            if again:
-                assert of_ranks[0].num_pruned == round(amount * (num_elements - num_zeros))
-            else:
-                assert of_ranks[0].num_zeros == round(amount * num_elements) >= num_zeros
+            assert of_ranks[0].num_zeros == max(round(sparsity * num_elements), num_zeros)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_integer_amounts(method: Method) -> None:
+@pytest.mark.parametrize("score", SCORES)
+def test_so_many(score: str) -> None:
     model = whole_model("ties", torch.float32, [(7, 5), (3, 4)])
     num_zeros = sum(int((whole == 0).sum()) for whole in model.values())
-    cases = [
-        (method, "global", k, again, model, oracle(model, method, "global", k, again))
-        for k in (0, 1, 17)
-        for again in (False, True)
-    ]
+    numbers = (0, 1, num_zeros, num_zeros + 5, 47)
+    cases = [(score, "global", k, model, oracle(model, score, "global", k)) for k in numbers]
     layout = next(layout for layout in LAYOUTS if layout.name == "shard0")
-    wanted = [max(0, num_zeros), num_zeros, max(1, num_zeros), num_zeros + 1, max(17, num_zeros), num_zeros + 17]
     for reports in run_threads(3, check_rank, layout, 3, cases):
-        assert [report.num_zeros for report in reports] == wanted
+        assert [report.num_zeros for report in reports] == [max(k, num_zeros) for k in numbers]
 
 
 def test_mixed_dtypes_compete_by_value() -> None:
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     model = {f"p{i}": torch.randn(9, 4).to(dtype) for i, dtype in enumerate(dtypes)}
-    cases = [("magnitude", "global", 0.5, False, model, oracle(model, "magnitude", "global", 0.5))]
+    cases = [("magnitude", "global", 0.5, model, oracle(model, "magnitude", "global", 0.5))]
     for layout in LAYOUTS:
         if 4 in layout.world_sizes:
             run_threads(4, check_rank, layout, 4, cases)
 
 
-def test_pruning_again_composes() -> None:
+def test_pruning_again_goes_on_from_the_zeros() -> None:
     model = whole_model("normal", torch.float32, [(8, 6), (5, 5)])
     once = oracle(model, "magnitude", "global", 0.3)
-    twice = oracle(once, "random", "global", 0.5, again=True)
+    twice = oracle(once, "random", "global", 0.5)
 
     def prune_twice(rank: int) -> None:
         layout = next(layout for layout in LAYOUTS if layout.name == "shard1")
         spread = layout.make(3)
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(model.items())})
-        prune_model(held, method="magnitude", amount=0.3, include=["*"])
-        prune_model(held, method="random", amount=0.5, seed=SEED, again=True, include=["*"])
+        prune_model(held, 0.3, include="*")
+        assert prune_model(held, 0.3, include="*").num_pruned == 0
+        prune_model(held, 0.5, score="random", seed=SEED, include="*")
         for i, (name, whole) in enumerate(twice.items()):
             wanted = spread(i, whole)
             assert wanted is not None

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import distprune as prune
+from distprune.patterns import as_pattern
 from distprune.shards import find_flat_parts
-from tests.contract import COLUMNS, ROWS, SEED
+from tests.contract import COLUMNS, ROWS, SEED, Below, OwnScore
 from tests.worlds import ProcessPool
 from tests.wrapped import WRAPPERS, Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -56,11 +57,14 @@ CALLS: dict[str, Callable[[Pairs], None]] = {
     "`remove`": _remove,
 }
 IN_PLACE: dict[str, dict[str, Any]] = {
-    "`prune_model`, magnitude": {"method": "magnitude", "amount": 0.5},
-    "`prune_model`, random": {"method": "random", "amount": 0.3, "seed": SEED},
-    "`prune_model`, N:M": {"method": "magnitude", "pattern": prune.NByM(2, 6)},
-    "`prune_model`, per row": {"method": "random", "pattern": prune.PerRow(0.4), "seed": SEED},
-    "`prune_model`, blocks": {"method": "magnitude", "pattern": prune.Block(3, 0.4)},
+    "`prune_model`, magnitude": {"sparsity": 0.5},
+    "`prune_model`, random": {"score": "random", "sparsity": 0.3, "seed": SEED},
+    "`prune_model`, N:M": {"pattern": "2:6"},
+    "`prune_model`, per row": {"score": "random", "pattern": "row", "sparsity": 0.4, "seed": SEED},
+    "`prune_model`, channels": {"pattern": "channels:0", "sparsity": 0.3},
+    "`prune_model`, a score of your own": {"score": OwnScore(), "sparsity": 0.4},
+    "`prune_model`, a pattern of your own": {"pattern": Below(0.02)},
+    "`prune_model`, blocks": {"pattern": "block:3", "sparsity": 0.4},
 }
 Parameters = dict[str, torch.Tensor]
 
@@ -86,12 +90,12 @@ def reparametrized_on_rank(_: int, layout: str, rows: list[str]) -> list[Paramet
 
 
 def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.PruneReport:
-    prune.prune_model(model, method="random", amount=7, seed=3, include=["layers.*"])
+    prune.prune_model(model, pattern=prune.Unstructured(7), score="random", seed=3, include="layers.*")
     pattern = options.get("pattern")
-    chosen: dict[str, Any] = {} if pattern is not None else {"include": ["layers.*"]}  # patterns are for matrices
-    if not isinstance(pattern, prune.NByM | prune.PerRow):
+    chosen: dict[str, Any] = {} if pattern is not None else {"include": "layers.*"}  # patterns are for matrices
+    if pattern is None or as_pattern(pattern, options.get("sparsity")).has_scope:
         chosen["scope"] = scope
-    return prune.prune_model(model, again=not isinstance(pattern, prune.NByM), **chosen, **options)
+    return prune.prune_model(model, **chosen, **options)
 
 
 def in_place_on_rank(_: int, layout: str, calls: list[tuple[str, str]]) -> list[tuple[Any, Parameters]]:
@@ -112,7 +116,7 @@ def _flat_values(model: nn.Module) -> Parameters:
     names = {id(module): name.replace("_fsdp_wrapped_module", "").strip(".") for name, module in model.named_modules()}
     return {
         f"{names[key]}.{name}".strip("."): torch.stack(
-            [torch.from_numpy(part.geometry.flat_indices(0, part.local.numel())).double(), part.local.double()]
+            [part.geometry.flat_indices(0, part.local.numel()).double(), part.local.double()]
         )
         for (key, name), part in find_flat_parts(model).items()
     }

@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from distprune.checkpoint import load_model
 from distprune.evaluation import perplexity, tokenize_file
+from tests.architectures import samples, tiny_model
 from tests.hf_models import TEXT, make_model, make_tokenizer
-from tests.worlds import ProcessPool
+from tests.oneshot.test_tensor_parallel import parallelized
+from tests.worlds import ProcessPool, run_threads
 
 
 def on_rank(_: int, folder: Path, tokens: torch.Tensor) -> float:
@@ -146,7 +148,7 @@ def test_no_window(num_tokens: int, length: int) -> None:
 
 def test_window_longer_than_the_model_has_positions_for() -> None:
     assert perplexity(Bigram(positions=6), make_tokens(60), sequence_length=6) > 1
-    with pytest.raises(ValueError, match="sequence_length=7 is more than the model's 6 positions"):
+    with pytest.raises(ValueError, match="sequences of 7 tokens are longer than the model's 6 positions"):
         perplexity(Bigram(positions=6), make_tokens(60), sequence_length=7)
 
 
@@ -175,3 +177,39 @@ def test_reads_on_where_tokens_are_long(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("x" * 10_000)
     assert tokenize_file(words_of_a_hundred, path, max_tokens=70, sequence_length=8).tolist() == list(range(70))
+
+
+def parallel_on_rank(rank: int, shape: tuple[int, ...], tokens: torch.Tensor) -> float:
+    del rank
+    model = parallelized("llama", init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])["tp"])
+    return perplexity(model, tokens, sequence_length=16)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["tp", "copies of tp"])
+def test_ranks_of_one_sample_run_the_same_windows(pool: ProcessPool, shape: tuple[int, ...]) -> None:
+    tokens = samples(5).flatten()
+    wanted = perplexity(tiny_model("llama", num_key_value_heads=2), tokens, sequence_length=16)
+    results = pool.run(math.prod(shape), parallel_on_rank, shape, tokens)
+    assert results == [pytest.approx(wanted, rel=1e-5)] * math.prod(shape)
+
+
+def failing_on_rank(rank: int, where: str) -> float:
+    model, tokens = make_bigram(), make_tokens(36)
+
+    def progress(done: int, _: int) -> None:
+        if rank == 1 and done == 2 and where == "progress":
+            raise OSError("boom")
+
+    if rank == 1 and where == "forward":
+        model.table.register_forward_pre_hook(lambda *_: 1 / 0)
+    length = 0 if rank == 1 and where == "arguments" else 6
+    return perplexity(model, tokens, sequence_length=length, progress=progress)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"), [("arguments", "make no window"), ("forward", "division by zero"), ("progress", "boom")]
+)
+def test_what_one_rank_raises_all_raise(where: str, message: str) -> None:
+    first, second = run_threads(2, failing_on_rank, where, catch=True)
+    assert f"rank 1 of 2: {message}" in str(first).replace("36 tokens ", "")
+    assert message in str(second)

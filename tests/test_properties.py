@@ -1,4 +1,4 @@
-"""The promise on drawn cases: any shapes, mesh, placements, amount and number of equal values."""
+"""The promise on drawn cases: any shapes, mesh, placements, sparsity and number of equal values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from distprune import prune_model
-from distprune.methods import Method, Scope
+from distprune.patterns import Scope
 from tests.test_contract import SEED, oracle
 from tests.worlds import run_threads
 
@@ -27,10 +27,9 @@ class Case:
     placements: tuple[tuple[int, ...], ...]  # for every parameter and mesh axis: the dim, -1 replicates
     dtypes: tuple[torch.dtype, ...]
     num_values: int  # how many different values there are
-    method: Method
+    score: str
     scope: Scope
-    amount: float
-    again: bool
+    sparsity: float
     seed: int
 
 
@@ -52,7 +51,6 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from(("magnitude", "random"))),
         draw(st.sampled_from(("global", "tensor"))),
         draw(st.floats(0, 1)),
-        draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
 
@@ -70,9 +68,7 @@ def check_on_rank(_: int, case: Case, model: dict[str, torch.Tensor], expected: 
             for (name, whole), dims in zip(model.items(), case.placements, strict=True)
         }
     )
-    prune_model(
-        held, method=case.method, scope=case.scope, amount=case.amount, again=case.again, seed=SEED, include=["*"]
-    )
+    prune_model(held, case.sparsity, score=case.score, scope=case.scope, seed=SEED, include="*")
     for (name, whole), dims in zip(expected.items(), case.placements, strict=True):
         got = held[name]
         assert isinstance(got, DTensor)
@@ -87,5 +83,5 @@ def test_any_case_equals_single_process(case: Case) -> None:
     for i, (shape, dtype) in enumerate(zip(case.shapes, case.dtypes, strict=True)):
         values = torch.randint(-case.num_values, case.num_values + 1, shape, generator=generator) / 8
         model[f"p{i}"] = values.to(dtype)
-    expected = oracle(model, case.method, case.scope, case.amount, case.again)
+    expected = oracle(model, case.score, case.scope, case.sparsity)
     run_threads(math.prod(case.mesh_shape), check_on_rank, case, model, expected)

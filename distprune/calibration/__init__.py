@@ -1,23 +1,26 @@
-"""With data, block by block: what the linear maps of a decoder are given, on any number of ranks."""
+"""With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
-from distprune.calibration.data import Samples, load_samples, spread
-from distprune.calibration.report import BlockReport, MapReport, OneShotReport
-from distprune.calibration.sequential import OneShotMethod, prune_blocks
-from distprune.calibration.statistics import InputStatistics, Moments, MomentsOf
+from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
+from distprune.calibration.data import Samples, check_fit, load_samples, spread
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.walk import Walk, catch_inputs
 
 __all__ = [
-    "BlockReport",
+    "Axis",
+    "Crew",
     "InputStatistics",
-    "MapReport",
     "Moments",
     "MomentsOf",
-    "OneShotMethod",
-    "OneShotReport",
     "Samples",
     "Walk",
     "catch_inputs",
+    "check_fit",
+    "find_crew",
     "load_samples",
-    "prune_blocks",
+    "pack_triangle",
+    "shared_axis",
     "spread",
+    "unpack_triangle",
 ]

@@ -16,13 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from distprune.collectives import Communicator, lookup_rows, whole_tensor
 from distprune.masks import own_params
+from distprune.shards import private
 
 __all__ = ["RootParameters"]
+
+_tree_map = private("torch.utils._pytree", "tree_map")
 
 _EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _ASK_FOR_NO_VALUES = ("__get__", "size", "dim", "numel", "is_floating_point")  # weight.dtype and the like
@@ -65,7 +67,7 @@ class RootParameters(TorchFunctionMode):
             given = {**dict(zip(_EMBEDDING_ARGUMENTS, args, strict=False)), **kwargs}
             if id(given["weight"]) in self._dtypes and (axis := _rows_cut_by(given["weight"])) is not None:
                 return func(**{**given, **self._looked_up(given["input"], given["weight"], axis), "padding_idx": None})
-        args, kwargs = pytree.tree_map(self._gathered, (args, kwargs))
+        args, kwargs = _tree_map(self._gathered, (args, kwargs))
         return func(*args, **kwargs)
 
     def _looked_up(self, indices: torch.Tensor, weight: DTensor, axis: int) -> dict[str, torch.Tensor]:

@@ -20,11 +20,12 @@ rank comes to, bit by bit.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,59 +33,20 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.crew import Crew
 from distprune.calibration.homes import Home, SharedInput, find_homes
+from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
-from distprune.collectives import Alone, Communicator, agree
+from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_together
 from distprune.models import LinearMap, expert_inputs
 from distprune.shards import local_of
 
-__all__ = ["InputStatistics", "Moments", "MomentsOf"]
+__all__ = ["InputStatistics"]
 
-MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 FindHomes = Callable[[Sequence[SharedInput], int], Sequence[Home]]  # of inputs, among so many ranks
 
-_EVERYWHERE = Home(0, spread=True)
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
-_CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
 _ROWS = 256  # tokens in float64 at a time
 _STRIP = 128  # rows of X^T X that are computed together
 _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Of the inputs of ``names``, which are the same, over all ranks' tokens.
-
-    ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
-    ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
-    the ``home`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
-    """
-
-    names: tuple[str, ...]
-    num_tokens: int
-    values: torch.Tensor
-    sketch: torch.Tensor | None = None
-    home: Home = _EVERYWHERE
-
-    @property
-    def square_sums(self) -> torch.Tensor:
-        """Sum of squares of each input feature, (in,)."""
-        return self.values if self.values.ndim == 1 else self.values.diagonal()
-
-    def squared_output(self, weight: torch.Tensor) -> float:
-        """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or estimated by the sketch.
-
-        Without tokens the inputs count as white: X^T X = 1.
-        """
-        if not self.num_tokens:
-            return float(weight.float().square().sum(dtype=torch.float64))
-        if self.sketch is not None:
-            projected = weight.float() @ self.sketch
-            return float(projected.square_().sum(dtype=torch.float64)) / projected.shape[1]
-        total = 0.0
-        for some in torch.split(weight, max(1, _CHUNK // weight.shape[1])):
-            w = some.float()
-            total += float(((w @ self.values) * w).sum(dtype=torch.float64))
-        return total
 
 
 @dataclass
@@ -125,7 +87,10 @@ class InputStatistics:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take in what the maps are given while this lasts, through forward pre-hooks on their modules."""
+        """Take in what the maps are given while this lasts, through forward pre-hooks on their modules.
+
+        What the body raises is kept, for :meth:`reduce` to raise on all ranks.
+        """
         with ExitStack() as stack:
             stack.callback(self._seen.clear)
             for module, names in _by_module(self.maps).items():
@@ -135,7 +100,10 @@ class InputStatistics:
                 on_call = self._on_linear(names[0]) if is_linear else self._on_experts(names)
                 handle = module.register_forward_pre_hook(on_call, prepend=is_linear, with_kwargs=True)
                 stack.callback(handle.remove)
-            yield
+            try:
+                yield
+            except Exception as error:
+                self._error = self._error or error
 
     def _on_linear(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,21 +185,40 @@ class InputStatistics:
             ValueError: on every rank: a map was given NaN or Inf; it names the map.
             NotImplementedError: on every rank: maps share an input on one rank and not on another.
         """
-        for name, first in self._first_of.items():
-            if self._num_calls[name] != self._num_calls[first]:
-                self._error = NotImplementedError(
-                    f"{name!r} has the input of {first!r} in some calls and not in others"
-                )
-        agree(comm, {}, self._error)
+        max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
-        homes = [_EVERYWHERE] * len(inputs) if self.of == "features" else find_homes(inputs, comm.size)
-        found = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, homes)
+        homes = [EVERYWHERE] * len(inputs) if self.of == "features" else find_homes(inputs, comm.size)
+        totals = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, homes)
         self._sums.clear()
-        bad = comm.max(torch.tensor([int(not bool(torch.isfinite(m.values).all())) for m in found])).tolist()
+        found: list[Moments] = []
+
+        def check(bad: torch.Tensor) -> None:
+            for i, (of, home) in enumerate(zip(inputs, homes, strict=True)):
+                found.append(self._moments(of, home, totals.pop(of.names[0], None)))
+                bad[i] = not bool(torch.isfinite(found[-1].values).all())
+
+        bad = max_together(comm, (len(inputs),), check).tolist()
         if any(bad):  # the same on every rank
             names = [m.names[0] for m, is_bad in zip(found, bad, strict=True) if is_bad]
             raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}")
         return found
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        for name, first in self._first_of.items():
+            if self._num_calls[name] != self._num_calls[first]:
+                raise NotImplementedError(f"{name!r} has the input of {first!r} in some calls and not in others")
+
+    def _moments(self, of: SharedInput, home: Home, total: torch.Tensor | None) -> Moments:
+        """Return the moments of an input; without the ``total`` over all ranks, which is on its home, empty ones."""
+        device = self.maps[of.names[0]].parameter.device
+        if self.of == "pairs":
+            values = torch.empty((0, of.num_in)) if total is None else unpack_triangle(total)
+            return Moments(of.names, of.num_tokens, values.to(device), home=home)
+        assert total is not None
+        total = total.float().to(device)
+        return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
 
     def _merge(self, comm: Communicator) -> list[SharedInput]:
         """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
@@ -257,44 +244,53 @@ class InputStatistics:
             for first, of in names.items()
         ]
 
-    def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> list[Moments]:
+    def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> dict[str, torch.Tensor]:
+        """Return the sums over all ranks by the first map of each input; one round."""
         sizes = [of.num_in for of in inputs]
-        packed = torch.cat([self._values(of.names[0], (of.num_in, 1 + _NUM_PROJECTIONS)) for of in inputs])
-        found = []
-        for of, total in zip(inputs, torch.split(comm.sum(packed), sizes), strict=True):
-            total = total.float().to(self.maps[of.names[0]].parameter.device)
-            found.append(Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous()))
-        return found
 
-    def _sum_pairs(self, comm: Communicator, inputs: Sequence[SharedInput], homes: Sequence[Home]) -> list[Moments]:
+        def fill(packed: torch.Tensor) -> None:
+            for of, part in zip(inputs, torch.split(packed, sizes), strict=True):
+                part.copy_(self._values(of.names[0], (of.num_in, 1 + _NUM_PROJECTIONS)))
+
+        packed = sum_together(comm, (sum(sizes), 1 + _NUM_PROJECTIONS), fill, torch.float64)
+        return dict(zip([of.names[0] for of in inputs], torch.split(packed, sizes), strict=True))
+
+    def _sum_pairs(
+        self, comm: Communicator, inputs: Sequence[SharedInput], homes: Sequence[Home]
+    ) -> dict[str, torch.Tensor]:
+        """Return the sums over all ranks, packed, of the inputs that are spread or at home here, by the first map."""
         totals: dict[str, torch.Tensor] = {}
-        for of, home in zip(inputs, homes, strict=True):
-            if home.spread:
-                totals[of.names[0]] = comm.sum(self._triangle(of))
+        for of in (of for of, home in zip(inputs, homes, strict=True) if home.spread):
+
+            def fill(total: torch.Tensor, of: SharedInput = of) -> None:
+                total.copy_(self._triangle(of))
+
+            totals[of.names[0]] = sum_together(comm, _packed_shape(of), fill, torch.float64)
         for of_home in _rounds_of(inputs, homes, comm.size):
             totals.update(self._sum_at_homes(comm, of_home))
-        found = []
-        for of, home in zip(inputs, homes, strict=True):
-            total, device = totals.pop(of.names[0], None), self.maps[of.names[0]].parameter.device
-            values = torch.empty((0, of.num_in)) if total is None else unpack_triangle(total)
-            found.append(Moments(of.names, of.num_tokens, values.to(device), home=home))
-        return found
+        return totals
 
     def _sum_at_homes(self, comm: Communicator, of_home: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
         """Return the sums over all ranks, packed, of ``of_home[this rank]``, by the first map; one round."""
-        triangles = [[self._triangle(of) for of in inputs] for inputs in of_home]
-        own, triangles[comm.rank] = triangles[comm.rank], []
-        pieces = [torch.cat([t.view(-1) for t in some]) if some else torch.empty(0) for some in triangles]
-        del triangles
-        num_bytes = sum(total.nbytes for total in own)
-        sizes = [0 if rank == comm.rank else num_bytes for rank in range(comm.size)]
-        for received in comm.swap([piece.view(torch.uint8) for piece in pieces], sizes):
-            values = (
-                torch.split(received.view(torch.float64), [total.numel() for total in own]) if len(received) else ()
-            )
-            for total, addend in zip(own, values, strict=False):
+        numels = [sum(math.prod(_packed_shape(of)) for of in inputs) for inputs in of_home]
+        own: dict[str, torch.Tensor] = {}
+
+        def make() -> list[torch.Tensor]:
+            own.update({of.names[0]: self._triangle(of) for of in of_home[comm.rank]})
+            others = [inputs if rank != comm.rank else [] for rank, inputs in enumerate(of_home)]
+            empty = torch.empty(0, dtype=torch.float64)
+            return [
+                torch.cat([empty, *(self._triangle(of).view(-1) for of in inputs)]).view(torch.uint8)
+                for inputs in others
+            ]
+
+        sent = [0 if rank == comm.rank else 8 * numel for rank, numel in enumerate(numels)]
+        coming = [0 if rank == comm.rank else 8 * numels[comm.rank] for rank in range(comm.size)]
+        for received in filter(len, swap_together(comm, make, (sent, coming))):
+            addends = torch.split(received.view(torch.float64), [total.numel() for total in own.values()])
+            for total, addend in zip(own.values(), addends, strict=True):
                 total += addend.view(total.shape)
-        return {of.names[0]: total for of, total in zip(of_home[comm.rank], own, strict=True)}
+        return own
 
     def _triangle(self, of: SharedInput) -> torch.Tensor:
         """Return this rank's addend to X^T X, packed, and let go of what it was made of."""
@@ -312,6 +308,10 @@ class InputStatistics:
             start, stop = self.crew.features(shape[0])
             whole[start:stop] = values
         return whole
+
+
+def _packed_shape(of: SharedInput) -> tuple[int, int]:
+    return of.num_in // 2 + 1, of.num_in
 
 
 def _rounds_of(

@@ -26,7 +26,7 @@ from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
 from distprune.masks import kept_gathered, reset_forward, take_roots
-from distprune.models import decoder_blocks
+from distprune.models import decoder_blocks, keeping_weights
 
 __all__ = ["Call", "Walk", "catch_inputs"]
 
@@ -107,14 +107,14 @@ class Walk:
             ValueError: on every rank: an output is NaN or infinite; it names the block and the sample.
         """
         bad: list[int] = []
-        with self.block(index) as run:
-            for sample in range(self.num_samples):
-                output = run(sample)
-                if not bool(torch.isfinite(output).all()):
-                    bad.append(sample)
-                self._put(sample, output)
-        self._memory.give_back()
         with together(comm):
+            with self.block(index) as run:
+                for sample in range(self.num_samples):
+                    output = run(sample)
+                    if not bool(torch.isfinite(output).all()):
+                        bad.append(sample)
+                    self._put(sample, output)
+            self._memory.give_back()
             if bad:
                 raise ValueError(
                     f"block {self.blocks[index][0]!r} puts out NaN or Inf for {len(bad)} of this rank's "
@@ -149,7 +149,9 @@ def catch_inputs(
     in the traffic of ``comm``); in other layouts that FSDP2 is part of, it gathers the root once for all samples.
 
     Raises:
-        ValueError: no decoder blocks, no batches, or a forward that does not reach the blocks in order.
+        ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
+            block other hidden states than the one before puts out; it names the block.
+        RuntimeError: a forward that changes the model's own weights.
         NotImplementedError: hidden states that are DTensors.
     """
     blocks = decoder_blocks(model)
@@ -160,16 +162,17 @@ def catch_inputs(
     firsts: list[int] = []  # the first block of each kind
     reset_forward(model)
     try:
-        for batch in batches:
-            hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
-            if not firsts:
-                for index, call in enumerate(calls):
-                    kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
-                    if kind == len(firsts):
-                        firsts.append(index)
-                    walk.kinds.append(kind)
-            walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
-            walk.calls.append([calls[first] for first in firsts])
+        with keeping_weights(model):
+            for batch in batches:
+                hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
+                if not firsts:
+                    for index, call in enumerate(calls):
+                        kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
+                        if kind == len(firsts):
+                            firsts.append(index)
+                        walk.kinds.append(kind)
+                walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
+                walk.calls.append([calls[first] for first in firsts])
     finally:
         reset_forward(model)
     return walk
@@ -193,6 +196,7 @@ class _Learner:
         self._output: Any = None  # of a block
         self._num_asked = 0
         self._first_hidden: torch.Tensor | None = None
+        self._put_out = torch.empty(0)  # a copy of what the block called last hands on
         self._calls: list[Call] = []
 
     def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
@@ -229,8 +233,14 @@ class _Learner:
         self._calls.append(call)
         if index == 0:
             self._first_hidden = hidden
+        elif not _equal(hidden, self._put_out):
+            raise ValueError(
+                f"block {name!r} is not given what {self._blocks[index - 1][0]!r} puts out: the model changes hidden "
+                "states between them, which a walk from block to block cannot follow"
+            )
         if len(self._calls) == self._num_asked:
             raise _ReachedLast
+        self._put_out = hidden.clone()  # a block that is stood in for hands it on
         return hidden
 
     def like_output(self, hidden: torch.Tensor) -> Any:
@@ -244,7 +254,7 @@ class _Learner:
             self.note(0, args, kwargs)
 
         def on_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            self._output = output
+            self._output, self._put_out = output, _hidden_of(output).clone()
 
         # Before FSDP2's own hook, so that the block where a forward ends is not gathered.
         handles = [
@@ -312,6 +322,13 @@ def _check_plain(what: str, hidden: torch.Tensor) -> None:
             f"{what} hidden states laid out as {hidden.placements}; a tensor-parallel plan must leave those between "
             "blocks as plain tensors, whole on every rank (no SequenceParallel across blocks)"
         )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both hold the same values, in which NaN is one."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,10 +7,9 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.checkpoint.output_directory import publish, writing
-from distprune.checkpoint.output_lock import locking
+from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.checkpoint.unfinished import Unfinished, open_unfinished
 
 __all__ = [
     "BUNDLED",
@@ -19,7 +18,6 @@ __all__ = [
     "InspectReport",
     "ModelWriter",
     "TensorReport",
-    "Unfinished",
     "check_output",
     "import_extra",
     "inspect_directory",
@@ -27,8 +25,8 @@ __all__ = [
     "load_tokenizer",
     "locking",
     "open_directory",
-    "open_unfinished",
     "publish",
+    "remove_files",
     "resolve_model",
     "save_model",
     "writing",

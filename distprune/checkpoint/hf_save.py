@@ -85,7 +85,10 @@ class ModelWriter:
         agree(self.comm, facts)
 
     def allocate(self) -> None:
-        """Make the files at their full size, and copy the small ones. Every rank must call it: one round."""
+        """Make the files at their full size, and copy the small ones. Every rank must call it: one round.
+
+        Of weight files that are there the weights stay; headers and small files are written anew.
+        """
         with together(self.comm):
             if self.comm.rank == 0:
                 check_space(self._target, self.files)

@@ -59,7 +59,8 @@ def _header(entries: list[TensorEntry]) -> bytes:
 
 def check_space(target: Path, files: list[WeightFile]) -> None:
     """Raise ``OSError`` unless there is room for ``files``."""
-    wanted, free = sum(map(_size, files)), shutil.disk_usage(target).free
+    there = sum(file.path.stat().st_size for file in files if file.path.exists())
+    wanted, free = sum(map(_size, files)) - there, shutil.disk_usage(target).free
     if wanted > free:
         raise OSError(f"{target} has {free} bytes free, the model needs {wanted}")
 
@@ -69,19 +70,21 @@ def _size(file: WeightFile) -> int:
 
 
 def allocate(file: WeightFile, read: Path) -> None:
-    """Write the header and take the space, so that a full disk is found before anything is written."""
+    """Write the header and take the space, so that a full disk is found before anything else is written.
+
+    Of a file that is there the weights stay.
+    """
     start = file.tensors[0].start if file.tensors else 0
     entries = [TensorEntry(e.name, e.dtype, e.shape, e.start - start, e.stop - start) for e in file.tensors]
-    _write_file(file.path, _header(entries), read)
+    _write_file(file.path, _header(entries), read, _size(file))
     with file.path.open("r+b") as handle:
         try:
             os.posix_fallocate(handle.fileno(), 0, _size(file))
         except (AttributeError, NotImplementedError):
-            handle.truncate(_size(file))
+            pass
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
-            handle.truncate(_size(file))
         os.fsync(handle.fileno())
 
 
@@ -106,8 +109,12 @@ def write_small_files(
         _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)
 
 
-def _write_file(path: Path, content: bytes, read: Path) -> None:
-    """Write a file that may be read by no more people than the file ``read`` that it is made from."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, stat.S_IMODE(read.stat().st_mode) | stat.S_IWUSR)
+def _write_file(path: Path, content: bytes, read: Path, size: int | None = None) -> None:
+    """Write the beginning of a file of ``size`` bytes (``None``: all of it).
+
+    No more people may read it than the file ``read`` that it is made from.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, stat.S_IMODE(read.stat().st_mode) | stat.S_IWUSR)
     with open(descriptor, "wb") as file:
         file.write(content)
+        file.truncate(len(content) if size is None else size)

@@ -3,86 +3,86 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.cli.one_shot_figures import kinds_of, mean_error
+from distprune.jobs import Watcher, kinds_of, mean_error
 
 __all__ = ["Display", "show_inspection"]
-
-Progress = Callable[[int, int], None]
 
 _WIDTH_OF_FILES = 200  # characters
 _RANKS_SHOWN = 8
 
 
-class Display:
+class Display(Watcher):
     """Shows things on one rank, and nothing on the others."""
 
     def __init__(self, *, visible: bool) -> None:
         self._visible = visible
+        self._has_bars = visible and sys.stderr.isatty()
+        self._tqdm = import_extra("tqdm", "hf").tqdm
+        self._bar: Any = None
+        self._block_seconds: list[float] = []
 
+    @override
     def say(self, text: str) -> None:
-        """Print one line to standard error."""
         if self._visible:
             sys.stderr.write(text + "\n")
 
-    @contextmanager
-    def progress(self, title: str, unit: str) -> Iterator[Progress]:
-        """Yield a callback (done, total) behind a bar that is silent when standard error is no terminal."""
-        tqdm = import_extra("tqdm", "hf").tqdm
-        hidden = not self._visible or not sys.stderr.isatty()
-        with tqdm(desc=title, unit=unit, unit_scale=unit == "bytes", disable=hidden, leave=False) as bar:
+    @override
+    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
+        """Draw a bar, where standard error is a terminal."""
+        if self._has_bars:
+            bar = self._bar_of(stage, unit=unit, unit_scale=unit == "bytes", total=total)
+            bar.update(done - bar.n)
 
-            def update(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
+    @override
+    def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
+        """Show the time left and the error of the block just done: in a bar, or in a log as one line a block."""
+        if not self._visible:
+            return
+        error, num_done = mean_error(report), report["index"] + 1
+        shown = "none" if error is None else f"{error:.4f}"
+        self._block_seconds.append(sum(report["seconds"].values()))
+        if self._has_bars:
+            bar = self._bar_of("pruning", unit="block", initial=num_done - 1, total=num_blocks, mininterval=0)
+            bar.set_postfix_str(f"error {shown}", refresh=False)
+            bar.update(num_done - bar.n)
+        else:
+            left = sum(self._block_seconds) / len(self._block_seconds) * (num_blocks - num_done)
+            self.say(
+                f"pruned {report['name']}, {num_done} of {num_blocks} blocks: relative error {shown}, "
+                f"{self._tqdm.format_interval(left)} left"
+            )
 
-            yield update
+    def _bar_of(self, stage: str, **settings: Any) -> Any:
+        """Return the bar of a stage; that of the stage before goes away."""
+        if self._bar is None or self._bar.desc != stage:
+            self.close()
+            self._bar = self._tqdm(desc=stage, leave=False, **settings)
+        return self._bar
 
-    @contextmanager
-    def block_progress(self, first: int, total: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Yield a callback for the report of every block from ``first`` on, called as the block is done.
-
-        On a terminal a bar with the time left and the error of the block just done; elsewhere, in the log of
-        a job that takes hours, one line a block that says the same.
-        """
-        tqdm = import_extra("tqdm", "hf").tqdm
-        hidden = not self._visible or not sys.stderr.isatty()
-        started = time.perf_counter()
-        bar = tqdm(desc="pruning", unit="block", initial=first, total=total, disable=hidden, leave=False, mininterval=0)
-        with bar:
-
-            def update(block: Mapping[str, Any]) -> None:
-                error = mean_error(block)
-                shown = "none" if error is None else f"{error:.4f}"
-                bar.set_postfix_str(f"error {shown}", refresh=False)
-                bar.update()
-                if hidden:
-                    num_done = block["index"] + 1
-                    left = (time.perf_counter() - started) / (num_done - first) * (total - num_done)
-                    self.say(
-                        f"pruned {block['name']}, {num_done} of {total} blocks: relative error {shown}, "
-                        f"{tqdm.format_interval(left)} left"
-                    )
-
-            yield update
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def summary(self, report: dict[str, Any]) -> None:
         """Print the summary of a finished job."""
+        self.close()
         if not self._visible:
             return
         console, table = _console_and_table("pruned", ("", ""))
         pruning, seconds = report["pruning"], report["stage_seconds"]
         share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
-        chosen = pruning["pattern"] or f"amount {pruning['amount']}"
         rows = [
             ("model", report["model"]),
             ("output", report["arguments"]["output"]),
-            ("method", ", ".join(str(word) for word in (pruning["method"], pruning["scope"], chosen) if word)),
+            ("method", f"{pruning['score']}, {pruning['pattern']}"),
             ("ranks", f"{report['num_ranks']} on {report['device']}"),
             ("parameters", f"{len(pruning['parameters'])} tensors, {pruning['num_elements']:,} weights"),
             ("zeros", f"{pruning['num_zeros']:,} ({share:.4%}), {pruning['num_pruned']:,} of them new"),
@@ -97,6 +97,7 @@ class Display:
 
     def one_shot_summary(self, report: dict[str, Any]) -> None:
         """Print what a finished one-shot job did, block by block and kind by kind of linear map."""
+        self.close()
         if not self._visible:
             return
         pruning, blocks = report["pruning"], report["pruning"]["blocks"]

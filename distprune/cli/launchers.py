@@ -1,36 +1,17 @@
-"""Ranks, however they were started: torchrun, srun, mpirun, or one process alone."""
+"""How this process was started: by torchrun, srun, mpirun, or alone; read from the environment."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from types import FrameType
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from distprune.checkpoint import import_extra
-from distprune.collectives import Communicator, communicator
 
-__all__ = [
-    "Ranks",
-    "Start",
-    "check_size",
-    "detect",
-    "first_host",
-    "likely_rank",
-    "schedule_as_batch",
-    "started",
-    "use_huge_pages",
-]
+__all__ = ["Start", "ask_mpi", "check_size", "detect", "first_host", "likely_rank"]
 
 Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
 
@@ -54,15 +35,6 @@ class Start:
     local_size: int = 1
     host: str = ""
     port: int = 0
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The running ranks: who they are, their device, and the mesh to shard over (``None`` for one alone)."""
-
-    comm: Communicator
-    device: torch.device
-    mesh: DeviceMesh | None
 
 
 def detect(environment: Mapping[str, str]) -> Start:
@@ -147,61 +119,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group(1))
 
 
-@contextmanager
-def started(device: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """Start the process group the launcher calls for and yield the ranks; take it down at the end.
-
-    Args:
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA where there is a GPU.
-        timeout_seconds: how long a rank waits for the others before it gives up.
-
-    Raises:
-        ValueError: CUDA is asked for and not there, or the launcher's variables are broken.
-        ImportError: started by an MPI launcher without mpi4py.
-    """
-    start = detect(os.environ)
-    if start.launcher == "mpi":
-        start = _ask_mpi()
-    chosen = _device(device, start.local_rank)
-    _share_cores(start.local_size)
-    if start.launcher == "alone" or (start.launcher == "mpi" and start.size == 1):
-        with _orderly_termination():
-            yield Ranks(communicator(), chosen, None)
-        return
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    else:
-        schedule_as_batch()
-        use_huge_pages()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        init_method=f"tcp://{_bracketed(start.host)}:{start.port}" if start.launcher != "torchrun" else "env://",
-        rank=start.rank,
-        world_size=start.size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    mesh = init_device_mesh(chosen.type, (start.size,), mesh_dim_names=("shard",))
-    with _orderly_termination():
-        yield Ranks(communicator(), chosen, mesh)
-    # Only after success: with a rank gone, taking the group down would wait for it.
-    dist.destroy_process_group()
-
-
-@contextmanager
-def _orderly_termination() -> Iterator[None]:
-    """Let SIGTERM, with which launchers end the ranks that are left, unwind the stack, so that staging is removed."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _ask_mpi() -> Start:
+def ask_mpi() -> Start:
     """Return rank, size and a meeting point, from MPI itself; every rank of the MPI world must call it."""
     mpi = import_extra("mpi4py.MPI", "mpi")
     world = mpi.COMM_WORLD
@@ -232,44 +150,6 @@ def _own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return name  # the other hosts may know it
-
-
-def _device(device: str, local_rank: int) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but there is no CUDA device")
-    if device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def _share_cores(local_size: int) -> None:
-    """Give every rank of a node its part of the cores, unless the user has said otherwise."""
-    if local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))  # until now: one for every core
-
-
-def schedule_as_batch() -> None:
-    """Have Linux run this thread, and those it starts from now on, as parts of one long computation.
-
-    Woken threads then wait for the running one to sleep. Otherwise gloo's and the one that computes keep
-    interrupting each other where they share a core, and every tenth round takes milliseconds. Elsewhere, and
-    where the user has chosen a policy, nothing is changed.
-    """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def use_huge_pages() -> None:
-    """Have PyTorch ask Linux for huge pages for CPU tensors of 2 MiB and more, unless the user has chosen.
-
-    Buffers of gathered weights come and go, and every page of a new one costs time. To be called before the first
-    tensor is made: that is when PyTorch reads its variable. Kernels that have none, or grant none, take no notice.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _checked(start: Start) -> Start:

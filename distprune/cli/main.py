@@ -1,26 +1,26 @@
-"""The command ``distprune``: parse, build, call."""
+"""The command ``distprune``: parse, start the ranks, run, show."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import sys
-import time
 import traceback
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 
 from distprune.checkpoint import BUNDLED, inspect_directory
 from distprune.cli.display import Display, show_inspection
-from distprune.cli.launchers import likely_rank, started
-from distprune.cli.one_shot_job import OneShotJob, run_one_shot_job
-from distprune.cli.prune_job import PruneJob, run_job
-from distprune.methods import Method
-from distprune.selection import Block, NByM, Pattern, PerRow, Unstructured
+from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
+from distprune.cli.ranks import Launch
+from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.patterns import as_pattern
 
 __all__ = ["app", "run"]
 
@@ -33,7 +33,17 @@ app = typer.Typer(
 
 # What a user can mend; anything else is ours, and gets a traceback.
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
-_AFTER_FIRST_RANK = 2.0  # seconds: launchers end the other ranks within one
+_LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
+_MOST_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job, and where to run it."""
+
+    job: PruneJob | OneShotJob
+    device: str
+    timeout: float
 
 
 class MethodName(StrEnum):
@@ -63,45 +73,57 @@ class DeviceName(StrEnum):
 
 @app.command()
 def prune(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=f"A Hugging Face directory, or {BUNDLED} for the bundled model.")],
-    output: Annotated[Path, typer.Option(help="Directory to write; it must not exist, or be empty.")],
-    amount: Annotated[
-        str | None, typer.Option(help="0.3: that fraction; 1000, without a point: that many weights.")
+    output: Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")],
+    sparsity: Annotated[
+        float | None, typer.Option(help="The final share of zeros, such as 0.5. Existing zeros count toward it.")
     ] = None,
     method: Annotated[MethodName, typer.Option(help="How a weight's importance is measured.")] = MethodName.magnitude,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without."),
+    ] = None,
     scope: Annotated[
-        ScopeName | None, typer.Option(help="All weights compete (the default), or those of each tensor.")
+        ScopeName | None, typer.Option(help="global: all weights compete (the default). tensor: those of each tensor.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
-    again: Annotated[bool, typer.Option(help="Zeros were pruned before: AMOUNT is of what is left.")] = False,
     include: Annotated[
-        list[str] | None, typer.Option(help="Prune what matches this name pattern instead; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Prune the parameters that match this name pattern instead of the default ones. Repeatable."),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave out what matches; may be repeated.")] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are.")] = DtypeName.auto,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave out the parameters that match this name pattern. Repeatable.")
+    ] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the weights. auto: as they are stored.")] = DtypeName.auto,
     device: Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")] = DeviceName.auto,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is in the output directory.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output directory.")] = False,
     evaluate_on: Annotated[
-        Path | None, typer.Option("--eval", help="Text file; report perplexity on it before and after.")
+        Path | None, typer.Option("--eval", help="Text file. Report the perplexity on it before and after.")
     ] = None,
-    eval_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 8192,
-    eval_length: Annotated[int, typer.Option(min=2, help="Tokens in one window.")] = 512,
-    pattern: Annotated[
-        str | None, typer.Option(help="unstructured, row, block:16, or N:M such as 2:4 (without --amount).")
-    ] = None,
+    eval_tokens: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of that text to use.")] = 8192,
+    eval_length: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in one window.")] = 512,
     calibration: Annotated[
-        Path | None, typer.Option(help="Text or JSON-lines file; prune block by block, with what it makes of them.")
+        Path | None,
+        typer.Option(help="Text or JSON-lines file. Prune block by block, with the inputs this text gives each layer."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens in each.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Calibration sequences.")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens in each.")] = 2048,
     offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on with what a killed calibration job has left.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 600,
+    resume: Annotated[bool, typer.Option(help="Go on where a calibration job that was killed has stopped.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
+    if not 1 <= timeout <= _LONGEST_TIMEOUT:
+        raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
+    if not str(output):
+        raise typer.BadParameter("--output is empty; name a directory")
+    _check_pattern(pattern, sparsity)
     common: dict[str, Any] = {
         "model": model,
         "output": str(output),
+        "sparsity": sparsity,
+        "pattern": pattern,
         "seed": seed,
         "dtype": None if dtype is DtypeName.auto else getattr(torch, dtype.value),
         "overwrite": overwrite,
@@ -109,40 +131,32 @@ def prune(
         "evaluation_tokens": eval_tokens,
         "evaluation_length": eval_length,
     }
+    job: PruneJob | OneShotJob
     if calibration is None:
-        if method.value not in get_args(Method):
+        if method not in (MethodName.magnitude, MethodName.random):
             raise typer.BadParameter(f"--method {method.value} needs --calibration, a text to run through the model")
         if resume:
             raise typer.BadParameter("--resume goes with --calibration")
-        if amount is None and pattern is None:
-            raise typer.BadParameter("--amount is missing: how much to prune")
         job = PruneJob(
             **common,
-            method=cast(Method, method.value),
+            method=method.value,
             scope=None if scope is None else scope.value,
-            amount=None if amount is None or pattern is not None else _amount(amount),
-            pattern=None if pattern is None else _pattern(pattern, amount),
-            again=again,
             include=tuple(include or ()),
             exclude=tuple(exclude or ()),
         )
-        with started(device.value, timeout) as ranks:
-            run_job(job, ranks, Display(visible=ranks.comm.rank == 0))
-        return
-    if again or include or exclude or scope is not None:
-        raise typer.BadParameter("--scope, --again, --include and --exclude do not go with --calibration")
-    one_shot = OneShotJob(
-        **common,
-        method=method.value,
-        pattern=_pattern(pattern or "unstructured", amount),
-        calibration=str(calibration),
-        samples=samples,
-        sequence_length=sequence_length,
-        offload=offload,
-        resume=resume,
-    )
-    with started(device.value, timeout) as ranks:
-        run_one_shot_job(one_shot, ranks, Display(visible=ranks.comm.rank == 0))
+    else:
+        if include or exclude or scope is not None:
+            raise typer.BadParameter("--scope, --include and --exclude do not go with --calibration")
+        job = OneShotJob(
+            **common,
+            method=method.value,
+            calibration=str(calibration),
+            samples=samples,
+            sequence_length=sequence_length,
+            offload=offload,
+            resume=resume,
+        )
+    context.obj(Request(job, device.value, timeout))
 
 
 @app.command()
@@ -151,74 +165,98 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how sparse the model in DIRECTORY is, tensor by tensor, and which N:M patterns hold."""
-    with Display(visible=True).progress("reading", "bytes") as progress:
-        report = inspect_directory(directory, progress=progress)
+    display = Display(visible=True)
+    report = inspect_directory(
+        directory, progress=lambda done, total: display.progress("reading", "bytes", done, total)
+    )
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:
         show_inspection(report)
-
-
-def run() -> None:
-    """Run the command and end the process: 0, 1 for a user's mistake or a failure, 2 for wrong usage."""
-    try:
-        app(prog_name="distprune", standalone_mode=True)
-    except _USERS_MISTAKES as error:
-        _end(f"error: {error}\n", known_to_all=True)
-    except Exception:
-        _end(traceback.format_exc(), known_to_all=False)
-    except SystemExit as leaving:
-        if leaving.code:  # wrong usage, or a signal: other ranks may be gone
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(leaving.code if isinstance(leaving.code, int) else 1)
-        raise
-
-
-def _amount(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a fraction such as 0.3 nor a count such as 1000") from None
-
-
-def _pattern(text: str, amount: str | None) -> Pattern:
-    name, _, number = text.partition(":")
-    if name.isdecimal() and number.isdecimal():
-        if amount is not None:
-            raise typer.BadParameter(f"--pattern {text} says how much goes; leave out --amount {amount}")
-        return NByM(int(name), int(number))
-    if text not in ("unstructured", "row") and not (name == "block" and number.isdecimal()):
-        raise typer.BadParameter(
-            f"--pattern {text!r} is none of unstructured, row, N:M such as 2:4, or block:SIZE such as block:16"
-        )
-    fraction = None if amount is None else _amount(amount)
-    if not isinstance(fraction, float):
-        given = "" if amount is None else f", not {amount}"
-        raise typer.BadParameter(f"--pattern {text} needs --amount, a fraction such as 0.5{given}")
-    if name == "block":
-        return Block(int(number), fraction)
-    return Unstructured(fraction) if text == "unstructured" else PerRow(fraction)
-
-
-def _end(text: str, *, known_to_all: bool) -> None:
-    """Say what went wrong, and end at once: with a rank gone, an orderly end could wait for it.
-
-    Of a mistake all ranks know, as a rule: the first one speaks, and its launcher ends the others before
-    it is their turn. A rank that failed by itself still has its say.
-    """
-    rank = likely_rank(os.environ)
-    if known_to_all and rank > 0:
-        time.sleep(_AFTER_FIRST_RANK)
-        text = f"rank {rank}: {text}"
+    display.close()
     sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and not known_to_all:
-        mpi.COMM_WORLD.Abort(1)
-    os._exit(1)
+
+
+def run() -> NoReturn:
+    """Run the command and end the process.
+
+    The exit code is 0 if the work is done, 1 for a user's mistake or a failure, 2 for wrong usage, and
+    128 + n for signal n.
+    """
+    open_standard_streams()
+    forgive_lost_output("stderr")
+    launch = Launch()
+    shown = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if launch.rank > 0:  # the first rank says the same, or else this one says it later
+            stack.enter_context(contextlib.redirect_stdout(shown))
+            stack.enter_context(contextlib.redirect_stderr(shown))
+        asked = _parse()
+    if isinstance(asked, Request):
+        forgive_lost_output("stdout")
+        end(_work(asked, launch))
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if launch.leave(asked) and launch.rank > 0:
+        sys.stderr.write(shown.getvalue())
+    end(asked)
+
+
+def _parse() -> Request | int:
+    """Return what the command line asks for; if that is nothing to be run on ranks, the exit code."""
+    asked: list[Request] = []
+    code = 1
+    try:
+        app(prog_name="distprune", obj=asked.append)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except _USERS_MISTAKES as error:
+        sys.stderr.write(_one_line(error))
+    except Exception:
+        sys.stderr.write(traceback.format_exc())
+    return asked[0] if asked else code
+
+
+def _work(request: Request, launch: Launch) -> int:
+    """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
+    try:
+        device = launch.start(request.device, request.timeout)
+        display = Display(visible=launch.rank == 0)
+        if isinstance(request.job, PruneJob):
+            report, show = run_prune_job(request.job, device=device, watcher=display), display.summary
+        else:
+            report, show = run_one_shot_job(request.job, device=device, watcher=display), display.one_shot_summary
+        launch.finish()
+    except _USERS_MISTAKES as error:
+        return _fail(launch, _one_line(error), known_to_all=True)
+    except Exception:
+        return _fail(launch, traceback.format_exc(), known_to_all=False)
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        signalled = leaving.code if isinstance(leaving, SystemExit) else 130
+        code = signalled if isinstance(signalled, int) and signalled else 1
+        launch.leave(code)
+        return code
+    with contextlib.suppress(Exception):
+        show(report)
+    return 0
+
+
+def _fail(launch: Launch, text: str, *, known_to_all: bool) -> int:
+    """Say what went wrong, and tell the other ranks. What all ranks know the first one says for them."""
+    speaks_first = launch.rank == 0 or not known_to_all
+    if speaks_first:
+        sys.stderr.write(text)
+    if launch.leave(1) and not speaks_first:
+        sys.stderr.write(f"rank {launch.rank}: {text}")
+    return 1
+
+
+def _one_line(error: Exception) -> str:
+    return f"error: {' '.join(str(error).split())}\n"
+
+
+def _check_pattern(text: str | None, sparsity: float | None) -> None:
+    try:
+        as_pattern(text, sparsity)
+    except ValueError as error:
+        raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None

@@ -30,7 +30,7 @@ _CARRIED: tuple[type[Exception], ...] = (
     OSError,
     RuntimeError,
 )
-_NUM_DIGEST_WORDS = 4
+_NUM_DIGEST_WORDS = 3  # of 63 bits
 _WORD = 8  # bytes
 
 
@@ -97,36 +97,40 @@ def swap_together(
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:
     """Return if every rank passed the same ``facts`` and no ``error``; otherwise raise on every rank.
 
-    All ranks must call it. One round of 72 bytes when all is well; two more, to find out what is
+    All ranks must call it. One round of 64 bytes when all is well; two more, to find out what is
     wrong, when not. ``facts`` holds what JSON carries; its values are compared one by one, so the
     message names what differs and on which ranks. An ``error`` is raised again where it arose and, as
     the same built-in type naming the rank, everywhere else.
     """
-    if not same_everywhere(comm, facts, error):
+    if not same_everywhere(comm, facts, error)[0]:
         _raise_difference(comm.gather({key: _short(value) for key, value in facts.items()}))
 
 
-def same_everywhere(comm: Communicator, value: Any, error: Exception | None = None) -> bool:
-    """Return whether all ranks passed the same ``value``; an ``error`` of one is raised on all.
+def same_everywhere(comm: Communicator, value: Any, error: Exception | None = None, drawn: int = 0) -> tuple[bool, int]:
+    """Return whether all ranks passed the same ``value``, and the first rank's ``drawn`` (0 <= drawn < 2**63).
 
-    All ranks must call it; one round of 72 bytes, whatever the value's size.
+    All ranks must call it; one round of 64 bytes, whatever the value's size. An ``error`` of one is raised on all.
     """
 
     def fill(words: torch.Tensor) -> None:
         if error is not None:
             raise error
         digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-        words[0] = torch.tensor([int.from_bytes(digest[i : i + 8], "big") >> 1 for i in range(0, len(digest), 8)])
-        words[1] = -words[0]
+        halves = words[1:].view(2, _NUM_DIGEST_WORDS)
+        halves[0] = torch.tensor(
+            [int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 1 for i in range(_NUM_DIGEST_WORDS)]
+        )
+        halves[1] = -halves[0]
+        words[0] = drawn if comm.rank == 0 else 0
 
     # max(w) == -max(-w) on every word says that all ranks hold the same w.
-    high, low = max_together(comm, (2, _NUM_DIGEST_WORDS), fill)
-    return torch.equal(high, -low)
+    found, *words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill).tolist()
+    return words[:_NUM_DIGEST_WORDS] == [-word for word in words[_NUM_DIGEST_WORDS:]], found
 
 
 @contextmanager
 def together(comm: Communicator, **facts: Any) -> Iterator[None]:
-    """Run the body on every rank; if it raises on one, raise on all (one round, 72 bytes).
+    """Run the body on every rank; if it raises on one, raise on all (one round, 64 bytes).
 
     The body must not communicate: a rank that fails inside it would leave the others waiting there.
     ``facts`` are agreed on in the same round.

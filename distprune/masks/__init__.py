@@ -1,15 +1,22 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
-from distprune.masks.in_place import num_zeros_once_pruned, zero_where_pruned
-from distprune.masks.reparametrized import Snapshot, product, pruning_hooks, reparametrize, undo_reparametrization
+from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.reparametrized import (
+    Snapshot,
+    mask_of,
+    product,
+    pruning_hooks,
+    reparametrize,
+    undo_reparametrization,
+)
 
 __all__ = [
     "Fsdp2Params",
     "Managed",
     "Snapshot",
     "kept_gathered",
-    "num_zeros_once_pruned",
+    "mask_of",
     "own_params",
     "product",
     "pruning_hooks",

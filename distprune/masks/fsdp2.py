@@ -9,91 +9,94 @@ prefetching, CPU offload) is FSDP2's own.
 A forward that is run in parts, block by block, or stopped, is none that FSDP2 knows of: it has to be told what
 stays gathered in between, and that it is over.
 
-This is the only file that knows private names of FSDP2. They are looked up when it is imported, and
-their absence is reported when something that FSDP2 manages is pruned.
+This is the only file that knows private names of FSDP2. Where torch has moved one, that is reported when something
+that FSDP2 manages is pruned or walked through, and no sooner.
 """
 
 from __future__ import annotations
 
-import inspect
+import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import gather_pairwise
+from distprune.shards import Inside, private
 
-__all__ = [
-    "Fsdp2Params",
-    "Managed",
-    "kept_gathered",
-    "missing_names",
-    "own_params",
-    "reset_forward",
-    "take_roots",
-]
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+else:
+    FSDPParam = private(_FSDP2 + "_fsdp_param", "FSDPParam")
+    FSDPState = private(_FSDP2 + "_fsdp_state", "FSDPState")
+_DefaultAllGather = private(_FSDP2 + "_fsdp_collectives", "DefaultAllGather")
+_FSDPMeshInfo = private(_FSDP2 + "_fsdp_common", "FSDPMeshInfo")
+_TrainingState = private(_FSDP2 + "_fsdp_common", "TrainingState")
+_module_state_mapping = private("torch.distributed._composable_state", "_module_state_mapping")
 
-# What this file reads and overrides, as torch 2.11 to 2.15 name it.
-_NAMES: dict[type, tuple[str, ...]] = {
-    FSDPParam: (
-        "_module_info",
-        "_sharded_param_data",
-        "sharded_param",
-        "reset_sharded_param",
-        "sharded_state",
-        "mesh_info",
-        "param_dtype",
-        "orig_dtype",
-        "fsdp_placement",
-        "_sharded_local_tensor",
-        "all_gather_inputs",
-        "all_gather_outputs",
-        "init_all_gather_outputs",
-        "alloc_all_gather_outputs",
-        "init_unsharded_param",
-    ),
-    FSDPParamGroup: (
-        "fsdp_params",
-        "post_forward_mesh_info",
-        "mesh_info",
-        "_training_state",
-        "_all_gather_comm",
-        "_all_gather_process_group",
-        "_all_gather_result",
-        "is_sharded",
-        "_to_unsharded",
-    ),
-    FSDPState: ("_lazy_init", "_state_ctx", "iter_forward_root", "_modules_to_run_forward", "_training_state"),
-}
+__all__ = ["Fsdp2Params", "Managed", "kept_gathered", "own_params", "reset_forward", "take_roots"]
 
-
-def missing_names(names: Mapping[type, Sequence[str]]) -> list[str]:
-    """Return the ``names`` that the sources of their classes do not mention."""
-    missing: list[str] = []
-    for owner, of_owner in names.items():
-        try:
-            source = inspect.getsource(owner)
-        except (OSError, TypeError):  # torch without its sources: the tests of that build have to tell
-            continue
-        missing += [f"{owner.__name__}.{name}" for name in of_owner if name not in source]
-    return missing
-
-
-_MISSING = missing_names(_NAMES)
+# What this file reads and overrides.
+_INSIDE = Inside(
+    "FSDP2",
+    {
+        ("torch.distributed._composable_state", "_module_state_mapping"): (),
+        (_FSDP2 + "_fsdp_collectives", "DefaultAllGather"): (),
+        (_FSDP2 + "_fsdp_common", "FSDPMeshInfo"): (),
+        (_FSDP2 + "_fsdp_common", "TrainingState"): ("IDLE",),
+        (_FSDP2 + "_fsdp_param", "FSDPParam"): (
+            "_module_info",
+            "_sharded_param_data",
+            "sharded_param",
+            "reset_sharded_param",
+            "mesh_info",
+            "param_dtype",
+            "orig_dtype",
+            "fsdp_placement",
+            "_sharded_local_tensor",
+            "all_gather_inputs",
+            "all_gather_outputs",
+            "init_all_gather_outputs",
+            "alloc_all_gather_outputs",
+            "init_unsharded_param",
+        ),
+        (_FSDP2 + "_fsdp_param", "ParamModuleInfo"): ("module", "param_name", "shared_modules", "shared_param_names"),
+        (_FSDP2 + "_fsdp_param_group", "FSDPParamGroup"): (
+            "fsdp_params",
+            "device",
+            "post_forward_mesh_info",
+            "mesh_info",
+            "reshard",
+            "_training_state",
+            "_all_gather_comm",
+            "_all_gather_process_group",
+            "_all_gather_result",
+            "is_sharded",
+            "_to_unsharded",
+        ),
+        (_FSDP2 + "_fsdp_state", "FSDPState"): (
+            "_lazy_init",
+            "_state_ctx",
+            "_modules_to_run_forward",
+            "_training_state",
+        ),
+        (_FSDP2 + "_fsdp_state", "FSDPStateContext"): ("iter_forward_root",),
+        ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
+        ("torch.distributed.tensor", "DTensor"): ("_local_tensor",),
+        ("torch", "Tensor"): ("_post_accumulate_grad_hooks",),
+    },
+    "prune in place with distprune.prune_model",
+)
 
 
 class _MaskedParam(FSDPParam):
@@ -214,6 +217,11 @@ class Fsdp2Params:
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], Managed] = {}
+        self._unknown: set[int] = set()  # of modules
+        if _INSIDE.missing:
+            modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
+            self._unknown.update(id(part) for module in modules for part in module.modules())
+            return
         for state in _states():
             for group in _groups(state):
                 for param in group.fsdp_params:
@@ -228,10 +236,9 @@ class Fsdp2Params:
         Raises:
             NotImplementedError: it does, but this torch names its parts differently.
         """
-        managed = self._found.get((id(module), name))
-        if managed is not None:
-            check_names(_MISSING)
-        return managed
+        if id(module) in self._unknown:
+            _INSIDE.check()
+        return self._found.get((id(module), name))
 
 
 def own_params(module: nn.Module) -> list[Managed]:
@@ -262,11 +269,11 @@ def reset_forward(model: nn.Module) -> None:
         state: Any = _state_of(module)
         if state is None:
             continue
-        state._training_state = TrainingState.IDLE
+        state._training_state = _TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._modules_to_run_forward.clear()
         for group in _groups(state):
-            group._training_state = TrainingState.IDLE
+            group._training_state = _TrainingState.IDLE
             group.reshard()
 
 
@@ -296,10 +303,10 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
 
 def _is_gathered_pairwise(group: Any) -> bool:
     return bool(
-        isinstance(group.mesh_info, FSDPMeshInfo)  # else replicated
+        isinstance(group.mesh_info, _FSDPMeshInfo)  # else replicated
         and group.is_sharded
         and group._all_gather_result is None  # nothing is under way
-        and type(group._all_gather_comm) is DefaultAllGather
+        and type(group._all_gather_comm) is _DefaultAllGather
         and group.device.type == "cpu"
         and dist.get_backend(group._all_gather_process_group) == "gloo"
         and all(
@@ -330,24 +337,10 @@ def _gather(group: Any) -> None:
     group._to_unsharded()
 
 
-def check_names(missing: list[str]) -> None:
-    """Raise if names that this file relies on are ``missing``.
-
-    Raises:
-        NotImplementedError: saying which.
-    """
-    if missing:
-        raise NotImplementedError(
-            f"torch {torch.__version__} has moved the inside of FSDP2 ({', '.join(missing)} not found), "
-            "which masks before its all-gather and one-shot pruning rely on; use a torch this version of distprune was "
-            "tested with, or prune in place with distprune.prune_model"
-        )
-
-
 def _state_of(module: nn.Module) -> FSDPState | None:
     if not isinstance(module, FSDPModule):
         return None
-    check_names(_MISSING)
+    _INSIDE.check()
     return module._get_fsdp_state()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from distprune.shards import chunk_size
 
-__all__ = ["num_zeros_once_pruned", "zero_where_pruned"]
+__all__ = ["zero_where_pruned"]
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -20,14 +21,11 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
         local.masked_fill_(~mask, 0)
         return
     bits = local.view(_INTEGER_OF_SIZE[local.itemsize])  # bits times 0 are those of 0.0, also of NaN and -1.0
-    for values, keep in _pieces(bits, mask):
-        values.mul_(keep.view(torch.uint8))  # on a CPU ten times as fast as masked_fill_
-
-
-@torch.no_grad()
-def num_zeros_once_pruned(local: torch.Tensor, mask: torch.Tensor) -> int:
-    """Return how many elements of ``local`` will be zero once ``mask`` is applied; chunk by chunk."""
-    return sum(keep.numel() - int(torch.count_nonzero((values != 0) & keep)) for values, keep in _pieces(local, mask))
+    for values, keep in _pieces(bits, mask.view(torch.int8)):
+        if values.device.type == "cpu":
+            np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # three quarters of the time torch takes
+        else:
+            values.mul_(keep)
 
 
 def _pieces(local: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed
 from distprune.masks.in_place import zero_where_pruned
-from distprune.shards import cut, dtensor_like, is_laid_out_like, local_shard
+from distprune.shards import LocalShard, cut, dtensor_like, is_laid_out_like, local_shard
 
-__all__ = ["Snapshot", "product", "pruning_hooks", "reparametrize", "undo_reparametrization"]
+__all__ = ["Snapshot", "mask_of", "product", "pruning_hooks", "reparametrize", "undo_reparametrization"]
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -48,6 +48,15 @@ def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tens
     if isinstance(mask, DTensor):
         return mask.to_local()
     return cut(mask, local_shard(name, parameter).geometry).reshape(parameter.to_local().shape)
+
+
+def mask_of(shard: LocalShard) -> torch.Tensor | None:
+    """Return what is kept of a reparametrized parameter, bool, local shape; ``None`` where there is no mask. Local."""
+    mask = None if shard.module is None else shard.module._buffers.get(f"{shard.attribute}_mask")
+    if mask is None or f"{shard.attribute}_orig" not in cast(nn.Module, shard.module)._parameters:
+        return None
+    local = mask.to_local() if isinstance(mask, DTensor) else cut(mask, shard.geometry)
+    return local.reshape(shard.geometry.local_shape) != 0
 
 
 class _Product:

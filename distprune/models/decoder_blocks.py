@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
-__all__ = ["decoder_blocks"]
+__all__ = ["decoder_blocks", "warn_of_other_blocks"]
+
+_List = nn.ModuleList | nn.ModuleDict
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, block) of the decoder blocks in order: the ``ModuleList`` that holds most of the weights.
+    """Return (name, block) of the decoder blocks in order: the list that holds most of the weights.
 
-    A list counts if all its entries have children of their own, which sets blocks apart from lists of
-    plain layers. Of a list inside another the outer one is meant. No communication; under FSDP2 the
-    global sizes are compared, so every rank finds the same list.
+    A list is a ``ModuleList``, or a ``ModuleDict`` whose keys are numbered. It counts if all its entries have children
+    of their own, which sets blocks apart from lists of plain layers. Of a list inside another the outer one is meant.
+    No communication; under FSDP2 the global sizes are compared, so every rank finds the same list.
 
     Raises:
         ValueError: there is no such list.
     """
-    found: list[tuple[int, str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if all(any(True for _ in block.children()) for block in module):
-            num_elements = sum(parameter.numel() for parameter in module.parameters())
-            found.append((num_elements, name, module))
+    found = _lists(model)
     if not found:
         raise ValueError(
-            f"no decoder blocks in {type(model).__name__}: looked for a torch.nn.ModuleList whose entries have "
-            "child modules of their own"
+            f"no decoder blocks in {type(model).__name__}: looked for a torch.nn.ModuleList (or a ModuleDict with "
+            "numbered keys) whose entries have child modules of their own"
         )
-    # max() keeps the first of equals, and named_modules() yields an outer list before its inner ones.
-    _, prefix, blocks = max(found, key=lambda entry: entry[0])
-    return [(f"{prefix}.{i}" if prefix else str(i), block) for i, block in enumerate(blocks)]
+    prefix = max(found, key=lambda name: _num_weights(found[name]))  # of equals the first
+    return [(f"{prefix}.{key}" if prefix else key, block) for key, block in found[prefix].named_children()]
+
+
+def warn_of_other_blocks(model: nn.Module) -> None:
+    """Warn of blocks with weights beside the decoder blocks, as the other tower of two: they are left as they are."""
+    blocks = decoder_blocks(model)
+    chosen = blocks[0][0].rpartition(".")[0]
+    others = [name for name, of in _lists(model).items() if name != chosen and _num_weights(of)]
+    if others:
+        warnings.warn(
+            f"only the blocks of {chosen!r} are pruned; those of {', '.join(map(repr, others))} are left as they are: "
+            "name what is to be pruned in prune_model(include=...)",
+            stacklevel=2,
+        )
+
+
+def _lists(model: nn.Module) -> dict[str, _List]:
+    """Return the outermost lists of blocks, by name."""
+    found: dict[str, _List] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, _List) or any(name.startswith(f"{outer}." if outer else "") for outer in found):
+            continue
+        keys = [key for key, _ in module.named_children()]
+        if keys and all(key[-1:].isdigit() and any(module.get_submodule(key).children()) for key in keys):
+            found[name] = module
+    return found
+
+
+def _num_weights(blocks: _List) -> int:
+    return sum(parameter.numel() for parameter in blocks.parameters() if parameter.ndim > 1)

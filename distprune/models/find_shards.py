@@ -7,17 +7,18 @@ checkpointing, torch.compile) is left out of it, so that a parameter has one nam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.models.decoder_blocks import decoder_blocks
-from distprune.shards import FlatPart, LocalShard, Matrix, find_flat_parts, is_held, local_shard
+from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
+from distprune.shards import FlatPart, LocalShard, find_flat_parts, is_held, local_shard
 
-__all__ = ["NamePattern", "find_shards"]
+__all__ = ["Found", "NamePattern", "find_shards"]
 
 NamePattern = str | nn.Module
 
@@ -27,20 +28,34 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 _Held = torch.Tensor | FlatPart
 
 
+@dataclass(frozen=True)
+class Found:
+    """``shards``: this rank's parts of the parameters that are meant, in the model's order.
+
+    ``patterns`` are the name patterns of ``include``, then of ``exclude``, each with the number of parameters that it
+    matched on this rank. ``by_default``: nothing was included. Then, if ``has_blocks`` holds on any rank of the group,
+    the ranks where it does not (pipeline stages of an embedding, or of a norm and the head) prune nothing:
+    what is pruned by default follows from the whole model. That is the caller's to find out and to apply.
+    """
+
+    shards: list[LocalShard]
+    patterns: list[tuple[NamePattern, int]]
+    by_default: bool
+    has_blocks: bool
+
+
 def find_shards(
     model: nn.Module,
-    include: Sequence[NamePattern],
-    exclude: Sequence[NamePattern],
-    fitting: Callable[[nn.Module, str, Sequence[int], str], Matrix] | None = None,
-) -> tuple[list[LocalShard], list[int]]:
-    """Return this rank's parts of the parameters to prune, in the model's order, and how many each pattern matched.
+    include: NamePattern | Sequence[NamePattern] = (),
+    exclude: NamePattern | Sequence[NamePattern] = (),
+) -> Found:
+    """Return this rank's parts of the parameters to prune.
 
     Without ``include``: the weights (two dims or more) of all layers but embeddings inside the decoder
     blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name
     matches one of the patterns (as ``fnmatch`` does), and the weights inside the modules given.
     ``exclude`` takes away. A tied weight counts once, under its first name, and matches by any of its
-    names. The counts are of ``include``, then of ``exclude``. ``fitting`` (module, name in it, global shape,
-    full name) says how each is a matrix, or raises.
+    names. The original of a reparametrized parameter goes by the parameter's name.
 
     Parameters that FSDP left unsharded after a forward are put back to their shards first. No communication.
 
@@ -48,6 +63,7 @@ def find_shards(
         NotImplementedError: a ``Partial`` placement.
         TypeError: a pattern that is neither a string nor a module.
     """
+    include, exclude = _listed(include), _listed(exclude)
     for pattern in (*include, *exclude):
         if not isinstance(pattern, str | nn.Module):
             raise TypeError(f"a pattern is a string or a module, not {type(pattern).__name__}: {pattern!r}")
@@ -64,7 +80,8 @@ def find_shards(
             homes.setdefault(held, (module, name))
     num_matches = [0] * (len(include) + len(exclude))
     targets: dict[str, _Held] = {}
-    by_default = _weights_of(_blocks_or_all(bare), flat_parts) if not include else set()
+    blocks = [] if include else _blocks(bare)
+    by_default = set() if include else _weights_of(blocks or [bare], flat_parts)
     weights_inside = [_weights_of([p], flat_parts) if isinstance(p, nn.Module) else set() for p in (*include, *exclude)]
     for held, aliases in names.items():
         hits = [
@@ -77,17 +94,25 @@ def find_shards(
             targets[aliases[0]] = held
     shards = []
     for name, held in targets.items():
-        matrix = fitting(*homes[held], held.shape, name) if fitting is not None else None
-        if isinstance(held, FlatPart):
-            shards.append(dataclasses.replace(held.local_shard(name), matrix=matrix))
-        elif is_held(held):
-            shards.append(dataclasses.replace(local_shard(name, held), matrix=matrix))
-    return shards, num_matches
+        if isinstance(held, FlatPart) or is_held(held):
+            shard = held.local_shard(name) if isinstance(held, FlatPart) else local_shard(name, held)
+            module, attribute = homes[held]
+            shards.append(dataclasses.replace(shard, module=module, attribute=attribute))
+    patterns = list(zip((*include, *exclude), num_matches, strict=True))
+    return Found(shards, patterns, not include, bool(blocks))
+
+
+def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
+    return [patterns] if isinstance(patterns, str | nn.Module) else list(patterns)
 
 
 def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], FlatPart]) -> list[tuple[str, _Held]]:
-    """Return the parameters of ``module`` itself, FSDP1's under their original names."""
-    own: dict[str, _Held] = {name: p for name, p in module._parameters.items() if p is not None}
+    """Return the parameters of ``module`` itself, under the names that they had before FSDP1 or a mask."""
+    own: dict[str, _Held] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            bare = name.removesuffix("_orig")
+            own[bare if f"{bare}_mask" in module._buffers else name] = parameter
     own.pop("_flat_param", None)
     own.update({name: part for (key, name), part in flat_parts.items() if key == id(module)})
     return list(own.items())
@@ -104,11 +129,13 @@ def _clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _blocks_or_all(model: nn.Module) -> list[nn.Module]:
+def _blocks(model: nn.Module) -> list[nn.Module]:
     try:
-        return [block for _, block in decoder_blocks(model)]
+        blocks = [block for _, block in decoder_blocks(model)]
     except ValueError:
-        return [model]
+        return []
+    warn_of_other_blocks(model)
+    return blocks
 
 
 def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[tuple[int, str], FlatPart]) -> set[_Held]:

@@ -21,7 +21,9 @@ from torch import nn
 
 from distprune.models.weights import EXPERT_WEIGHTS, is_conv1d, is_experts, matrix_of_weight
 
-__all__ = ["LinearMap", "expert_inputs", "linear_maps"]
+__all__ = ["LinearMap", "dense_weights", "expert_inputs", "linear_maps"]
+
+_UNKNOWN = "not the weight of a linear layer that this library knows"
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,23 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
 
     Global shapes; no communication.
     """
-    found = _matrices(block)
+    dense = _dense_maps(block)
+    return {name: linear for name, linear in _matrices(block).items() if name not in dense}
+
+
+def dense_weights(block: nn.Module) -> dict[str, str]:
+    """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
+    maps, dense = _matrices(block), _dense_maps(block)
+    paths = {linear.parameter_path: dense.get(name, "") for name, linear in maps.items()}
+    weights = {name: paths.get(name, _UNKNOWN) for name, parameter in block.named_parameters() if parameter.ndim > 1}
+    return {name: reason for name, reason in weights.items() if reason}
+
+
+def _dense_maps(block: nn.Module) -> dict[str, str]:
     routers = _routers(block)
-    return {
-        name: linear
-        for name, linear in found.items()
-        if linear.expert is not None or (linear.num_out > 1 and linear.module not in routers)
-    }
+    alone = {name: linear for name, linear in _matrices(block).items() if linear.expert is None}
+    gates = {name: "a gate: it has one output" for name, linear in alone.items() if linear.num_out == 1}
+    return {**{name: "a router" for name, linear in alone.items() if linear.module in routers}, **gates}
 
 
 def _matrices(block: nn.Module) -> dict[str, LinearMap]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from distprune.shards import Matrix
 
@@ -34,7 +33,7 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
         transposed = bool(getattr(module, "is_transposed", False))
         num_out, num_in = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
         return Matrix(num_out, num_in, transposed, shape[0])
-    known = isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear) and not isinstance(module, _ConvTransposeNd)
+    known = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Bilinear)
     if len(shape) > 2 and not known:
         raise NotImplementedError(
             f"which dims of {full_name!r}, {tuple(shape)} in a {type(module).__name__}, are its inputs is not known; "

@@ -1,19 +1,54 @@
-"""How much each element, or each channel, matters. Higher = keep."""
+"""How much each element matters. Higher = keep."""
 
-from distprune.scores.channel_norm import ChannelPart, Norm, channel_norms, check_norm, unpruned_channels
+from collections.abc import Callable
+
+import torch
+
+from distprune.scores.base import Elements, ElementwiseScore, Evidence, LocalScores, Score, local_scores
+from distprune.scores.channel_norm import ChannelNorm, Norm
 from distprune.scores.exact_sum import grid_scale, on_grid
 from distprune.scores.magnitude import Magnitude
-from distprune.scores.random import Random, random_channels
+from distprune.scores.random import Random
+from distprune.scores.wanda import Wanda
 
 __all__ = [
-    "ChannelPart",
+    "SCORES",
+    "ChannelNorm",
+    "Elements",
+    "ElementwiseScore",
+    "Evidence",
+    "LocalScores",
     "Magnitude",
     "Norm",
     "Random",
-    "channel_norms",
-    "check_norm",
+    "Score",
+    "ScoreLike",
+    "Wanda",
+    "as_score",
     "grid_scale",
+    "local_scores",
     "on_grid",
-    "random_channels",
-    "unpruned_channels",
 ]
+
+# What a score is called as text.
+SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "random": Random, "wanda": Wanda}
+
+ScoreLike = Score | str | Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_score(score: ScoreLike) -> Score:
+    """Return the score that ``score`` is, names, or (a function of weights, 1-D) computes.
+
+    Raises:
+        ValueError: a name that is none of :data:`SCORES`.
+        TypeError: none of these.
+    """
+    if isinstance(score, Score):
+        return score
+    if isinstance(score, str):
+        if score not in SCORES:
+            raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}, a Score or a function of weights")
+        return SCORES[score]()
+    if callable(score) and not isinstance(score, type):
+        return ElementwiseScore(score)
+    raise TypeError(f"score must be a name, a Score or a function of weights, not {score!r}")

@@ -1,36 +1,30 @@
-"""Magnitude: |w|, the score of `torch.nn.utils.prune.l1_unstructured`."""
+"""Magnitude: |w|, the score of ``torch.nn.utils.prune.l1_unstructured``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import final
 
 import torch
+from typing_extensions import override
 
-from distprune.shards import LocalShard, flat_chunk
+from distprune.scores.base import Elements, Score
 
 __all__ = ["Magnitude"]
 
 
+@final
 @dataclass(frozen=True)
-class Magnitude:
-    """Scores of one local shard. The values are the weights themselves, ordered by magnitude."""
+class Magnitude(Score):
+    """The values are the weights themselves, ordered by magnitude: nothing is computed, nothing is rounded."""
 
-    shard: LocalShard
-    ordered_by: Literal["magnitude"] = "magnitude"
+    ordered_by = "magnitude"
+    zero_where_weights_are = True
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.shard.local.dtype
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight
 
-    @property
-    def device(self) -> torch.device:
-        return self.shard.local.device
-
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return the values of local elements ``start`` to ``stop``, 1-D; a view where that is possible."""
-        return flat_chunk(self.shard.local, start, stop)
-
-    def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the values at local ``offsets`` (int64, on the shard's device), 1-D."""
-        return torch.take(self.shard.local, offsets)
+    @override
+    def dtype(self, weight: torch.dtype) -> torch.dtype:
+        return weight

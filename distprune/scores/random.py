@@ -3,71 +3,70 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import final
 
 import torch
+from typing_extensions import override
 
-from distprune.shards import Geometry, LocalShard, flat_chunk
+from distprune.scores.base import Elements, Evidence, Score
+from distprune.shards import LocalShard
 
-__all__ = ["Random", "random_channels"]
+__all__ = ["Random"]
 
 
+@final
 @dataclass(frozen=True)
-class Random:
-    """Scores of one local shard, uniform over [0, 2**31) as int32.
+class Random(Score):
+    """Uniform over [0, 2**31) as int32. ``seed=None``: the first rank draws one for every call.
 
     The hash is two rounds of MurmurHash3's 32-bit finalizer (Appleby, public domain) over the flat
     index, keyed by BLAKE2b of the seed and the parameter's name; integer arithmetic, so the bits are
-    the same on every device. With ``zeros_first``, weights that are zero score -1.
+    the same on every device.
     """
 
-    shard: LocalShard
-    seed: int
-    zeros_first: bool = False
-    ordered_by: Literal["value"] = "value"
-    dtype: torch.dtype = torch.int32
-    _keys: tuple[int, int] = field(init=False, repr=False)
+    scores_units = True
 
-    def __post_init__(self) -> None:
-        digest = hashlib.blake2b(f"{self.seed}\0{self.shard.name}".encode(), digest_size=8).digest()
-        keys = tuple(int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
-        object.__setattr__(self, "_keys", keys)
+    seed: int | None = None
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        numel = elements.shard.geometry.global_numel
+        return _hash(self.seed, elements.shard.name, elements.flat_indices(), numel)
+
+    @override
+    def dtype(self, weight: torch.dtype) -> torch.dtype:
+        return torch.int32
+
+    @override
+    def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
+        return _hash(self.seed, name, units, 0)
 
     @property
-    def device(self) -> torch.device:
-        return self.shard.local.device
+    @override
+    def needs_seed(self) -> bool:
+        return self.seed is None
 
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return the values of local elements ``start`` to ``stop``, 1-D."""
-        hashed = self._hash(torch.from_numpy(self.shard.geometry.flat_indices(start, stop)))
-        return self._settle_zeros(hashed, lambda: flat_chunk(self.shard.local, start, stop))
+    @override
+    def seeded(self, seed: int) -> Random:
+        return Random(seed)
 
-    def values_at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the values at local ``offsets`` (int64), 1-D."""
-        hashed = self._hash(torch.from_numpy(self.shard.geometry.flat_indices_at(offsets.cpu().numpy())))
-        return self._settle_zeros(hashed, lambda: torch.take(self.shard.local, offsets))
-
-    def _settle_zeros(self, hashed: torch.Tensor, weights: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return hashed.masked_fill_(weights() == 0, -1) if self.zeros_first else hashed
-
-    def _hash(self, flat: torch.Tensor) -> torch.Tensor:
-        flat = flat.to(self.device)
-        hashed = flat.to(torch.int32)  # the low 32 bits
-        hashed ^= self._keys[0]
-        _mix(hashed)
-        if self.shard.geometry.global_numel > 1 << 32:
-            hashed += (flat >> 32).to(torch.int32) * -0x61C88647  # 2**32 / golden ratio, as in xxHash
-        hashed += self._keys[1]
-        _mix(hashed)
-        return hashed.bitwise_and_(0x7FFFFFFF)
+    @override
+    def reads(self, shard: LocalShard, evidence: Evidence) -> list[torch.Tensor]:
+        return []
 
 
-def random_channels(name: str, num_channels: int, seed: int) -> torch.Tensor:
-    """Return the scores of a parameter's channels, int32 on the CPU: those of a vector of that name."""
-    vector = LocalShard(name, torch.empty(num_channels), Geometry.whole((num_channels,)))
-    return Random(vector, seed).values(0, num_channels)
+def _hash(seed: int | None, name: str, flat: torch.Tensor, numel: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    hashed = flat.to(torch.int32)  # the low 32 bits
+    hashed ^= first
+    _mix(hashed)
+    if numel > 1 << 32:
+        hashed += (flat >> 32).to(torch.int32) * -0x61C88647  # 2**32 / golden ratio, as in xxHash
+    hashed += second
+    _mix(hashed)
+    return hashed.bitwise_and_(0x7FFFFFFF)
 
 
 def _mix(hashed: torch.Tensor) -> None:

@@ -1,30 +1,25 @@
 """Which k: the exact choice of the lowest among competitors that no rank holds together."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.eligible import Eligible, NonZero
-from distprune.selection.kth_value import Selection, select_lowest
-from distprune.selection.order import Order, common_order
-from distprune.selection.patterns import Block, NByM, Pattern, PerRow, Unstructured, check_divides, check_pattern
-from distprune.selection.scan import Entry, Scores
+from distprune.selection.kth_value import Chosen, Selection, raise_nans, select_lowest
+from distprune.selection.order import Order, OrderedBy, common_order
+from distprune.selection.rows import fetched, on_host
+from distprune.selection.scan import Entry, Keyed
 from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
 
 __all__ = [
-    "Block",
+    "Chosen",
     "Competition",
-    "Eligible",
     "Entry",
-    "NByM",
-    "NonZero",
+    "Keyed",
     "Order",
-    "Pattern",
-    "PerRow",
-    "Scores",
+    "OrderedBy",
     "Selection",
-    "Unstructured",
-    "check_divides",
-    "check_pattern",
     "common_order",
+    "fetched",
     "keep_highest_per_group",
     "keep_highest_per_row",
+    "on_host",
+    "raise_nans",
     "select_lowest",
 ]

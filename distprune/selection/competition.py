@@ -6,25 +6,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from distprune.selection.order import Order
 
-__all__ = ["Competition", "Range", "Undecided", "histogram"]
+__all__ = ["Competition", "Range", "Undecided", "Words", "add_histogram"]
 
 Words = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Competition:
-    """Elements that compete with each other; ``num_lowest`` of the ``num_eligible`` are pruned.
+    """Elements that compete with each other; the ``num_lowest`` of ``num_positions`` are pruned.
 
-    ``num_positions`` counts the elements of all its parameters over all ranks, eligible or not.
+    Both count the elements of all its parameters over all ranks, with those that are gone, which come first.
     """
 
     name: str
     order: Order
     num_positions: int
-    num_eligible: int
     num_lowest: int
 
 
@@ -45,13 +45,27 @@ class Range:
         return Range(low, min(low + width - 1, self.high))
 
 
-def histogram(values: npt.NDArray[np.signedinteger], within: Range, num_bins: int) -> Words:
-    """Count ``values``, all of them inside ``within``, in its bins (int64, ``num_bins`` long)."""
-    # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
-    above_low = values.astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
-    width = within.bin_width(num_bins)
-    bins = above_low if width == 1 else above_low // np.uint64(width)
-    return np.bincount(bins.view(np.int64), minlength=num_bins).astype(np.int64, copy=False)
+def add_histogram(row: torch.Tensor, values: torch.Tensor, within: Range) -> None:
+    """Add the counts of ``values``, all of them inside ``within``, to the bins ``row`` (int64), on its device."""
+    width = within.bin_width(len(row))
+    if row.device.type == "cpu":
+        # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
+        above_low = values.numpy().astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
+        bins = above_low if width == 1 else above_low // np.uint64(width)
+        row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
+        return
+    add_histogram_on_device(row, values, within, torch.ones_like(values, dtype=torch.bool))
+
+
+def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Range, counted: torch.Tensor) -> None:
+    """Add the counts of those of ``values`` that are ``counted`` (bool); no synchronization."""
+    width = within.bin_width(len(row))
+    above_low = values.to(torch.int64) - within.low  # wraps; read as unsigned
+    bins = ((above_low >> 1) & torch.iinfo(torch.int64).max).div_(width, rounding_mode="floor").mul_(2)
+    bins += (above_low - bins * width) >= width
+    # What is not counted adds 0, spread over the bins: many additions to one place wait for each other.
+    elsewhere = torch.arange(len(bins), device=bins.device) % len(row)
+    row.scatter_add_(0, torch.where(counted, bins, elsewhere), counted.to(torch.int64))
 
 
 @dataclass
@@ -68,6 +82,7 @@ class Undecided:
     num_before: int = 0
     num_within: int = 0
     needs_scan: bool = True
+    only_gone: bool = False  # no more are pruned than were before
 
     @property
     def is_key_known(self) -> bool:
@@ -76,12 +91,12 @@ class Undecided:
 
     def settle_ties(self) -> None:
         """Leave no choice of positions where none has to be made: all that tie with the k-th go, or nothing does."""
-        if self.num_before + self.num_within == self.competition.num_lowest or self.competition.num_lowest == 0:
+        if self.only_gone or self.num_before + self.num_within == self.competition.num_lowest:
             self.positions = Range(self.positions.high, self.positions.high)
 
     def narrow(self, within: Range, bins: Words) -> Range:
         """Return the bin of ``within`` that holds the k-th, and pass over the elements before it."""
-        if within.low == within.high or self.competition.num_lowest == 0:
+        if within.low == within.high or self.only_gone:
             return Range(within.low, within.low)
         passed = np.cumsum(bins)
         index = int(np.searchsorted(passed, self.competition.num_lowest - self.num_before))

@@ -14,42 +14,61 @@ competitions alone, the number of rounds on the kind of the scores and on whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
 
-import numpy as np
 import torch
 
 from distprune.collectives import Communicator
 from distprune.selection.competition import Competition, Range, Undecided, Words
+from distprune.selection.device_tally import DeviceTally
+from distprune.selection.rows import Part, counted_rows, fetched, on_host
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry
 from distprune.selection.tally import NUM_HEADER_WORDS, Keep, Tally
 
-__all__ = ["Selection", "select_lowest"]
+__all__ = ["Chosen", "Selection", "raise_nans", "select_lowest"]
 
-# int64 words of one competition's row in a message: 16 KiB in every round when many are batched; when
-# one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
-_NUM_WORDS_BATCHED = 1 << 11
-_NUM_WORDS_ALONE_KEYS = 1 << 13
-_NUM_WORDS_ALONE_POSITIONS = 1 << 14
+# int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
+# when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
+_NUM_WORDS_BATCHED = (1 << 11) - 1
+_NUM_WORDS_ALONE_KEYS = (1 << 13) - 1
+_NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen of one rank's part: ``mask`` (bool, local shape, True = keep), and its counts.
+
+    ``num_pruned`` are all that go, ``num_gone`` those of them that were pruned before.
+    """
+
+    mask: torch.Tensor
+    num_gone: int
+    num_pruned: int
+    num_nans: int = 0
 
 
 @dataclass(frozen=True)
 class Selection:
-    """``masks[i]`` belongs to entry i (bool, local shape, True = keep); ``thresholds[c]`` is the score of
-    the last element pruned in competition c, ``None`` where none was."""
+    """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where only those go that
+    were gone before. ``settle`` writes the masks: local; the caller runs it within its own next round."""
 
-    masks: list[torch.Tensor]
     thresholds: list[float | int | None]
+    settle: Callable[[], list[Chosen]]  # by entry
 
 
-def select_lowest(comm: Communicator, competitions: Sequence[Competition], entries: Sequence[Entry]) -> Selection:
+def select_lowest(
+    comm: Communicator, competitions: Sequence[Competition], make_entries: Callable[[], Sequence[Entry]]
+) -> Selection:
     """Return the masks that prune, in every competition, exactly the ``num_lowest`` lowest elements.
 
-    Elements are ordered by (score, position): equal scores go from the lowest position up. Every rank
-    of ``comm`` must call it with the same ``competitions``; ``entries`` are the rank's own, replicas
-    included, and every eligible element must be owned exactly once.
+    Elements are ordered by (score, position): equal scores go from the lowest position up. What is gone goes
+    first, all of it, also where that is more than ``num_lowest``. Every rank of ``comm`` must call it with the same
+    ``competitions``; ``make_entries`` makes the rank's own, replicas included; every element must be owned exactly
+    once.
 
     Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
     64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
@@ -58,55 +77,99 @@ def select_lowest(comm: Communicator, competitions: Sequence[Competition], entri
     round: 16 KiB for each of several competitions; alone, 64 KiB, over positions 128 KiB (at most 640 KiB
     in all for 32-bit scores).
 
-    Local work: one read of the scores, one write of the mask, a sample; temporaries stay under 64 MiB.
+    Local work on a CPU: one read of the scores, one write of the mask, a sample; on a device one read for each round
+    over keys and positions, and one wait for the device a round. Temporaries stay under 64 MiB.
 
     Raises:
-        ValueError: on every rank: a score is NaN, or a competition has fewer eligible elements than
-            are to be pruned or other than it was said to have.
+        ValueError: on every rank: a score is NaN, or a competition has fewer elements than are to be pruned or
+            other than it was said to have.
+        Exception: what raises on one rank is raised on all.
     """
-    if not competitions:
-        return Selection([], [])
     for competition in competitions:  # the same on every rank, so all of them raise
-        if not 0 <= competition.num_lowest <= competition.num_eligible:
+        if not 0 <= competition.num_lowest <= competition.num_positions:
             raise ValueError(
                 f"{competition.name}: {competition.num_lowest} elements are to be pruned, "
-                f"{competition.num_eligible} are left"
+                f"there are {competition.num_positions}"
             )
-    batched = len(competitions) > 1
-    num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
-    num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
     states = [
         Undecided(c, Range(c.order.first, c.order.last), Range(0, max(c.num_positions - 1, 0))) for c in competitions
     ]
-    keep = Keep()
-    tallies = [Tally(entry, states[entry.competition], keep) for entry in entries]
-
-    sample_brackets(comm, states, entries, num_key_words)
+    own = _OwnPart(states, make_entries)
+    if not competitions:
+        return Selection([], own.settle)
+    batched = len(competitions) > 1
+    num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
+    num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
+    sample_brackets(comm, states, lambda: own.entries, num_key_words)
     span = max(c.order.last - c.order.first + 1 for c in competitions)
-    num_key_rounds = _num_rounds(span, num_key_words - NUM_HEADER_WORDS)
-    num_left = num_key_rounds
-    while num_left and not all(state.is_key_known for state in states):
+    num_left = num_key_rounds = _num_rounds(span, num_key_words - NUM_HEADER_WORDS)
+    while num_left and not all(state.is_key_known or state.only_gone for state in states):
         num_left -= 1
-        counts = _reduce(comm, tallies, len(states), num_key_words, lambda tally, row: tally.count_keys(row))
-        _check(comm, tallies, states, counts)
+        counts = counted_rows(comm, len(states), num_key_words, own.count_keys)
+        _check(comm, own, states, counts)
         if _narrow_keys(states, counts):
             num_left = num_key_rounds
-        for tally in tallies:
-            tally.settle_keys()
-
     for state in states:
         state.settle_ties()
     while any(state.positions.low < state.positions.high for state in states):
-        counts = _reduce(comm, tallies, len(states), num_position_words, lambda tally, row: tally.count_positions(row))
+        counts = counted_rows(comm, len(states), num_position_words, own.count_positions)
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
-    for tally in tallies:
-        tally.settle_positions()
-    return Selection([tally.mask for tally in tallies], [_threshold(state) for state in states])
+    return Selection([_threshold(state) for state in states], own.settle)
+
+
+class _OwnPart:
+    """What this rank counts. Its methods run within a round: what they raise is raised on all ranks."""
+
+    def __init__(self, states: Sequence[Undecided], make_entries: Callable[[], Sequence[Entry]]) -> None:
+        self._states = states
+        self._make_entries = make_entries
+        self._keep = Keep()
+
+    @cached_property
+    def entries(self) -> Sequence[Entry]:
+        return self._make_entries()
+
+    @cached_property
+    def tallies(self) -> list[Tally | DeviceTally]:
+        return [
+            Tally(entry, self._states[entry.competition], self._keep)
+            if on_host(entry.scores.device)
+            else DeviceTally(entry, self._states[entry.competition])
+            for entry in self.entries
+        ]
+
+    def count_keys(self) -> Iterator[Part]:
+        for tally in self.tallies:
+            tally.settle_keys()
+            yield tally.entry.competition, tally.entry.scores.device, tally.count_keys
+
+    def count_positions(self) -> Iterator[Part]:
+        for tally in self.tallies:
+            tally.settle_keys()
+            yield tally.entry.competition, tally.entry.scores.device, tally.count_positions
+
+    def num_nans(self) -> dict[str, int]:
+        return {tally.entry.name: int(tally.num_nans) for tally in self.tallies if tally.entry.owned}
+
+    def settle(self) -> list[Chosen]:
+        for tally in self.tallies:
+            tally.settle_keys()
+            tally.settle_positions()
+        return [Chosen(tally.mask, *numbers) for tally, numbers in zip(self.tallies, self._numbers(), strict=True)]
+
+    def _numbers(self) -> list[tuple[int, int]]:
+        """Return (gone, pruned) of every tally; what counts on a device is fetched at once."""
+        there = [torch.stack([t.num_gone, t.num_pruned]) for t in self.tallies if isinstance(t, DeviceTally)]
+        found = iter(fetched(torch.stack(there)).tolist() if there else ())
+        return [
+            tuple(next(found)) if isinstance(tally, DeviceTally) else (tally.num_gone, tally.num_pruned)
+            for tally in self.tallies
+        ]
 
 
 def _threshold(state: Undecided) -> float | int | None:
-    return state.competition.order.value(state.keys.low) if state.competition.num_lowest else None
+    return None if state.only_gone else state.competition.order.value(state.keys.low)
 
 
 def _num_rounds(span: int, num_bins: int) -> int:
@@ -116,51 +179,48 @@ def _num_rounds(span: int, num_bins: int) -> int:
     return num_rounds
 
 
-def _reduce(
-    comm: Communicator,
-    tallies: Iterable[Tally],
-    num_rows: int,
-    num_words: int,
-    count: Callable[[Tally, Words], None],
-) -> Words:
-    rows = np.zeros((num_rows, num_words), dtype=np.int64)
-    for tally in tallies:
-        count(tally, rows[tally.entry.competition])
-    reduced: Words = comm.sum(torch.from_numpy(rows)).numpy()
-    return reduced
-
-
 def _narrow_keys(states: Sequence[Undecided], counts: Words) -> bool:
     """Take over one round of key counts; return whether a bracket missed."""
     missed = False
     for state, row in zip(states, counts, strict=True):
-        below, inside, bins = int(row[0]), int(row[1]), row[NUM_HEADER_WORDS:]
+        below, inside, gone = int(row[0]), int(row[1]), int(row[4])
         k, order = state.competition.num_lowest, state.competition.order
-        if state.needs_scan and 0 < k <= below:
+        if state.only_gone:
+            continue
+        if state.needs_scan and k <= below and state.keys.low > order.first:
             state.keys, missed = Range(order.first, state.keys.low - 1), True
+        elif state.needs_scan and k <= gone:
+            state.only_gone = True
         elif state.needs_scan and k > below + inside:
             state.keys, missed = Range(state.keys.high + 1, order.last), True
         else:
             if state.needs_scan:
                 state.num_before, state.num_within, state.needs_scan = below, inside, False
-            state.keys = state.narrow(state.keys, bins)
+            state.keys = state.narrow(state.keys, row[NUM_HEADER_WORDS:])
     return missed
 
 
-def _check(comm: Communicator, tallies: Sequence[Tally], states: Sequence[Undecided], counts: Words) -> None:
+def _check(comm: Communicator, own: _OwnPart, states: Sequence[Undecided], counts: Words) -> None:
     """Raise, on every rank alike, if the scanned elements are not what the caller said."""
     if any(state.needs_scan and row[3] for state, row in zip(states, counts, strict=True)):
-        own = {tally.entry.name: tally.num_nans for tally in tallies if tally.entry.owned and tally.num_nans}
-        found: dict[str, int] = {}
-        for by_name in comm.gather(own):
-            for name, num_nans in by_name.items():
-                found[name] = found.get(name, 0) + num_nans
-        shown = ", ".join(f"{name!r} ({num_nans})" for name, num_nans in sorted(found.items()))
-        raise ValueError(f"scores are NaN in {shown}; NaN has no place in the order, mend the values first")
+        raise_nans(comm, own.num_nans())
     for state, row in zip(states, counts, strict=True):
-        competition, num_eligible = state.competition, int(row[:3].sum())
-        if state.needs_scan and num_eligible != competition.num_eligible:
+        competition, num_scanned = state.competition, int(row[:3].sum())
+        if state.needs_scan and not state.only_gone and num_scanned != competition.num_positions:
             raise ValueError(
-                f"{competition.name}: {num_eligible} elements compete, {competition.num_eligible} were announced; "
+                f"{competition.name}: {num_scanned} elements compete, {competition.num_positions} were announced; "
                 "every element must be owned by exactly one rank"
             )
+
+
+def raise_nans(comm: Communicator, num_nans: Mapping[str, int]) -> NoReturn:
+    """Raise, on every rank alike, a ``ValueError`` that says where scores are NaN. ``num_nans``: on this rank.
+
+    Every rank must call it: two rounds.
+    """
+    found: dict[str, int] = {}
+    for by_name in comm.gather({name: num for name, num in num_nans.items() if num}):
+        for name, num in by_name.items():
+            found[name] = found.get(name, 0) + num
+    shown = ", ".join(f"{name!r} ({num})" for name, num in sorted(found.items()))
+    raise ValueError(f"scores are NaN in {shown}; NaN has no place in the order, mend the values first")

@@ -1,7 +1,8 @@
 """The stated order of scores, as integers.
 
 Nouns: a *key* is an integer that sorts as the score does; -0.0 and 0.0 share one, infinities are
-ordinary, NaN has none. Keys are what is counted, compared and sent; scores are not looked at again.
+ordinary, NaN has none. What was pruned before is *gone*: it has a key of its own, below all others. Keys
+are what is counted, compared and sent; scores are not looked at again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["Order", "OrderedBy", "common_order"]
@@ -27,10 +30,12 @@ class Order:
     """How values of ``value_dtype`` become keys of ``key_dtype`` in [first, last].
 
     ``"magnitude"`` orders by |value| (its bits without the sign), ``"value"`` by the value.
+    ``zeros_gone``: zeros were pruned before (of magnitudes only).
     """
 
     ordered_by: OrderedBy
     value_dtype: torch.dtype
+    zeros_gone: bool = False
 
     @cached_property
     def key_dtype(self) -> torch.dtype:
@@ -40,29 +45,46 @@ class Order:
 
     @cached_property
     def last(self) -> int:
-        """The key of +inf, or the largest integer; what lies above are NaNs."""
+        """The key of +inf, or the largest integer; the key of a NaN lies above."""
         if self.value_dtype.is_floating_point:
             return int(torch.tensor(torch.inf, dtype=self.value_dtype).view(self.key_dtype))
         return torch.iinfo(self.key_dtype).max
 
     @cached_property
     def first(self) -> int:
-        """The key of 0 (magnitude), of -inf, or the smallest integer."""
+        """The lowest key that competes: of 0 (magnitude), of -inf, or of the smallest integer but one."""
         if self.ordered_by == "magnitude":
-            return 0
-        return -self.last if self.value_dtype.is_floating_point else torch.iinfo(self.key_dtype).min
+            return int(self.zeros_gone)
+        return -self.last if self.value_dtype.is_floating_point else torch.iinfo(self.key_dtype).min + 1
 
-    def keys(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the keys of ``values`` (a new tensor). A NaN gets a key outside [first, last]."""
+    @cached_property
+    def _magnitude(self) -> int:
+        """Every bit but the sign."""
+        return torch.iinfo(self.key_dtype).max
+
+    @property
+    def gone(self) -> int:
+        """The key of what was pruned before."""
+        return self.first - 1
+
+    def keys(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the keys of ``values``: a new tensor, or memory of ``out``. A NaN's is above ``last``."""
         values = values.to(self.value_dtype)
         if not self.value_dtype.is_floating_point:
-            return values.clone()
-        magnitude = torch.iinfo(self.key_dtype).max  # every bit but the sign
+            return values.clamp(min=self.first)
+        magnitude, bits = self._magnitude, values.contiguous().view(self.key_dtype)
         if self.ordered_by == "magnitude":
-            return values.contiguous().view(self.key_dtype) & magnitude
+            if out is None:
+                return bits & magnitude
+            out = out[: len(bits)]
+            if bits.device.type == "cpu":  # half of what torch takes
+                into: npt.NDArray[np.signedinteger] = out.numpy()
+                np.bitwise_and(bits.numpy(), into.dtype.type(magnitude), out=into)
+                return out
+            return torch.bitwise_and(bits, magnitude, out=out)
         # A negative float's bits count backwards: key = -(magnitude bits), which also makes -0.0 a 0.
-        bits = values.contiguous().view(self.key_dtype)
-        return torch.where(bits < 0, -(bits & magnitude), bits)
+        keys = torch.where(bits < 0, -(bits & magnitude), bits)
+        return keys.masked_fill_(keys < self.first, self.last + 1)  # a NaN with a sign
 
     def value(self, key: int) -> float | int:
         """Return the score whose key is ``key``."""
@@ -72,7 +94,7 @@ class Order:
         return -size if key < 0 else size
 
 
-def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]]) -> Order:
+def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]], *, zeros_gone: bool = False) -> Order:
     """Return the order in which values of all ``kinds`` compete; widening to it is exact.
 
     Raises:
@@ -84,10 +106,11 @@ def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]]) -> Order:
     if len(ordered_by) != 1:
         raise TypeError("scores ordered by magnitude and by value cannot compete with each other")
     by: OrderedBy = ordered_by.pop()
+    zeros_gone = zeros_gone and by == "magnitude"
     if all(dtype.is_floating_point for dtype in dtypes):
         if len(dtypes) == 1 and dtypes[0] in _NATIVE_FLOATS:
-            return Order(by, dtypes[0])
-        return Order(by, torch.float64 if torch.float64 in dtypes else torch.float32)
+            return Order(by, dtypes[0], zeros_gone)
+        return Order(by, torch.float64 if torch.float64 in dtypes else torch.float32, zeros_gone)
     if by == "value" and all(dtype in _INTEGERS for dtype in dtypes):
         size = max(2, *(2 * d.itemsize if d is torch.uint8 else d.itemsize for d in dtypes), 0)
         return Order("value", _INTEGER_OF_SIZE[size])

@@ -9,15 +9,15 @@ one more pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator
-from distprune.selection.competition import Range, Undecided, Words, histogram
+from distprune.selection.competition import Range, Undecided, Words, add_histogram, add_histogram_on_device
+from distprune.selection.rows import Part, counted_rows, on_host
 from distprune.selection.scan import Entry
 
 __all__ = ["sample_brackets"]
@@ -27,18 +27,25 @@ _MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
 _NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket
 
 
-def sample_brackets(comm: Communicator, states: Sequence[Undecided], entries: Sequence[Entry], num_words: int) -> None:
+def sample_brackets(
+    comm: Communicator, states: Sequence[Undecided], entries: Callable[[], Sequence[Entry]], num_words: int
+) -> None:
     """Set the key range of every state to its bracket: two rounds of ``num_words`` int64 a competition."""
     for fill, bracket in ((_fill_slots, _bracket_of_slots), (_count_strides, _bracket_of_strides)):
-        rows = np.zeros((len(states), num_words), dtype=np.int64)
-        for entry in entries:
-            if entry.owned and entry.geometry.local_numel:
-                fill(rows[entry.competition], entry, states[entry.competition])
-        for state, row in zip(states, comm.sum(torch.from_numpy(rows)).numpy(), strict=True):
-            state.keys = bracket(state, row)
+
+        def parts(fill: Callable[..., None] = fill) -> Iterator[Part]:
+            for entry in entries():
+                if entry.owned and entry.geometry.local_numel:
+                    state = states[entry.competition]
+                    yield entry.competition, entry.scores.device, partial(fill, entry=entry, state=state)
+
+        for state, row in zip(states, counted_rows(comm, len(states), num_words, parts), strict=True):
+            # What is gone comes before all others: a bracket of those that compete begins above it.
+            keys, first = bracket(state, row), state.competition.order.first
+            state.keys = Range(max(keys.low, first), max(keys.high, first))
 
 
-def _fill_slots(row: Words, entry: Entry, state: Undecided) -> None:
+def _fill_slots(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
     num_slots, num_positions = len(row), state.competition.num_positions
     slot = np.arange(num_slots)
     # One position in every stretch, at a place that no period of the data can follow (Weyl sequence).
@@ -47,44 +54,30 @@ def _fill_slots(row: Words, entry: Entry, state: Undecided) -> None:
     flat = position - entry.first_position
     within = (flat >= 0) & (flat < entry.geometry.global_numel)
     offsets, held = entry.geometry.local_offsets_at(flat[within])
-    keys = _keys_at(entry, state, offsets[held])
-    chosen = slot[within][held][keys.eligible]
-    row[chosen] = _encode(keys.keys, state)
+    keys = _keys_at(entry, state, torch.from_numpy(offsets[held]))
+    row[torch.from_numpy(slot[within][held]).to(row.device)] = _encode(keys, state)
 
 
-@dataclass(frozen=True)
-class _Sample:
-    keys: Words  # of the eligible ones
-    eligible: npt.NDArray[np.bool_]  # which of those asked for they are
-
-
-def _keys_at(entry: Entry, state: Undecided, offsets: Words) -> _Sample:
-    """Return the keys of the eligible among ``offsets``, and which of them those are."""
-    at = torch.from_numpy(offsets).to(entry.scores.device)
-    keys = state.competition.order.keys(entry.scores.values_at(at)).to("cpu", torch.int64).numpy()
-    if entry.eligible is None:
-        return _Sample(keys, np.ones(len(keys), dtype=np.bool_))
-    eligible = entry.eligible.values_at(at).cpu().numpy()
-    return _Sample(keys[eligible], eligible)
+def _keys_at(entry: Entry, state: Undecided, offsets: torch.Tensor) -> torch.Tensor:
+    return entry.scores.keys_at(state.competition.order, offsets.to(entry.scores.device)).to(torch.int64)
 
 
 def _shift(state: Undecided) -> int:
     return 2 if state.competition.order.key_dtype == torch.int64 else 0
 
 
-def _encode(keys: Words, state: Undecided) -> Words:
+def _encode(keys: torch.Tensor, state: Undecided) -> torch.Tensor:
     """Keys as positive numbers (0 is an empty slot); 64-bit keys lose two bits to make room."""
-    first = state.competition.order.first >> _shift(state)
-    codes: Words = np.maximum((keys >> _shift(state)) - first + 1, 1)
-    return codes
+    lowest = state.competition.order.gone >> _shift(state)
+    return ((keys >> _shift(state)) - lowest + 1).clamp_(min=1)
 
 
 def _decode(code: int, state: Undecided) -> int:
-    return (code - 1 + (state.competition.order.first >> _shift(state))) << _shift(state)
+    return (code - 1 + (state.competition.order.gone >> _shift(state))) << _shift(state)
 
 
 def _fraction(state: Undecided) -> float:
-    return state.competition.num_lowest / max(state.competition.num_eligible, 1)
+    return state.competition.num_lowest / max(state.competition.num_positions, 1)
 
 
 def _ranks(num_sampled: int, fraction: float) -> tuple[float, float]:
@@ -96,25 +89,27 @@ def _bracket_of_slots(state: Undecided, row: Words) -> Range:
     order = state.competition.order
     codes = np.sort(row[row > 0])
     below, above = _ranks(len(codes), _fraction(state))
-    low = order.first if below < 1 else _decode(int(codes[math.floor(below) - 1]), state)
+    low = order.gone if below < 1 else _decode(int(codes[math.floor(below) - 1]), state)
     high = order.last
     if math.ceil(above) < len(codes):
         high = _decode(int(codes[math.ceil(above)]), state) + (1 << _shift(state)) - 1
-    return Range(max(low, order.first), min(high, order.last))
+    return Range(low, min(high, order.last))
 
 
-def _count_strides(row: Words, entry: Entry, state: Undecided) -> None:
+def _count_strides(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
     numel = entry.geometry.local_numel
     # Odd, so that it walks through the columns of matrices whose width is a power of two.
     stride = min(max(state.competition.num_positions // _STRIDE_SAMPLE, _MIN_STRIDE), _MAX_STRIDE) | 1
     step = stride * _STRIDE_SAMPLE
-    num_bins = len(row) - _NUM_STRIDE_HEADER
+    bins = row[_NUM_STRIDE_HEADER:]
     for start in range(0, numel, step):
-        keys = _keys_at(entry, state, np.arange(start, min(start + step, numel), stride)).keys
-        inside = keys[(keys >= state.keys.low) & (keys <= state.keys.high)]
-        row[0] += len(keys)
-        row[1] += int(np.count_nonzero(keys < state.keys.low))
-        row[_NUM_STRIDE_HEADER:] += histogram(inside, state.keys, num_bins)
+        keys = _keys_at(entry, state, torch.arange(start, min(start + step, numel), stride))
+        inside = (keys >= state.keys.low) & (keys <= state.keys.high)
+        row[:_NUM_STRIDE_HEADER] += torch.stack([torch.ones_like(keys).sum(), (keys < state.keys.low).sum()])
+        if on_host(row.device):
+            add_histogram(bins, keys[inside], state.keys)
+        else:
+            add_histogram_on_device(bins, keys, state.keys, inside)
 
 
 def _bracket_of_strides(state: Undecided, row: Words) -> Range:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.selection.competition import Range, Undecided, Words, histogram
+from distprune.selection.competition import Range, Undecided, Words, add_histogram
 from distprune.selection.scan import Counts, Entry, Survivors, scan
 
 __all__ = ["NUM_HEADER_WORDS", "Keep", "Tally"]
 
-NUM_HEADER_WORDS = 4  # a row of key counts begins: below the bracket, inside, above, NaNs
+NUM_HEADER_WORDS = 5  # a row of key counts begins: below the bracket, inside, above, NaNs, gone
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
@@ -32,34 +32,40 @@ class Keep:
 
 
 class Tally:
-    """Counts of one entry. Survivors are set aside where they are few, and found anew where they are many."""
+    """Counts of one entry on the CPU. Survivors are set aside where they are few, and found anew where they are many.
+
+    ``num_nans``, ``num_gone`` and ``num_pruned`` (gone ones included) are of all its local elements.
+    """
 
     def __init__(self, entry: Entry, state: Undecided, keep: Keep) -> None:
         self.entry = entry
-        self.num_nans = 0
-        self.mask = torch.empty(entry.geometry.local_shape, dtype=torch.bool, device=entry.scores.device)
+        self.num_nans = self.num_gone = self.num_pruned = 0
+        # numpy asks for huge pages: the first write to a small one takes as long as the rest of the scan.
+        self.mask = torch.from_numpy(np.empty(entry.geometry.local_shape, dtype=np.bool_))
         self._state = state
         self._keep = keep
         self._survivors: Survivors | None = None
-        self._positions: Words | None = None
+        self._positions: torch.Tensor | None = None
 
     @property
     def _bracket(self) -> tuple[int, int]:
         return self._state.keys.low, self._state.keys.high
 
-    def count_keys(self, row: Words) -> None:
+    def count_keys(self, row: torch.Tensor) -> None:
         """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
         if self._survivors is None:
-            if self._state.is_key_known:
+            if self._state.is_key_known or self._state.only_gone:
                 return  # many ties with the k-th key, and nothing left to learn about it
             counts = self._scan_keys(row)
-            self.num_nans = counts.num_nans
+            self.num_nans, self.num_gone, self.num_pruned = counts.num_nans, counts.num_gone, counts.num_below
             if self._state.needs_scan and self.entry.owned:
-                row[:NUM_HEADER_WORDS] += (counts.num_below, counts.num_inside, counts.num_above, counts.num_nans)
+                row[:NUM_HEADER_WORDS] += torch.tensor(
+                    [counts.num_below, counts.num_inside, counts.num_above, counts.num_nans, counts.num_gone]
+                )
         else:
             self._add_keys(row, self._survivors)
 
-    def _scan_keys(self, row: Words) -> Counts:
+    def _scan_keys(self, row: torch.Tensor) -> Counts:
         total = Counts()
         kept: list[Survivors] | None = []
         for counts, found in scan(self.entry, self._state.competition.order, self._bracket, self.mask):
@@ -77,50 +83,52 @@ class Tally:
             self._add_keys(row, self._survivors)
         return total
 
-    def _add_keys(self, row: Words, found: Survivors) -> None:
+    def _add_keys(self, row: torch.Tensor, found: Survivors) -> None:
         if self.entry.owned and len(found.keys):
-            bins = row[NUM_HEADER_WORDS:]
-            bins += histogram(found.keys, self._state.keys, len(bins))
+            add_histogram(row[NUM_HEADER_WORDS:], torch.from_numpy(found.keys), self._state.keys)
 
     def settle_keys(self) -> None:
         """Write what the last round over the keys decided, and set aside only what it did not."""
         if self._survivors is None:
             return
+        before = _num_bytes(self._survivors)
         if self._state.needs_scan:  # the bracket missed: the next scan writes the whole mask again
-            self._keep.num_bytes += _num_bytes(self._survivors)
+            self._keep.num_bytes += before
             self._survivors = None
             return
         low, high = self._bracket
         keys, offsets = self._survivors.keys, self._survivors.offsets
         self._prune(offsets[keys < low])
         left = (keys >= low) & (keys <= high)
-        before = _num_bytes(self._survivors)
         self._survivors = Survivors(offsets[left], keys[left])
         self._keep.num_bytes += before - _num_bytes(self._survivors)
 
-    def count_positions(self, row: Words) -> None:
+    def count_positions(self, row: torch.Tensor) -> None:
         """Add the owned positions inside the state's range, of elements that tie with the k-th key."""
-        if not self.entry.owned or self._state.competition.num_lowest == 0:
+        if not self.entry.owned or self._state.only_gone:
             return
         within = self._state.positions
         for positions in self._positions_of_ties(within):
             inside = positions[(positions >= within.low) & (positions <= within.high)]
             if len(inside):
-                row += histogram(inside, within, len(row))
+                add_histogram(row, inside, within)
 
     def settle_positions(self) -> None:
         """Write the rest of the mask: ties are pruned up to the position that was found."""
-        if self._state.competition.num_lowest == 0:
+        if self._state.only_gone:
             return
-        order = self._state.competition.order
-        if self._survivors is None:
-            parts = (found for _, found in scan(self.entry, order, self._bracket, self.mask))
-        else:
-            parts = (found for found in (self._survivors,))
-        for offsets in (found.offsets for found in parts):
-            self._prune(offsets[self._positions_of(offsets) <= self._state.positions.low])
+        if self._survivors is not None:
+            self._prune_up_to(self._survivors.offsets)
+            return
+        self.num_pruned = 0
+        for counts, found in scan(self.entry, self._state.competition.order, self._bracket, self.mask):
+            self.num_pruned += counts.num_below
+            self._prune_up_to(found.offsets)
 
-    def _positions_of_ties(self, within: Range) -> Iterator[Words]:
+    def _prune_up_to(self, offsets: Words) -> None:
+        self._prune(offsets[(self._positions_of(offsets) <= self._state.positions.low).numpy()])
+
+    def _positions_of_ties(self, within: Range) -> Iterator[torch.Tensor]:
         """Yield the positions of elements whose key is the k-th, all those ``within`` among them."""
         if self._survivors is not None:
             if self._positions is None:
@@ -134,15 +142,13 @@ class Tally:
         for _, found in scan(self.entry, self._state.competition.order, self._bracket, offsets=offsets):
             yield self._positions_of(found.offsets)
 
-    def _positions_of(self, offsets: Words) -> Words:
-        return self.entry.first_position + self.entry.geometry.flat_indices_at(offsets.astype(np.int64, copy=False))
+    def _positions_of(self, offsets: Words) -> torch.Tensor:
+        flat = self.entry.geometry.flat_indices_at(torch.from_numpy(offsets.astype(np.int64, copy=False)))
+        return flat + self.entry.first_position
 
     def _prune(self, offsets: Words) -> None:
-        flat = self.mask.view(-1)
-        if flat.device.type == "cpu":
-            flat.numpy()[offsets] = False  # a third of the time that torch's indexing takes
-        else:
-            flat[torch.from_numpy(offsets.astype(np.int64, copy=False)).to(flat.device)] = False
+        self.num_pruned += len(offsets)
+        self.mask.view(-1).numpy()[offsets] = False  # a third of the time that torch's indexing takes
 
 
 def _num_bytes(survivors: Survivors) -> int:

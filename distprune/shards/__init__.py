@@ -1,21 +1,23 @@
 """Where my elements sit: every layout reduced to flat indices. No communication."""
 
-from distprune.shards.census import Census, checksum, take_census
+from distprune.shards.checksum import checksum
 from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
-from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_shard
+from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.torch_private import Inside, StridedShard, private
 
 __all__ = [
-    "Census",
     "FlatPart",
     "Geometry",
+    "Inside",
     "LocalMatrix",
     "LocalShard",
     "Matrix",
     "Runs",
     "Split",
+    "StridedShard",
     "checksum",
     "chunk_runs",
     "chunk_size",
@@ -28,7 +30,8 @@ __all__ = [
     "is_held",
     "is_laid_out_like",
     "local_of",
+    "local_part",
     "local_shard",
+    "private",
     "runs_of_splits",
-    "take_census",
 ]

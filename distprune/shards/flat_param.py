@@ -14,12 +14,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.torch_private import Inside, private
 
 __all__ = ["FlatPart", "find_flat_parts", "is_flattened"]
+
+_FSDP1 = "torch.distributed.fsdp."
+_reshard = private(_FSDP1 + "_runtime_utils", "_reshard")
+_INSIDE = Inside(
+    "FSDP1",
+    {
+        (_FSDP1 + "_runtime_utils", "_reshard"): (),
+        (_FSDP1 + "_common_utils", "FSDP_FLATTENED"): (),  # "_fsdp_flattened"
+        ("torch.distributed.fsdp", "FullyShardedDataParallel"): ("_handle",),
+        (_FSDP1 + "_flat_param", "FlatParamHandle"): ("flat_param", "uses_sharded_strategy", "process_group"),
+        (_FSDP1 + "_flat_param", "FlatParameter"): (
+            "_local_shard",
+            "_param_infos",
+            "_shapes",
+            "_numels",
+            "_shard_param_infos",
+            "_shared_param_infos",
+        ),
+        (_FSDP1 + "_flat_param", "ParamInfo"): ("param_name", "module"),
+        (_FSDP1 + "_flat_param", "SharedParamInfo"): ("param_name", "module", "prim_param_name", "prim_module"),
+        (_FSDP1 + "_flat_param", "_ShardParamInfo"): (
+            "in_shard",
+            "offset_in_shard",
+            "intra_param_start_idx",
+            "intra_param_end_idx",
+        ),
+    },
+    "shard the model with fully_shard (FSDP2)",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +63,16 @@ class FlatPart:
     def local_shard(self, name: str) -> LocalShard:
         """Return the part as a shard; the flattened parameter is its global shape."""
         if self.mesh_ranks is None:
-            return LocalShard(name, self.local, self.geometry)
-        return LocalShard(name, self.local, self.geometry, owned=True, num_replicas=1, mesh_ranks=self.mesh_ranks)
+            return LocalShard(name, self.local, self.geometry, original_shape=self.shape)
+        return LocalShard(
+            name,
+            self.local,
+            self.geometry,
+            owned=True,
+            num_replicas=1,
+            mesh_ranks=self.mesh_ranks,
+            original_shape=self.shape,
+        )
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
@@ -47,10 +84,16 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], FlatPart]:
     """Return this rank's parts by (id of the module, name in it), tied weights under all their names.
 
     Flat parameters that are still unsharded after a forward are put back to their shards first.
+
+    Raises:
+        NotImplementedError: there is an FSDP1 module, and this torch names its parts differently.
     """
     parts: dict[tuple[int, str], FlatPart] = {}
     for wrapped in model.modules():
-        if not isinstance(wrapped, FullyShardedDataParallel) or wrapped._handle is None:
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            continue
+        _INSIDE.check()
+        if wrapped._handle is None:
             continue
         handle: Any = wrapped._handle
         flat: Any = handle.flat_param

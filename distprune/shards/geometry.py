@@ -8,18 +8,23 @@ reduced to these before anything else runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 __all__ = ["Geometry", "Runs", "Split", "chunk_runs", "runs_of_splits"]
 
 Runs = tuple[tuple[int, int], ...]
 IntArray = npt.NDArray[np.int64]
+
+_ROOT = 92_821_450_643_191  # any number; this one was drawn
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,23 @@ def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:
 class Geometry:
     """The local part of a parameter of ``global_shape``: one dim index for every dim."""
 
+    PRIME: ClassVar[int] = 2**47 - 115  # of fingerprints
+
     global_shape: tuple[int, ...]
     dim_runs: tuple[Runs, ...]
+
+    @staticmethod
+    def rows(global_shape: Sequence[int], start: int, stop: int) -> Geometry:
+        """Return the geometry of a rank that holds rows ``start`` to ``stop``: indices along dim 0, all of the others.
+
+        Raises:
+            ValueError: a scalar, or not 0 <= ``start`` <= ``stop`` <= the number of rows.
+        """
+        shape = tuple(global_shape)
+        if not shape or not 0 <= start <= stop <= shape[0]:
+            raise ValueError(f"rows {start} to {stop} are no stretch of the rows of shape {shape}")
+        whole = Geometry.whole(shape)
+        return Geometry(shape, (((start, stop),) if start < stop else (), *whole.dim_runs[1:]))
 
     @staticmethod
     def whole(global_shape: Sequence[int]) -> Geometry:
@@ -135,36 +155,45 @@ class Geometry:
             start += runs[0][0] * self._strides[dim]
         return start
 
-    def flat_indices(self, start: int, stop: int) -> IntArray:
-        """Return the flat indices of the local elements ``start`` to ``stop`` (row-major local order)."""
-        if stop <= start:
-            return np.empty(0, dtype=np.int64)
-        if self.flat_start is not None:
-            return np.arange(self.flat_start + start, self.flat_start + stop)
+    def fingerprint(self) -> int:
+        """Return the sum of r**i over the flat indices i held, modulo a prime below 2**47.
+
+        Over ranks these add up to that of the whole exactly if every element is held once (but for one chance in
+        thousands): 65,536 of them fit into an int64.
+        """
+        total = 1
+        for dim, runs in enumerate(self.dim_runs):
+            base = pow(_ROOT, self._strides[dim] if self.global_shape else 1, Geometry.PRIME)
+            held = sum(pow(base, stop, Geometry.PRIME) - pow(base, start, Geometry.PRIME) for start, stop in runs)
+            total = total * held * pow(base - 1, -1, Geometry.PRIME) % Geometry.PRIME
+        return total
+
+    def flat_indices(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the flat indices, int64, of the local elements ``start`` to ``stop`` (row-major local order)."""
+        if self.flat_start is not None or stop <= start:
+            first = (self.flat_start or 0) + start
+            return torch.arange(first, first + max(stop - start, 0), device=device)
         row_size = self.local_shape[-1]
         first_row, end_row = start // row_size, -(-stop // row_size)
-        rows = self._row_starts(np.arange(first_row, end_row))
-        if len(rows) == 1:
-            offset = first_row * row_size
-            return np.asarray(rows[0] + _take_range(self.dim_runs[-1], start - offset, stop - offset))
-        grid = (rows[:, None] + _take_range(self.dim_runs[-1], 0, row_size)[None, :]).reshape(-1)
-        return np.asarray(grid[start - first_row * row_size : stop - first_row * row_size])
+        rows = self._row_starts(torch.arange(first_row, end_row, device=device))
+        columns = _global_index(self.dim_runs[-1], torch.arange(row_size, device=device))
+        return (rows[:, None] + columns).view(-1)[start - first_row * row_size : stop - first_row * row_size]
 
-    def flat_indices_at(self, offsets: IntArray) -> IntArray:
-        """Return the flat indices of the local elements at ``offsets`` (any order)."""
-        if len(offsets) == 0:
-            return np.empty(0, dtype=np.int64)
+    def flat_indices_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the flat indices of the local elements at ``offsets`` (int64, any order), on their device."""
+        if self.local_numel == 0:
+            return offsets
         if self.flat_start is not None:
             return offsets + self.flat_start
         row_size = self.local_shape[-1]
-        return self._row_starts(offsets // row_size) + _take(self.dim_runs[-1], offsets % row_size)
+        return self._row_starts(offsets // row_size) + _global_index(self.dim_runs[-1], offsets % row_size)
 
-    def _row_starts(self, rows: IntArray) -> IntArray:
+    def _row_starts(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the flat index at which each local row (all dims but the last, flattened) begins."""
-        starts = np.zeros(len(rows), dtype=np.int64)
+        starts = torch.zeros_like(rows)
         for dim in range(len(self.global_shape) - 2, -1, -1):
             size = self.local_shape[dim]
-            starts += _take(self.dim_runs[dim], rows % size) * self._strides[dim]
+            starts += _global_index(self.dim_runs[dim], rows % size) * self._strides[dim]
             rows = rows // size
         return starts
 
@@ -180,25 +209,13 @@ class Geometry:
         return np.where(held, offsets, 0), held
 
 
-def _take_range(runs: Runs, start: int, stop: int) -> IntArray:
-    pieces = []
-    passed = 0
-    for low, high in runs:
-        begin, end = max(start - passed, 0), min(stop - passed, high - low)
-        if begin < end:
-            pieces.append(np.arange(low + begin, low + end))
-        passed += high - low
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _take(runs: Runs, local: IntArray) -> IntArray:
-    """Return the global index of every local index."""
+def _global_index(runs: Runs, local: torch.Tensor) -> torch.Tensor:
+    """Return the global index along a dim of every local one."""
     if len(runs) == 1:
         return local + runs[0][0]
-    starts = np.array([low for low, _ in runs])
-    firsts = np.cumsum([0, *(high - low for low, high in runs)])[:-1]
-    which = np.searchsorted(firsts, local, side="right") - 1
-    return np.asarray(starts[which] + local - firsts[which])
+    firsts = list(itertools.accumulate((high - low for low, high in runs), initial=0))[:-1]
+    shifts = torch.tensor([low - first for (low, _), first in zip(runs, firsts, strict=True)], device=local.device)
+    return local + shifts[torch.searchsorted(torch.tensor(firsts, device=local.device), local, right=True) - 1]
 
 
 def _find(runs: Runs, index: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -7,12 +7,12 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
-from distprune.shards.local_shard import LocalShard
+from distprune.shards.local_shard import LocalShard, cut
+from distprune.shards.torch_private import StridedShard
 
-__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_shard"]
+__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_part", "local_shard"]
 
 
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
@@ -29,7 +29,7 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
         return _dtensor_shard(name, tensor)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape))
+    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape), tensor=tensor)
 
 
 def is_held(tensor: torch.Tensor) -> bool:
@@ -63,20 +63,53 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def local_part(
+    tensor: torch.Tensor, parameter: torch.Tensor | None, shard: LocalShard | None, what: str
+) -> torch.Tensor:
+    """Return the local part of ``tensor``, a whole or a DTensor of the parameter's shape. No communication.
+
+    ``parameter``: as its module holds it; ``None`` where none does by itself.
+
+    Raises:
+        ValueError: it is laid out in a way that would take communication to bring over.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        if isinstance(parameter, DTensor) and is_laid_out_like(tensor, parameter):
+            local = tensor.to_local()
+            return local if shard is None else local.reshape(shard.local.shape)
+        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
+            layout = (
+                f"a DTensor with {parameter.placements} on {parameter.device_mesh}"
+                if isinstance(parameter, DTensor)
+                else "plain"
+            )
+            raise ValueError(
+                f"the {what} is a DTensor with {tensor.placements} on {tensor.device_mesh}, its parameter is {layout}; "
+                "redistribute it to the parameter's layout, or pass the whole of it on every rank"
+            )
+        tensor = tensor.to_local()
+    if shard is None:
+        return tensor.new_empty(0)
+    return cut(tensor.reshape(shard.geometry.global_shape), shard.geometry).to(shard.local.device)
+
+
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     mesh, global_shape = tensor.device_mesh, tuple(tensor.shape)
     local = tensor.to_local().detach()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         geometry = Geometry.nothing(global_shape)
-        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, owned=False, num_replicas=1)
+        return LocalShard(
+            name, local.new_empty(geometry.local_shape), geometry, owned=False, num_replicas=1, tensor=tensor
+        )
     splits: list[list[Split]] = [[] for _ in global_shape]
     replica_axes: list[int] = []
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             stride = int(placement.split_factor)
             splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis], stride))
-        elif isinstance(placement, Shard):
+        elif type(placement) is Shard:
             splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis]))
         elif isinstance(placement, Replicate):
             replica_axes.append(axis)
@@ -96,7 +129,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
     if local.numel() == 0 == geometry.local_numel:
         local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, owned, len(holders), mesh.mesh.flatten())
+    return LocalShard(name, local, geometry, owned, len(holders), mesh.mesh.flatten(), tensor=tensor)
 
 
 def _replica_ranks(mesh: torch.Tensor, coordinate: list[int], replica_axes: list[int]) -> list[int]:

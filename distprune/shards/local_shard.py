@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
 __all__ = ["LocalShard", "chunk_size", "cut", "flat_chunk", "flat_chunks"]
 
-_CPU_CHUNK = 1 << 16  # elements: the temporaries of one chunk stay in a core's second-level cache
+_CPU_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
 
 
@@ -33,6 +34,8 @@ class LocalShard:
     an FSDP x TP mesh).
 
     ``matrix``: how the parameter is a matrix, where its global shape does not say so (dim 0: outputs).
+    ``tensor`` is the parameter as ``module`` holds it under ``attribute``, where one holds it by itself.
+    ``original_shape``: of the parameter, where the geometry is of the flattened one (FSDP1).
     """
 
     name: str
@@ -42,6 +45,19 @@ class LocalShard:
     num_replicas: int | None = None
     mesh_ranks: torch.Tensor | None = None  # global ranks, 1-D
     matrix: Matrix | None = None
+    tensor: torch.Tensor | None = None
+    module: nn.Module | None = None
+    attribute: str = ""
+    original_shape: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape of the parameter."""
+        return self.geometry.global_shape if self.original_shape is None else self.original_shape
+
+    def as_matrix(self) -> Matrix:
+        """Return how the parameter is a matrix."""
+        return self.matrix or Matrix.of_shape(self.shape)
 
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != self.geometry.local_shape:

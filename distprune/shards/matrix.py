@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from distprune.shards.geometry import Geometry
 
 __all__ = ["LocalMatrix", "Matrix"]
 
 IntArray = npt.NDArray[np.int64]
+Ints = TypeVar("Ints", IntArray, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Matrix:
         """Rows of all matrices together."""
         return self.num_matrices * self.num_out
 
-    def place(self, flat: IntArray) -> tuple[IntArray, IntArray]:
+    def place(self, flat: Ints) -> tuple[Ints, Ints]:
         """Return the row and the column of every flat index."""
         if not self.transposed:
             return flat // max(self.num_in, 1), flat % max(self.num_in, 1)
@@ -84,9 +87,8 @@ class LocalMatrix:
         starts = rows // size * (len(self.columns) * size) + rows % size
         return starts[:, None] + columns[None, :] * size
 
-    def split(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return the local row and the local column of the local elements ``start`` to ``stop``."""
-        offsets = np.arange(start, stop)
+    def split(self, offsets: Ints) -> tuple[Ints, Ints]:
+        """Return the local row and the local column of the local elements at ``offsets``."""
         if self.num_local_out is None:
             return offsets // len(self.columns), offsets % len(self.columns)
         size = self.num_local_out
@@ -99,4 +101,4 @@ def _indices(geometry: Geometry, first: int, last: int) -> IntArray:
     if first == last:
         return np.zeros(1, dtype=np.int64)
     part = Geometry(geometry.global_shape[first:last], geometry.dim_runs[first:last])
-    return part.flat_indices(0, part.local_numel)
+    return part.flat_indices(0, part.local_numel).numpy()

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import Unstructured
-from distprune.calibration import InputStatistics, MomentsOf, prune_blocks
+from distprune.calibration import InputStatistics, MomentsOf
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.collectives import Alone, communicator, gather_features
 from distprune.models import linear_maps
+from distprune.oneshot import prune_blocks
 from tests.architectures import samples, tiny_model
 from tests.worlds import ProcessPool, RankError, drawing, run_threads
 

@@ -234,7 +234,8 @@ def test_rounds_and_bytes(of: MomentsOf) -> None:
     assert used.num_rounds == (5 if of == "features" else 6)
     numbers = 13 * 33 if of == "features" else 6 * 10 + 2 * 3
     who_shares = len(json.dumps([{"0": "0", "1": "1"}, {"0": 2, "1": 2}]))
-    assert used.num_bytes == 72 + 8 + who_shares + 8 * numbers + 2 * 8
+    flags = 8 * (used.num_rounds - 2)  # who shares takes two rounds; all others carry whether a rank has failed
+    assert used.num_bytes == flags + 8 + who_shares + 8 * numbers + 2 * 8
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])

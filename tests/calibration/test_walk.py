@@ -188,3 +188,29 @@ def test_nan_is_an_error_on_all_ranks() -> None:
     for error in run_threads(2, advance_with_nan, catch=True):
         assert isinstance(error, ValueError)
         assert "block 'layers.0' puts out NaN or Inf for 1 of this rank's 1 samples" in str(error)
+
+
+class Shifted(nn.Module):
+    """Between two blocks something is added to hidden states: to a copy, or in place."""
+
+    def __init__(self, in_place: bool, shift: float) -> None:
+        super().__init__()
+        self.in_place, self.shift = in_place, shift
+        with drawing(0):
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == 2:
+                x = x.add_(self.shift) if self.in_place else x + self.shift
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hidden_states_changed_between_blocks(in_place: bool) -> None:
+    batch = {"x": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match=r"block 'layers.2' is not given what 'layers.1' puts out"):
+        catch_inputs(Shifted(in_place, 1.0), [batch])
+    assert len(catch_inputs(Shifted(in_place, 0.0), [batch]).blocks) == 3  # other tensors of the same values are fine

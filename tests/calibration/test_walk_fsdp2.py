@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from distprune import Unstructured
-from distprune.calibration import catch_inputs, prune_blocks, spread
+from distprune.calibration import catch_inputs, spread
 from distprune.collectives import communicator
 from distprune.masks import reset_forward
 from distprune.models import decoder_blocks
+from distprune.oneshot import prune_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.calibration.test_walk import block_outputs
 from tests.worlds import ProcessPool

@@ -31,7 +31,7 @@ def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     model = load_model(folder, mesh=mesh)
     if prune:
-        prune_model(model, method="random", amount=0.4, seed=3)
+        prune_model(model, 0.4, score="random", seed=3)
     save_model(model, open_directory(folder), target)
 
 
@@ -64,7 +64,7 @@ def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, dtype: torch.dtype) -
         seen.append(digests(target))
     plain, target = load_model(folder), tmp_path / "plain"
     target.mkdir()
-    prune_model(plain, method="random", amount=0.4, seed=3)
+    prune_model(plain, 0.4, score="random", seed=3)
     save_model(plain, open_directory(folder), target)
     assert seen == [digests(target)] * 5
 
@@ -200,7 +200,7 @@ def test_a_model_that_changes_its_weights_while_it_runs(tmp_path: Path) -> None:
 
     def save(evaluate: bool) -> None:
         model = load_model(folder)
-        prune_model(model, method="magnitude", amount=0.5)
+        prune_model(model, 0.5)
         with torch.no_grad():
             if evaluate:
                 model(torch.arange(8).view(1, 8))

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 
-from distprune import Unstructured
-from distprune.cli.one_shot_job import OneShotJob
-from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.jobs.conftest import model_folder, text_file
+
+__all__ = ["model_folder", "text_file"]
 
 
 @pytest.fixture(autouse=True)
@@ -17,34 +14,3 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name in ("PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of single characters."""
-    folder = make_model(tmp_path_factory.mktemp("llama") / "model")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    """A job over copies of the model and the text, which a test may spoil."""
-    shutil.copytree(model_folder, tmp_path / "model")
-    shutil.copyfile(text_file, tmp_path / "text.txt")
-    return OneShotJob(
-        str(tmp_path / "model"),
-        str(tmp_path / "outputs" / "out"),
-        "sparsegpt",
-        Unstructured(0.5),
-        str(tmp_path / "text.txt"),
-        samples=5,
-        sequence_length=24,
-    )

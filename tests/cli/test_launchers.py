@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from distprune.cli import launchers
-from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank, schedule_as_batch, started
-from tests.cli.test_launches import by_hand
+from distprune.cli import launchers, ranks
+from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank
+from distprune.cli.ranks import Launch, schedule_as_batch
 
 TORCHRUN = {
     "RANK": "5",
@@ -178,38 +179,39 @@ def test_ranks_share_the_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
-    launchers._share_cores(local_size)
+    ranks._share_cores(local_size)
     assert set_to[-1] == threads
 
 
+@pytest.fixture
+def _sigterm_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_sigterm_as_before")
 def test_one_process_needs_no_process_group() -> None:
-    with started("cpu", 10) as ranks:
-        assert (ranks.comm.size, ranks.device, ranks.mesh) == (1, torch.device("cpu"), None)
-        assert not torch.distributed.is_initialized()
+    launch = Launch()
+    assert (launch.start("cpu", 10), launch.rank) == (torch.device("cpu"), 0)
+    assert not torch.distributed.is_initialized()
+    assert launch.leave(1)  # nobody else says why
 
 
 def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="no CUDA device"), started("cuda", 10):
-        pass
+    with pytest.raises(ValueError, match="no CUDA device"):
+        Launch().start("cuda", 10)
 
 
-def test_sigterm_unwinds_the_stack() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    cleaned = False
-
-    def work() -> None:
-        nonlocal cleaned
-        with started("cpu", 10):
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-            finally:
-                cleaned = True
-
+@pytest.mark.usefixtures("_sigterm_as_before")
+def test_sigterm_unwinds_the_stack_until_the_work_is_done() -> None:
+    launch = Launch()
+    launch.start("cpu", 10)
     with pytest.raises(SystemExit, match="143"):
-        work()
-    assert cleaned
-    assert signal.getsignal(signal.SIGTERM) == before
+        os.kill(os.getpid(), signal.SIGTERM)
+    launch.finish()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has scheduling policies")
@@ -235,16 +237,15 @@ def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("huge pages are not for those who ask")
-    environment = {**os.environ, **by_hand(1)[0]}
+    environment = {**os.environ}
     environment.pop("THP_MEM_ALLOC_ENABLE", None)
     if chosen is not None:
         environment["THP_MEM_ALLOC_ENABLE"] = chosen
     program = (
         "import torch, distprune.cli.main\n"
-        "from distprune.cli.launchers import started\n"
-        "with started('cpu', 30):\n"
-        "    taken = torch.ones(1 << 24)\n"
-        "    print(open('/proc/self/smaps_rollup').read())"
+        "distprune.cli.ranks.use_huge_pages()\n"
+        "taken = torch.ones(1 << 24)\n"
+        "print(open('/proc/self/smaps_rollup').read())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True

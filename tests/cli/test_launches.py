@@ -49,7 +49,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_
 
 
 def arguments(model: Path, output: Path, text: Path, num_tokens: int = 320) -> list[str]:
-    line = f"--amount 0.3 --eval-tokens {num_tokens} --eval-length 16 --timeout 60"
+    line = f"--sparsity 0.3 --eval-tokens {num_tokens} --eval-length 16 --timeout 60"
     return ["prune", str(model), "--output", str(output), "--eval", str(text), *line.split()]
 
 

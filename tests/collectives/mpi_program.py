@@ -10,35 +10,48 @@ import torch
 from typing_extensions import override
 
 import distprune
-from distprune.collectives import MpiRanks, communicator
+from distprune.collectives import Alone, MpiRanks, communicator
 from tests.collectives.checks import check_all
+from tests.contract import own_cases
 from tests.pattern_oracle import keep_in_pattern
-from tests.test_contract import KINDS, METHODS, SCOPES, SEED, oracle, whole_model
+from tests.test_contract import KINDS, SCOPES, SCORES, SEED, oracle, whole_model
 
 
 def check_pruning(world: Any) -> None:
     """Rows spread by hand, as an MPI program would; some ranks hold none."""
     rank, size = world.Get_rank(), world.Get_size()
-    for method in METHODS:
+    for score in SCORES:
         for scope in SCOPES:
-            for kind, amount, again in KINDS:
+            for kind, sparsity in KINDS:
                 for dtype in (torch.float32, torch.bfloat16):
                     model = whole_model(kind, dtype, [(7, 5), (2, 3), (4, 2, 3)])
-                    expected = oracle(model, method, scope, amount, again)
-                    shards = []
-                    for name, whole in model.items():
-                        low, high = (whole.shape[0] * i // size for i in (rank, rank + 1))
-                        runs = (((low, high),), *(((0, n),) for n in whole.shape[1:]))
-                        geometry = distprune.Geometry(tuple(whole.shape), runs if low < high else ((), *runs[1:]))
-                        rows = whole[low:high].clone()
-                        shards.append(distprune.LocalShard(name, rows, geometry, owned=True, num_replicas=1))
-                    distprune.prune_shards(
-                        shards, method=method, scope=scope, amount=amount, seed=SEED, again=again, group=world
-                    )
+                    expected = oracle(model, score, scope, sparsity)
+                    shards = _rows(model, rank, size)
+                    distprune.prune_shards(shards, sparsity, score=score, scope=scope, seed=SEED, group=world)
                     for shard, whole in zip(shards, expected.values(), strict=True):
-                        runs_of_rows = shard.geometry.dim_runs[0]
-                        wanted = whole[slice(*runs_of_rows[0])] if runs_of_rows else whole[:0]
-                        assert torch.equal(shard.local, wanted), (rank, method, scope, kind, shard.name)
+                        wanted = whole[slice(*shard.geometry.dim_runs[0][0])] if shard.local.numel() else whole[:0]
+                        assert torch.equal(shard.local, wanted), (rank, score, scope, kind, shard.name)
+
+
+def _rows(model: dict[str, torch.Tensor], rank: int, size: int) -> list[distprune.LocalShard]:
+    shards = []
+    for name, whole in model.items():
+        low, high = (whole.shape[0] * i // size for i in (rank, rank + 1))
+        geometry = distprune.Geometry.rows(whole.shape, low, high)
+        shards.append(distprune.LocalShard(name, whole[low:high].clone(), geometry, owned=True, num_replicas=1))
+    return shards
+
+
+def check_own_score_and_pattern(world: Any) -> None:
+    """Ranks that hold rows come to what one process comes to."""
+    for case in own_cases():
+        model = whole_model("ties", torch.float32, [(6, 12), (2, 4), (8, 20)])
+        alone, spread = _rows(model, 0, 1), _rows(model, world.Get_rank(), world.Get_size())
+        distprune.prune_shards(alone, group=Alone(), **case)
+        distprune.prune_shards(spread, group=world, **case)
+        for shard, whole in zip(spread, alone, strict=True):
+            wanted = whole.local[slice(*shard.geometry.dim_runs[0][0])] if shard.local.numel() else whole.local[:0]
+            assert torch.equal(shard.local, wanted), (case, shard.name)
 
 
 def check_patterns(world: Any) -> None:
@@ -55,9 +68,7 @@ def check_patterns(world: Any) -> None:
             geometry = distprune.Geometry(tuple(whole.shape), (((0, whole.shape[0]),), columns))
             part = whole[:, low:high].clone()
             shards.append(distprune.LocalShard(name, part, geometry, owned=True, num_replicas=1))
-        distprune.prune_shards(shards, method="magnitude", pattern=pattern, group=world)
-        if isinstance(pattern, distprune.Block):
-            keep = keep_in_pattern(pattern, list(model), list(model.values()), left, zeros="first", scope="global")
+        distprune.prune_shards(shards, pattern=pattern, group=world)
         for shard, whole, kept in zip(shards, model.values(), keep, strict=True):
             (low, high), *_ = shard.geometry.dim_runs[1] or ((0, 0),)
             assert torch.equal(shard.local, whole.masked_fill(~kept, 0)[:, low:high]), (rank, pattern, shard.name)
@@ -117,6 +128,7 @@ def main() -> None:
         check_duplicates(world)
         check_pruning(world)
         check_patterns(world)
+        check_own_score_and_pattern(world)
     except BaseException:
         import traceback
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models import linear_maps
+from distprune.models import dense_weights, linear_maps
 from tests.architectures import tiny_model
 
 
@@ -54,3 +54,19 @@ def test_routers_are_told_by_where_they_stand(make: Any) -> None:
 def test_without_experts_nothing_is_a_router() -> None:
     block = nn.ModuleDict({"a": nn.Linear(8, 4), "one": nn.Linear(8, 1), "list": nn.ModuleList([nn.Linear(8, 8)])})
     assert list(linear_maps(block)) == ["a", "list.0"]
+
+
+def test_why_others_stay_dense() -> None:
+    block = nn.Module()
+    block.experts = listed(4)
+    block.gate = nn.Linear(8, 4)
+    block.scale = nn.Linear(8, 1)
+    block.conv = nn.Conv1d(8, 8, 3)
+    block.own = nn.Parameter(torch.ones(4, 8))
+    unknown = "not the weight of a linear layer that this library knows"
+    assert dense_weights(block) == {
+        "own": unknown,
+        "gate.weight": "a router",
+        "scale.weight": "a gate: it has one output",
+        "conv.weight": unknown,
+    }

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from distprune.collectives import Alone, Communicator, Traffic, communicator
-from distprune.scores import Magnitude
-from distprune.selection import (
-    Competition,
-    Entry,
-    NonZero,
-    Selection,
-    common_order,
-    kth_value,
-    sampling,
-    select_lowest,
-    tally,
-)
+from distprune.scores import LocalScores, Magnitude
+from distprune.selection import Competition, Entry, common_order, sampling, select_lowest, tally
 from distprune.shards import Geometry, LocalShard
-from tests.oracle import keep_highest
 from tests.worlds import run_threads
 
 
+@dataclass(frozen=True)
+class Selected:
+    masks: list[torch.Tensor]
+    thresholds: list[float | int | None]
+
+
 def select(
-    comm: Communicator, parts: Sequence[torch.Tensor], numel: int, first: int, ks: Sequence[int], masks: bool = False
-) -> Selection:
+    comm: Communicator,
+    parts: Sequence[torch.Tensor],
+    numel: int,
+    first: int,
+    ks: Sequence[int],
+    gone: torch.Tensor | None = None,
+) -> Selected:
     """Select in one competition for each of ``parts``, of which this rank holds rows from ``first`` on."""
     order = common_order([("magnitude", parts[0].dtype)])
-    competitions = [Competition(f"c{i}", order, numel, numel - masks, k) for i, k in enumerate(ks)]
-    entries = []
-    for i, part in enumerate(parts):
-        geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
-        shard = LocalShard(f"c{i}", part, geometry, True, 1)
-        eligible = None
-        if masks:  # the very first element is out
-            mask = torch.ones(part.shape)
-            mask[: 1 - first] = 0
-            eligible = NonZero(mask)
-        entries.append(Entry(f"c{i}", Magnitude(shard), geometry, True, i, 0, eligible))
-    return select_lowest(comm, competitions, entries)
+    competitions = [Competition(f"c{i}", order, numel, k) for i, k in enumerate(ks)]
+
+    def entries() -> list[Entry]:
+        found = []
+        for i, part in enumerate(parts):
+            geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
+            scores = LocalScores(LocalShard(f"c{i}", part, geometry, True, 1), Magnitude(), {}, gone)
+            found.append(Entry(f"c{i}", scores, geometry, True, i, 0))
+        return found
+
+    selection = select_lowest(comm, competitions, entries)
+    chosen = selection.settle()
+    assert [each.num_pruned for each in chosen] == [int((~each.mask).sum()) for each in chosen]
+    return Selected([each.mask for each in chosen], selection.thresholds)
 
 
 def check(values: torch.Tensor, k: int) -> None:
@@ -128,12 +131,25 @@ def test_many_threads_change_nothing() -> None:
     assert int((~masks[0]).sum()) == 1_234_567
 
 
-def test_ineligible_elements_are_out() -> None:
-    values = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    (mask,) = select(Alone(), [values], 4, 0, [1], masks=True).masks
-    assert mask.tolist() == [False, True, False, True]
-    (wanted,) = keep_highest([values.abs()], [torch.tensor([False, True, True, True])], 1)
+@pytest.mark.parametrize("num_gone", [0, 3, 60_000, 100_000])
+@pytest.mark.parametrize("k", [0, 2, 3, 59_999, 60_000, 60_001, 100_000])
+def test_what_is_gone_goes_first(num_gone: int, k: int) -> None:
+    torch.manual_seed(6)
+    values, gone = torch.randn(100_000), torch.ones(100_000)
+    gone[torch.randperm(100_000)[:num_gone]] = 0
+    (mask,) = select(Alone(), [values], 100_000, 0, [k], gone).masks
+    lowest = values.abs().where(gone != 0, -1).sort(stable=True).indices
+    wanted = torch.ones(100_000, dtype=torch.bool)
+    wanted[lowest[: max(k, num_gone)]] = False
     assert torch.equal(mask, wanted)
+
+
+def test_nothing_new_goes_where_enough_is_gone() -> None:
+    values, gone = torch.randn(1 << 18), torch.arange(1 << 18) % 2
+    comm = Alone()
+    selected = select(comm, [values], 1 << 18, 0, [1 << 17], gone)
+    assert selected.thresholds == [None]
+    assert comm.traffic.num_rounds == 3  # two to sample, one to count
 
 
 @pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
@@ -151,7 +167,7 @@ def test_nan_raises_on_every_rank_and_names_the_tensor(nan: float) -> None:
 
 
 def test_more_than_there_are() -> None:
-    with pytest.raises(ValueError, match="5 elements are to be pruned, 4 are left"):
+    with pytest.raises(ValueError, match="5 elements are to be pruned, there are 4"):
         select(Alone(), [torch.ones(4)], 4, 0, [5])
 
 
@@ -194,7 +210,7 @@ def test_rounds_and_bytes_do_not_grow_with_elements(num_tensors: int, dtype: tor
     if num_tensors == 1:
         assert small.num_bytes == (2 + num_key_rounds) * (64 << 10) + 2 * (128 << 10) <= 1 << 20
     else:
-        assert small.num_bytes == small.num_rounds * num_tensors * (16 << 10)
+        assert small.num_bytes == small.num_rounds * (num_tensors * ((16 << 10) - 8) + 8)
 
 
 def test_positions_take_no_round_where_no_tie_is_broken() -> None:
@@ -213,4 +229,5 @@ def test_64_bit_scores_stay_within_ten_rounds() -> None:
 
 
 def test_nothing_to_do() -> None:
-    assert select_lowest(Alone(), [], []) == kth_value.Selection([], [])
+    selection = select_lowest(Alone(), [], list)
+    assert (selection.thresholds, selection.settle()) == ([], [])

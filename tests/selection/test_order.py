@@ -39,14 +39,23 @@ def test_by_magnitude(dtype: torch.dtype) -> None:
 def test_nan_has_no_place(dtype: torch.dtype, by: str) -> None:
     order = Order(by, dtype)  # type: ignore[arg-type]
     for nan in (torch.tensor([torch.nan], dtype=dtype), -torch.tensor([torch.nan], dtype=dtype)):
-        key = int(order.keys(nan))
-        assert key > order.last or key < order.first
+        assert int(order.keys(nan)) > order.last
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zeros_may_be_gone(dtype: torch.dtype) -> None:
+    order = common_order([("magnitude", dtype)], zeros_gone=True)
+    keys = order.keys(torch.tensor([0.0, -0.0, 1e-7, -2.0], dtype=dtype)).tolist()
+    assert keys[:2] == [order.gone] * 2
+    assert order.first <= keys[2] < keys[3] <= order.last
+    assert common_order([("value", dtype)], zeros_gone=True) == Order("value", dtype)
 
 
 def test_integers_are_their_own_keys() -> None:
     order = common_order([("value", torch.int32)])
     assert order.keys(torch.tensor([-5, 0, 2**31 - 1], dtype=torch.int32)).tolist() == [-5, 0, 2**31 - 1]
-    assert (order.first, order.last) == (-(2**31), 2**31 - 1)
+    assert (order.gone, order.first, order.last) == (-(2**31), -(2**31) + 1, 2**31 - 1)
+    assert int(order.keys(torch.tensor(-(2**31), dtype=torch.int32))) == order.first  # nothing is gone by its score
     assert order.value(-5) == -5
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distprune.shards import Geometry, Split, runs_of_splits
+from distprune.shards.geometry import _ROOT
 
 
 def indices(runs: tuple[tuple[int, int], ...]) -> list[int]:
@@ -80,10 +81,12 @@ def test_flat_indices(geometry: Geometry) -> None:
         local = whole.new_empty(0)
     assert tuple(local.shape) == geometry.local_shape
     flat = local.flatten().numpy()
-    for start, stop in itertools.combinations(range(geometry.local_numel + 1), 2):
+    for start, stop in itertools.combinations_with_replacement(range(geometry.local_numel + 1), 2):
         assert np.array_equal(geometry.flat_indices(start, stop), flat[start:stop])
-    offsets = np.arange(geometry.local_numel)[::-1].copy()
+    offsets = torch.arange(geometry.local_numel).flip(0)
     assert np.array_equal(geometry.flat_indices_at(offsets), flat[::-1])
+    prime, root = Geometry.PRIME, _ROOT
+    assert geometry.fingerprint() == sum(pow(root, int(i), prime) for i in flat) % prime
     if geometry.flat_start is not None:
         assert np.array_equal(flat, np.arange(geometry.flat_start, geometry.flat_start + len(flat)))
     everything = np.arange(geometry.global_numel)

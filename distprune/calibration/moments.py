@@ -1,0 +1,52 @@
+"""What is known of an input once samples and ranks are summed up; see :mod:`distprune.calibration.statistics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from distprune.calibration.homes import Home
+
+__all__ = ["EVERYWHERE", "Moments", "MomentsOf"]
+
+MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
+
+EVERYWHERE = Home(0, spread=True)
+_CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the inputs of ``names``, which are the same, over all ranks' tokens.
+
+    ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
+    ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
+    the ``home`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
+    """
+
+    names: tuple[str, ...]
+    num_tokens: int
+    values: torch.Tensor
+    sketch: torch.Tensor | None = None
+    home: Home = EVERYWHERE
+
+    @property
+    def square_sums(self) -> torch.Tensor:
+        """Sum of squares of each input feature, (in,)."""
+        return self.values if self.values.ndim == 1 else self.values.diagonal()
+
+    def squared_output(self, weight: torch.Tensor) -> float:
+        """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or estimated by the sketch.
+
+        Without tokens the inputs count as white: X^T X = 1.
+        """
+        if not self.num_tokens:
+            return float(weight.float().square().sum(dtype=torch.float64))
+        total = torch.zeros((), dtype=torch.float64, device=weight.device)
+        for some in torch.split(weight, max(1, _CHUNK // max(weight.shape[1], 1))):
+            w = some.float()
+            squared = (w @ self.values).mul_(w) if self.sketch is None else (w @ self.sketch).square_()
+            total += squared.sum(dtype=torch.float64)
+        return float(total) / (1 if self.sketch is None else self.sketch.shape[1])

@@ -1,0 +1,116 @@
+"""Where ranks tell each other that they end, so that nobody waits for one that is gone.
+
+The store lies with torchrun's agent or, under other launchers, on the first rank. A thread on every rank looks
+there: when a rank has ended early, or the store is gone, this one ends too, even if it hangs in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from distprune.cli.launchers import Start
+
+__all__ = ["Meeting"]
+
+_GRACE = 5.0  # seconds for a rank to end by itself, once another has or a signal has come
+_POLL = 0.5  # seconds
+_GOODBYE = 2.0  # seconds for all to say that they end too
+_LONGEST_GOODBYE = 60.0  # seconds the first rank waits for others that have not come yet, or are not done yet
+_HERE, _DONE, _ENDED, _FIRST_HAS_ENDED = (f"distprune/{key}" for key in ("here", "done", "ended", "first ended"))
+
+
+class Meeting:
+    """All ranks of a launch. Every rank must make one; waits for the first rank's, not for the others'."""
+
+    def __init__(self, start: Start, timeout: timedelta) -> None:
+        self._rank, self._size = start.rank, start.size
+        self.store = _store(start, timeout)
+        self._store_of_threads = self.store.clone()  # a rank that waits in a store keeps it locked
+        self.store.add(_HERE, 1)
+        self._is_over = False
+
+    def attend(self) -> None:
+        """End this process within seconds when another rank has ended early, or a signal has come. Returns at once."""
+        heard, signalled = socket.socketpair()
+        signalled.setblocking(False)
+        signal.set_wakeup_fd(signalled.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._attend_signals, args=(heard,), daemon=True).start()
+        threading.Thread(target=self._attend_others, daemon=True).start()
+
+    def _attend_signals(self, heard: socket.socket) -> None:
+        self._end_soon(128 + heard.recv(1)[0])
+        with suppress(RuntimeError):
+            self._store_of_threads.set(_ENDED, "")
+
+    def _attend_others(self) -> None:
+        with suppress(RuntimeError):  # the store is gone, and the first rank with it
+            while not self._is_over and not self._store_of_threads.check([_ENDED]):
+                time.sleep(_POLL)
+        self._end_soon(1)
+
+    def _end_soon(self, code: int) -> None:
+        """End the process after a grace, if it has not ended by itself, even if it hangs in a collective."""
+
+        def end() -> None:
+            if not self._is_over:
+                if self._rank == 0 and code == 1:
+                    os.write(2, b"error: another rank has ended, and so does this one\n")
+                os._exit(code)
+
+        threading.Timer(_GRACE, end).start()
+
+    def finish(self) -> None:
+        """Say that this rank has done its work. The first rank, which may hold the store, waits for the others."""
+        self._is_over = True
+        with suppress(RuntimeError):
+            self.store.add(_DONE, 1)
+            if self._rank == 0:
+                self._until(lambda: self._count(_DONE) == self._size, _LONGEST_GOODBYE)
+
+    def leave(self, code: int) -> bool:
+        """Tell the others that this rank ends early; return whether it has to say why, or the first rank has.
+
+        If the store does not answer, the process ends with ``code``.
+        """
+        self._is_over = True
+        longest = _GOODBYE if self._rank else _LONGEST_GOODBYE + _GOODBYE
+        threading.Timer(longest + _GRACE, os._exit, [code]).start()
+        try:
+            if self._rank == 0:
+                self.store.set(_FIRST_HAS_ENDED, "")
+            self.store.set(_ENDED, "")
+            if self._rank > 0:
+                first_has_ended = self._until(lambda: self.store.check([_FIRST_HAS_ENDED]), _GOODBYE)
+                self.store.add(_DONE, 1)
+                return not first_has_ended
+            # A rank that comes later would find no store, and wait for one.
+            self._until(lambda: self._count(_HERE) == self._size, _LONGEST_GOODBYE)
+            self._until(lambda: self._count(_DONE) == self._size - 1, _GOODBYE)
+        except RuntimeError:  # the store is gone, and the first rank with it
+            pass
+        return True
+
+    def _count(self, key: str) -> int:
+        return int(self.store.add(key, 0))
+
+    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (met := condition()) and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+        return met
+
+
+def _store(start: Start, timeout: timedelta) -> Any:
+    with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = start.rank == 0 and not with_torchrun
+    return TCPStore(start.host, start.port, start.size, is_host, timeout, wait_for_workers=False)

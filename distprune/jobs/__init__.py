@@ -1,0 +1,23 @@
+"""Whole jobs, from model directory to model directory, callable from Python; ``distprune.cli`` only shows them.
+
+>>> from distprune.jobs import PruneJob, run_prune_job
+>>> report = run_prune_job(PruneJob(model="llama", output="pruned", sparsity=0.5))  # doctest: +SKIP
+
+Call them in one process, or on every rank of an initialized process group.
+"""
+
+from distprune.jobs.figures import Kind, kinds_of, mean_error
+from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
+from distprune.jobs.prune import PruneJob, run_prune_job
+from distprune.jobs.watcher import Watcher
+
+__all__ = [
+    "Kind",
+    "OneShotJob",
+    "PruneJob",
+    "Watcher",
+    "kinds_of",
+    "mean_error",
+    "run_one_shot_job",
+    "run_prune_job",
+]

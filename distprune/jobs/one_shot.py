@@ -1,0 +1,210 @@
+"""The one-shot job: load, prune block by block with calibration text, write each block as it is done."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from distprune.calibration import load_samples
+from distprune.checkpoint import ModelWriter, load_tokenizer, locking
+from distprune.collectives import together
+from distprune.jobs.picture import PICTURE_NAME, can_draw, write_picture
+from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
+from distprune.jobs.unfinished import Unfinished, open_unfinished
+from distprune.jobs.watcher import Watcher
+from distprune.models import decoder_blocks
+from distprune.oneshot import BlockReport, OneShotMethod, prune_blocks
+from distprune.patterns import Pattern, as_pattern
+
+__all__ = ["OneShotJob", "run_one_shot_job"]
+
+_INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShotJob(Job):
+    """Prune with calibration text; the fields of :class:`Job`, and those of ``prune_blocks``.
+
+    Args:
+        method: a solver's name.
+        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
+        pattern: one, or its text; N:M says itself how much is pruned.
+        calibration: a text or JSON-lines file, of which ``samples`` sequences of ``sequence_length`` tokens are used.
+        offload: keep activations on the CPU between blocks.
+        resume: go on where a job that was killed has stopped.
+    """
+
+    method: OneShotMethod
+    sparsity: float | None = None
+    pattern: Pattern | str | None = None
+    calibration: str
+    samples: int = 128
+    sequence_length: int = 2048
+    offload: bool = False
+    resume: bool = False
+
+    @override
+    def check(self) -> None:
+        if self.resume and not self.overwrite and (Path(self.output) / REPORT_NAME).is_file():
+            raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
+        as_pattern(self.pattern, self.sparsity)
+        super().check()
+
+    @override
+    def inputs(self) -> list[str]:
+        return [*super().inputs(), self.calibration]
+
+
+def run_one_shot_job(
+    job: OneShotJob,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Run the job and return its report.
+
+    A finished block is on the disk, beside the output. A job that was killed goes on with ``resume`` after its
+    last block that is as it was written, and ends with the same bytes. Where no block is done, ``resume`` begins
+    at the first one, and says so: the same call serves for every start. The number of ranks must be the same,
+    since it decides in which order activations are summed.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
+    job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
+            the model or the text; the message says which.
+        FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
+    """
+    run = Run(job, group, device, watcher)
+    draws = can_draw(run.told.say)
+    with locking(run.comm, run.output):
+        with together(run.comm):
+            tokenizer = load_tokenizer(run.directory.path)
+        model = run.load()
+        samples = load_samples(
+            tokenizer,
+            job.calibration,
+            model,
+            num_samples=job.samples,
+            sequence_length=job.sequence_length,
+            group=run.comm,
+        )
+        with open_unfinished(
+            run.comm,
+            run.output,
+            _facts(job, run, samples),
+            resume=job.resume,
+            overwrite=job.overwrite,
+            inputs=run.inputs,
+        ) as unfinished:
+            return _fill(job, run, model, samples, unfinished, draws=draws)
+
+
+def _fill(
+    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished, *, draws: bool
+) -> dict[str, Any]:
+    """Do the work, write all that makes the output, and return the report."""
+    writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
+    first = _begin(job, run, model, writer, unfinished)
+    with clock(run.seconds, "prune"):
+        pruning = _prune(job, run, model, samples, writer, unfinished)
+    after = run.evaluate(model, "after")
+    with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
+        writer.write(updated=_updated(job, decoder_blocks(model)), progress=progress)
+    report = run.report(unfinished.entries["perplexity_before"], after, {**pruning, "resumed_at": first})
+    with together(run.comm):
+        if run.comm.rank == 0:
+            write_report(report, unfinished.folder)
+            if draws:
+                title = f"{run.directory.path.name}: {job.method}, {pruning['pattern']}"
+                write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
+    run.told.check()
+    return report
+
+
+def _facts(job: OneShotJob, run: Run, samples: torch.Tensor) -> dict[str, Any]:
+    """Return what must be the same when the job is resumed."""
+    with together(run.comm):
+        sampled = run.directory.sample() if run.comm.rank == 0 else ""
+    return {
+        **job.flags(),
+        "model files": run.directory.fingerprint(),
+        "model weights": run.comm.broadcast(sampled),
+        "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),
+        "ranks": run.comm.size,
+    }
+
+
+def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unfinished: Unfinished) -> int:
+    """Evaluate and make the files, or read back what is done; return the first block that is to be pruned."""
+    say, num_blocks = run.told.say, len(decoder_blocks(model))
+    if not unfinished.blocks:
+        if job.resume:
+            say("nothing was recorded yet: starting at the first block")
+        unfinished.entries["perplexity_before"] = run.evaluate(model, "before")
+        writer.allocate()
+        return 0
+    with together(run.comm):
+        small = {path.name for path in run.directory.small_files}
+        unfinished.check_files(
+            {file.path.name for file in writer.files} | small | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME}
+        )
+    writer.allocate()  # what is there of the weights stays
+    damaged = unfinished.restore(writer, decoder_blocks(model))
+    first = len(unfinished.blocks)
+    if damaged is not None:
+        say(f"{damaged} is not on the disk as it was written: it is pruned again")
+    say(f"going on at block {first} of {num_blocks}")
+    return first
+
+
+def _prune(
+    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, writer: ModelWriter, unfinished: Unfinished
+) -> dict[str, Any]:
+    """Prune and write the blocks that are not on the disk yet; return the report on all of them.
+
+    Beside the stages of ``prune_blocks`` a block's seconds have ``write``, its digest included.
+    """
+    comm, blocks = run.comm, decoder_blocks(model)
+
+    def on_block(index: int, block: BlockReport) -> None:
+        entry = block.to_dict()
+        with clock(entry["seconds"], "write"):
+            with together(comm):
+                try:
+                    writer.write([block.name], updated=_updated(job, blocks))
+                except OSError as error:
+                    kept = f"; {index} of {len(blocks)} blocks are kept, --resume goes on with them" if index else ""
+                    raise OSError(error.errno, f"cannot write {block.name!r}: {error.strerror}{kept}") from error
+            digest = unfinished.digest(blocks[index][1])
+        # Local from here on: what one rank raises, prune_blocks raises on all.
+        unfinished.record(entry, digest)
+        run.told.block(entry, len(blocks))
+        run.told.check_here()
+
+    report = prune_blocks(
+        model,
+        samples,
+        method=job.method,
+        pattern=as_pattern(job.pattern, job.sparsity),
+        group=comm,
+        seed=job.seed,
+        offload=job.offload,
+        first_block=len(unfinished.blocks),
+        on_block=on_block,
+    )
+    return {**report.to_dict(), "blocks": unfinished.blocks}
+
+
+def _updated(job: OneShotJob, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+    """Return the modules whose weights the method changes where it does not prune them."""
+    return [name for name, _ in blocks] if job.method == "sparsegpt" else []

@@ -1,0 +1,91 @@
+"""The picture of a one-shot job: relative error and sparsity by depth, a line for each kind of linear map."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distprune.checkpoint import import_extra
+from distprune.jobs.figures import Kind, kinds_of
+
+__all__ = ["PICTURE_NAME", "can_draw", "draw", "write_picture"]
+
+PICTURE_NAME = "report.png"
+
+_INCHES, _DOTS_PER_INCH = (9.0, 7.0), 150
+_COLORS = 10  # of matplotlib's cycle; beyond them the strokes change
+_STROKES = ("-", "--", ":", "-.")
+
+
+def can_draw(say: Callable[[str], None]) -> bool:
+    """Return whether matplotlib is installed, and say so where it is not. Imports nothing; local."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    say(f"{PICTURE_NAME} is left out: it needs matplotlib, which is not installed: pip install 'distprune[plot]'")
+    return False
+
+
+def write_picture(blocks: Sequence[Mapping[str, Any]], title: str, folder: Path, say: Callable[[str], None]) -> None:
+    """Write ``report.png``. Local; for one rank.
+
+    A picture that cannot be drawn (a broken installation of matplotlib) is left out, and that is said: a
+    model that took hours must not be lost to it.
+    """
+    try:
+        written = io.BytesIO()
+        draw(blocks, title).canvas.print_png(written)
+    except Exception as error:
+        say(f"{PICTURE_NAME} is left out, drawing it failed: {type(error).__name__}: {error}")
+        return
+    (folder / PICTURE_NAME).write_bytes(written.getvalue())
+
+
+def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Return the matplotlib figure on an Agg canvas: the errors above, the sparsities below.
+
+    Raises:
+        ImportError: the extra ``plot`` is not installed.
+    """
+    # By the objects, not pyplot: no window, and nothing of the process's own settings changes.
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    import_extra("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
+    ticks = import_extra("matplotlib.ticker", "plot")
+    errors, sparsities = figure.subplots(2, 1, sharex=True)
+    for number, (name, by_depth) in enumerate(_by_kind(blocks).items()):
+        style = {
+            "label": name,
+            "color": f"C{number % _COLORS}",
+            "linestyle": _STROKES[number // _COLORS % len(_STROKES)],
+            "marker": "o",
+            "markersize": 3,
+            "linewidth": 1.2,
+        }
+        depths = list(by_depth)
+        of_depths = [kind.error for kind in by_depth.values()]
+        errors.plot(depths, [math.nan if error is None else error for error in of_depths], **style)
+        sparsities.plot(depths, [kind.sparsity for kind in by_depth.values()], **style)
+    errors.set_ylabel("relative error")
+    errors.set_ylim(bottom=0)
+    sparsities.set_ylabel("sparsity")
+    sparsities.set_ylim(0, 1)
+    sparsities.yaxis.set_major_formatter(ticks.PercentFormatter(xmax=1.0))
+    sparsities.set_xlabel("block")
+    sparsities.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
+    for axes in (errors, sparsities):
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.legend(*errors.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Kind]]:
+    """Return every kind's figures by the number of the block."""
+    found: dict[str, dict[int, Kind]] = {}
+    for block in blocks:
+        for kind in kinds_of(block):
+            found.setdefault(kind.name, {})[int(block["index"])] = kind
+    return found

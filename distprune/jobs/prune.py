@@ -1,0 +1,84 @@
+"""The job that prunes in place: load, evaluate, prune, evaluate, write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from distprune.checkpoint import save_model, writing
+from distprune.collectives import together
+from distprune.jobs.run import Job, Run, clock, write_report
+from distprune.jobs.watcher import Watcher
+from distprune.patterns import Pattern, Scope, as_pattern
+from distprune.pruning import prune_model
+
+__all__ = ["PruneJob", "run_prune_job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneJob(Job):
+    """Prune by the weights alone; the fields of :class:`Job`, and those of ``prune_model``.
+
+    Args:
+        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
+        method: a score's name, ``"magnitude"`` or ``"random"``.
+        pattern: one, or its text; N:M says itself how much is pruned.
+    """
+
+    method: str = "magnitude"
+    sparsity: float | None = None
+    pattern: Pattern | str | None = None
+    scope: Scope | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @override
+    def check(self) -> None:
+        as_pattern(self.pattern, self.sparsity, self.scope)
+        super().check()
+
+
+def run_prune_job(
+    job: PruneJob,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Run the job and return its report. The output is written whole, or not at all.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
+    job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
+            the model or the text; the message says which.
+    """
+    run = Run(job, group, device, watcher)
+    with writing(job.output, overwrite=job.overwrite, inputs=run.inputs, group=run.comm) as staging:
+        model = run.load()
+        before = run.evaluate(model, "before")
+        pruned = prune_model(
+            model,
+            job.sparsity,
+            score=job.method,
+            pattern=job.pattern,
+            scope=job.scope,
+            seed=job.seed,
+            include=job.include,
+            exclude=job.exclude,
+            group=run.comm,
+        )
+        run.seconds["prune"] = pruned.seconds
+        after = run.evaluate(model, "after")
+        with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+            save_model(model, run.directory, staging, group=run.comm, progress=progress)
+        report = run.report(before, after, pruned.to_dict())
+        with together(run.comm):
+            if run.comm.rank == 0:
+                write_report(report, staging)
+    return report

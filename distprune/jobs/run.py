@@ -1,0 +1,172 @@
+"""What the jobs share: what is asked for, and the steps from a model directory to its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distprune.checkpoint import check_output, load_model, load_tokenizer, open_directory, resolve_model
+from distprune.collectives import agree, communicator, together
+from distprune.evaluation import perplexity, tokenize_file
+from distprune.jobs.watcher import Told, Watcher
+from distprune.patterns import Pattern
+
+__all__ = ["REPORT_NAME", "Job", "Run", "clock", "write_report"]
+
+REPORT_NAME = "report.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every job is asked for; all ranks must ask for the same.
+
+    Args:
+        model: a Hugging Face directory, or the name of the bundled model.
+        output: the directory to write, on storage that all ranks share.
+        seed: for the method ``"random"``.
+        dtype: of the weights; ``None``: what they are stored in.
+        overwrite: replace the model that is in ``output``.
+        evaluate_on: a text file; the report then has the perplexity on it before and after.
+        evaluation_tokens: how much of that text is used, in windows of ``evaluation_length`` tokens.
+    """
+
+    model: str
+    output: str
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    overwrite: bool = False
+    evaluate_on: str | None = None
+    evaluation_tokens: int = 8192
+    evaluation_length: int = 512
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all fields as JSON carries them, but for ``resume``, which changes nothing in the end."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "resume"}
+        return {
+            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value for name, value in values.items()
+        }
+
+    def flags(self) -> dict[str, Any]:
+        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
+        return {f"--{name.replace('_', '-')}": value for name, value in self.arguments().items()}
+
+    def check(self) -> None:
+        """Raise what can be known to be wrong before anything is read. Local."""
+        check_output(self.output, overwrite=self.overwrite, inputs=self.inputs())
+
+    def inputs(self) -> list[str]:
+        """Return the files and directories that are read, which the output must not replace."""
+        return [self.model] if self.evaluate_on is None else [self.model, self.evaluate_on]
+
+
+class Run:
+    """A job under way on this rank. Every rank must make one, and call its methods in the same order.
+
+    Making it agrees on the job, finds the model and tokenizes the text to evaluate on.
+    """
+
+    def __init__(
+        self, job: Job, group: dist.ProcessGroup | None, device: torch.device | str, watcher: Watcher | None
+    ) -> None:
+        self.job, self.device = job, torch.device(device)
+        self.comm = communicator(group)
+        self.told = Told(watcher or Watcher(), self.comm)
+        self.seconds: dict[str, float] = {}
+        with together(self.comm, **job.flags(), resume=getattr(job, "resume", False), device=self.device.type):
+            job.check()
+        path = resolve_model(job.model, group=self.comm, log=self.told.say)
+        seen: dict[str, str] = {}
+        self._tokens: torch.Tensor | None = None
+        with together(self.comm):
+            self.directory = open_directory(path)
+            seen["model files"] = self.directory.fingerprint()
+            if job.evaluate_on is not None:
+                self._tokens = tokenize_file(
+                    load_tokenizer(path),
+                    job.evaluate_on,
+                    max_tokens=job.evaluation_tokens,
+                    sequence_length=job.evaluation_length,
+                )
+                seen["evaluation tokens"] = hashlib.sha256(self._tokens.numpy().tobytes()).hexdigest()
+            self.inputs: list[str | Path] = [*job.inputs(), path]
+            self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
+        agree(self.comm, seen)
+        self._started = time.perf_counter()
+        self._mesh: DeviceMesh | None = None
+        if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
+            self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
+
+    def load(self) -> nn.Module:
+        """Return the model: whole on one rank, sharded by FSDP2 over several."""
+        with clock(self.seconds, "load"), self.told.stage("loading", "bytes") as progress:
+            return load_model(
+                self.directory,
+                mesh=self._mesh,
+                dtype=self.job.dtype,
+                device=self.device,
+                group=self.comm,
+                progress=progress,
+            )
+
+    def evaluate(self, model: nn.Module, when: str) -> float | None:
+        """Return the perplexity on the text to evaluate on, if there is one."""
+        if self._tokens is None:
+            return None
+        length = self.job.evaluation_length
+        with clock(self.seconds, "evaluate"), self.told.stage(f"evaluating {when}", "windows") as progress:
+            return perplexity(model, self._tokens, sequence_length=length, group=self.comm, progress=progress)
+
+    def report(self, before: float | None, after: float | None, pruning: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the report of a job that has done its work. Local."""
+        self.seconds["total"] = time.perf_counter() - self._started
+        return {
+            "distprune": version("distprune"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "model": str(self.directory.path),
+            "arguments": self.job.arguments(),
+            "num_ranks": self.comm.size,
+            "device": self.device.type,
+            "perplexity_before": before,
+            "perplexity_after": after,
+            "stage_seconds": self.seconds,
+            "pruning": pruning,
+        }
+
+
+@contextmanager
+def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the time the body takes to ``seconds[stage]``."""
+    started = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
+
+
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
+    """Write ``report.json``. Local; for one rank."""
+    text = json.dumps(strict_json(report), indent=2, allow_nan=False) + "\n"
+    (folder / REPORT_NAME).write_text(text, encoding="utf-8")
+
+
+def strict_json(value: Any) -> Any:
+    """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
+    if isinstance(value, Mapping):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

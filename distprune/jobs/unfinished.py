@@ -1,0 +1,162 @@
+"""A job that can be killed and go on: its output grows beside the target, with a journal of what is in it.
+
+``.NAME.unfinished`` holds the model's files at their full size, of which some blocks are written, and
+``journal.json``: what the job was asked for, the report and the digest of each block that every rank has on
+the disk, and a checksum of all that. The folder is renamed onto the target when everything is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distprune.checkpoint import Inputs, ModelWriter, publish, remove_files
+from distprune.collectives import Communicator, agree, together
+from distprune.shards import flat_chunks, local_shard
+
+__all__ = ["Unfinished", "open_unfinished"]
+
+JOURNAL_NAME = "journal.json"
+_NEW_JOURNAL = "journal.new"
+
+
+class Unfinished:
+    """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk."""
+
+    def __init__(self, comm: Communicator, folder: Path, facts: dict[str, Any], journal: dict[str, Any]):
+        self.comm, self.folder = comm, folder
+        self._facts = facts
+        self.blocks: list[dict[str, Any]] = journal.get("blocks", [])
+        self.entries: dict[str, Any] = journal.get("entries", {})
+        self._digests: list[str] = journal.get("digests", [])
+
+    def check_files(self, names: Collection[str]) -> None:
+        """Raise a ValueError if anything lies in the folder but this job's files, which have these ``names``. Local."""
+        for path in sorted(self.folder.iterdir()):
+            if path.name not in {*names, JOURNAL_NAME, _NEW_JOURNAL} or path.is_symlink() or not path.is_file():
+                raise ValueError(f"{path} is not from this job; take it away, or remove {self.folder}")
+
+    def restore(self, writer: ModelWriter, blocks: list[tuple[str, nn.Module]]) -> str | None:
+        """Read the finished blocks back, up to the first that is not what was written; return its name, if any.
+
+        That one and all that follow are forgotten. Every rank must call it: two rounds a block.
+
+        Raises:
+            ValueError: on every rank: the journal has more blocks than there are, or others.
+        """
+        with together(self.comm):
+            named = [report.get("name") for report in self.blocks]
+            if named != [name for name, _ in blocks[: len(named)]] or len(named) != len(self._digests):
+                raise ValueError(f"{self.folder / JOURNAL_NAME} lists the blocks {named}; the model has others")
+        for number, (name, block) in enumerate(blocks[: len(self.blocks)]):
+            with together(self.comm):
+                before = {key: value.clone() for key, value in _local_parts(block).items()}
+                writer.read([name])
+            if self.digest(block) != self._digests[number]:
+                for key, part in _local_parts(block).items():
+                    part.copy_(before[key])
+                del self.blocks[number:], self._digests[number:]
+                return name
+        return None
+
+    def digest(self, block: nn.Module) -> str:
+        """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 32 bytes."""
+        own = hashlib.sha256()
+        for name, part in _local_parts(block).items():
+            own.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
+            for _, chunk in flat_chunks(part):
+                own.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
+        words = torch.frombuffer(bytearray(own.digest()), dtype=torch.int64)
+        return self.comm.sum(words).numpy().tobytes().hex()  # sums wrap around
+
+    def record(self, report: dict[str, Any], digest: str) -> None:
+        """Note, on the first rank, that every rank has one more block on the disk. Local."""
+        self.blocks.append(report)
+        self._digests.append(digest)
+        if self.comm.rank == 0:
+            content = {"facts": self._facts, "entries": self.entries, "blocks": self.blocks, "digests": self._digests}
+            beside = self.folder / _NEW_JOURNAL
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.folder / JOURNAL_NAME)
+
+
+@contextmanager
+def open_unfinished(
+    comm: Communicator, target: Path, facts: Mapping[str, Any], *, resume: bool, overwrite: bool, inputs: Inputs
+) -> Iterator[Unfinished]:
+    """Yield the folder for a job of these ``facts``, new or, with ``resume``, the one that is there.
+
+    When the body ends it becomes ``target``; if the body raises, it stays as far as there are finished blocks in
+    it. Every rank must enter it, and the first must hold the target's lock; five rounds.
+
+    Raises:
+        FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
+        ValueError: on every rank: the one that is there was asked for something else, or its journal is damaged.
+        OSError, ValueError: on every rank: as ``publish`` raises.
+    """
+    journal: dict[str, Any] = {}
+    plain = json.loads(json.dumps(dict(facts)))
+    folder = target.parent / f".{target.name}.unfinished"
+    with together(comm):
+        if os.path.lexists(folder / JOURNAL_NAME):
+            if not resume:
+                raise FileExistsError(f"{folder} is an unfinished job; pass --resume to go on with it, or remove it")
+            journal = _read(folder / JOURNAL_NAME)
+            before = journal["facts"]
+            different = [key for key in sorted({*before, *plain}) if before.get(key) != plain.get(key)]
+            if different:
+                shown = "; ".join(f"{key}: {before.get(key)!r} then, {plain.get(key)!r} now" for key in different)
+                raise ValueError(
+                    f"{folder} cannot be resumed, the job was another: {shown}; ask for the same, or remove it"
+                )
+    agree(comm, {"unfinished": str(folder), "journal": journal})
+    with together(comm):
+        if comm.rank == 0 and not journal:
+            remove_files(folder)  # killed before its first block was done
+            folder.mkdir()
+    with together(comm):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
+    unfinished = Unfinished(comm, folder, plain, journal)
+    try:
+        yield unfinished
+    except Exception:
+        if comm.rank == 0 and not os.path.lexists(folder / JOURNAL_NAME):
+            remove_files(folder)
+        raise
+    with together(comm):
+        if comm.rank == 0:
+            publish(folder, target, overwrite=overwrite, inputs=inputs)
+            # Last: a job that is killed in between has finished, and one that is killed before can go on.
+            (target / JOURNAL_NAME).unlink()
+
+
+def _local_parts(block: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_shard(name, tensor).local for name, tensor in block.state_dict(keep_vars=True).items()}
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the journal, whose checksum says that it is as it was written."""
+    try:
+        journal = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(journal, dict) and journal.pop("checksum", None) == _checksum(journal):
+            return journal
+        reason = "it is not what was written"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    raise ValueError(f"{path} is damaged: {reason}; remove its folder and start anew")

@@ -1,0 +1,49 @@
+"""Forwards that are only looked at: without dropout, and without a change to the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["evaluating", "keeping_weights"]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the body in evaluation mode, and put all modules back into theirs.
+
+    transformers' RWKV halves its hidden states every few blocks in evaluation mode and divides weights, in place, to
+    match. That is for float16 alone: here it runs as in training, where it does neither.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    rwkv = sys.modules.get("transformers.models.rwkv.modeling_rwkv")  # a model exists only if that was imported
+    kind = () if rwkv is None else rwkv.RwkvModel
+    rescaled = [
+        (m, m.config.rescale_every) for m in model.modules() if isinstance(m, kind) and not m.layers_are_rescaled
+    ]
+    model.eval()
+    try:
+        for module, _ in rescaled:
+            module.config.rescale_every = 0
+        yield
+    finally:
+        for module, every in rescaled:
+            module.config.rescale_every, module.layers_are_rescaled = every, False
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def keeping_weights(model: nn.Module) -> Iterator[None]:
+    """Raise a RuntimeError that names the parameter if the body, a forward, has written into one. Local."""
+    before = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
+    yield
+    for name, parameter, version in before:
+        if parameter._version != version:
+            raise RuntimeError(
+                f"a forward of {type(model).__name__} changes its own weights, {name!r} among them: load it again; a "
+                "model that does so can be neither evaluated nor calibrated here"
+            )

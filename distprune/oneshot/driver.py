@@ -1,0 +1,174 @@
+"""Runs a solver over the ranks: places rows, sends what they need, lets scores compete, and sums what was done.
+
+Rows whose input has a home (see :mod:`distprune.calibration.homes`) are solved there, input after input. Rows whose
+input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
+What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from distprune.calibration import Moments
+from distprune.collectives import Alone, Communicator, Member, agree, broadcast_tensor, roster_of_one
+from distprune.oneshot.moved_rows import move_rows
+from distprune.oneshot.outcome import Outcome, sum_outcomes
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.patterns import Choice, Pattern, Ranked
+from distprune.scores import LocalScores
+
+__all__ = ["Clock", "prune_rows"]
+
+Clock = Callable[[str], AbstractContextManager[None]]
+
+
+def prune_rows(
+    comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], solver: Solver, pattern: Pattern, clock: Clock
+) -> dict[str, Outcome]:
+    """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
+
+    ``moments`` are what the solver needs, and are used up. Of inputs that have a home one is worked on at a time, those
+    that are spread all together. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have homes, those
+    of ``move_rows`` and its ``back()``; where something is prepared for inputs that are spread, 1 of 72 bytes and 1 for
+    each of them; and for each stage one choice of ``pattern`` for all of them.
+
+    Raises:
+        ValueError: on every rank: new weights are not finite.
+        Exception: on every rank: what the solver raised on one. Rows may have been changed.
+    """
+    at_home = [m for m in moments if not m.home.spread]
+    spread = [m for m in moments if m.home.spread]
+    moments.clear()
+    moved = None
+    if at_home:
+        with clock("sweep"):
+            moved = move_rows(comm, rows, {name: m.home.rank for m in at_home for name in m.names})
+            rows = moved.rows
+    work = _Work(comm.rank, rows, solver, pattern, clock, error=None if moved is None else moved.error)
+    at_home = [m for m in at_home if m.home.rank == comm.rank]
+    try:
+        while at_home and work.error is None:  # what is done with is let go of
+            work.solve(Alone(), [work.prepared(at_home.pop(0))])
+        for i, m in enumerate(spread):
+            spread[i] = work.prepared(m)
+    except Exception as error:
+        work.error = error
+    if spread:
+        if solver.prepared_numel(work.num_in(spread[0])):
+            with clock("factor"):
+                agree(comm, {}, work.error)
+                spread = [dataclasses.replace(m, values=broadcast_tensor(comm, m.values, m.home.rank)) for m in spread]
+        work.solve(comm, spread)
+    with clock("sweep"):  # or wait for those that still do
+        totals = sum_outcomes(comm, list(rows), work.outcome)
+        if moved is not None:
+            moved.back()
+    return totals
+
+
+@dataclass
+class _Work:
+    """What this rank does to its ``rows``. ``error`` is kept until ranks next communicate."""
+
+    rank: int
+    rows: Mapping[str, Rows]
+    solver: Solver
+    pattern: Pattern
+    clock: Clock
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    at_home: set[str] = field(default_factory=set)  # layers whose input has its home here
+    error: Exception | None = None
+
+    def num_in(self, m: Moments) -> int:
+        return self.rows[m.names[0]].num_in
+
+    def prepared(self, m: Moments) -> Moments:
+        """Return what the solver makes of ``m``, on its home, and elsewhere room for it."""
+        with self.clock("sweep"):
+            for name in m.names:
+                self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
+        if m.home.rank == self.rank:
+            self.at_home.update(m.names)
+            with self.clock("factor"):
+                return self.solver.prepare(m)
+        numel = self.solver.prepared_numel(self.num_in(m))
+        return dataclasses.replace(m, values=torch.empty(numel)) if numel else m
+
+    def solve(self, comm: Communicator, inputs: Sequence[Moments]) -> None:
+        """Solve the layers of ``inputs``, of which the ranks of ``comm`` hold all rows, side by side."""
+        with self.clock("sweep"):
+            tasks = [_Task(m, self.solver, {name: self.rows[name] for name in m.names}, self.pattern) for m in inputs]
+            keep: dict[str, torch.Tensor] = {}
+            for stage in range(max(len(task.stages) for task in tasks)):
+                asked = [task for task in tasks if stage < len(task.stages)]
+                go_on = partial(self._go_on, tasks, stage, keep)
+                pattern = self.solver.pattern_of(self.pattern, asked[0].stages[stage])
+                roster = roster_of_one(comm, [member for task in asked for member in task.members(stage)])
+                choice = pattern.choose(Ranked(comm, roster, self.solver.score, go_on, checks=False))
+                keep = self._settled([name for task in asked for name in task.rows], choice)
+            try:
+                self._go_on(tasks, max(len(task.stages) for task in tasks), keep)
+            except Exception as error:
+                self.error = error
+
+    def _go_on(self, tasks: Sequence[_Task], stage: int, keep: Mapping[str, torch.Tensor]) -> list[LocalScores]:
+        """Return the scores of ``stage``, of the tasks that have it; what it raises is raised on all ranks."""
+        if self.error is not None:
+            raise self.error
+        scores: list[LocalScores] = []
+        for task in tasks:
+            if stage <= len(task.stages):
+                try:
+                    asked = task.solving.send({name: keep[name] for name in task.rows} if stage else None)  # type: ignore[arg-type]
+                    scores += asked.values()
+                except StopIteration as done:
+                    self._note(done.value)
+        return scores
+
+    def _settled(self, names: Sequence[str], choice: Choice) -> dict[str, torch.Tensor]:
+        try:
+            chosen = dict(zip(names, choice.settle(), strict=True))
+            if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
+                raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
+            return {name: of.mask for name, of in chosen.items()}
+        except Exception as error:
+            self.error = error
+            return {}
+
+    def _note(self, solved: Mapping[str, Solved]) -> None:
+        for name, of in solved.items():
+            rows, outcome = self.rows[name], self.outcomes[name]
+            outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping
+            outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
+            if not bool(torch.isfinite(rows.weight).all()):
+                self.error = self.error or ValueError(
+                    f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}"
+                )
+
+    def outcome(self, name: str) -> Outcome:
+        """Return what this rank adds to the sum over ranks, or raise what it has kept."""
+        if self.error is not None:
+            raise self.error
+        found = self.outcomes.get(name, Outcome())
+        counted = found if self.rows[name].owned else Outcome()
+        return dataclasses.replace(counted, damping=found.damping if name in self.at_home else 0.0)
+
+
+class _Task:
+    """Layers that share an input, on their way."""
+
+    def __init__(self, m: Moments, solver: Solver, rows: Mapping[str, Rows], pattern: Pattern) -> None:
+        self.rows = rows
+        self.stages = solver.stages(next(iter(rows.values())).num_in, pattern)
+        self.solving: Solving = solver.prune(rows, m, pattern)
+
+    def members(self, stage: int) -> list[Member]:
+        start, stop = self.stages[stage]
+        return [Member(of.name, (of.num_out, stop - start), str(of.weight.dtype)) for of in self.rows.values()]

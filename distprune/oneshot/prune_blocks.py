@@ -1,0 +1,255 @@
+"""One-shot pruning of a decoder, block after block, by any solver."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from distprune.calibration import (
+    Axis,
+    Walk,
+    catch_inputs,
+    check_fit,
+    find_crew,
+    shared_axis,
+    spread,
+)
+from distprune.collectives import Group, communicator, max_together, sum_together, together
+from distprune.masks import reset_forward
+from distprune.models import Found, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
+from distprune.oneshot.block import prune_block
+from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.oneshot.scored import Scored
+from distprune.oneshot.solver import Solver
+from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.patterns import Pattern, as_pattern, check_parts
+from distprune.pruning.agreement import agree_on, check_seed
+from distprune.scores import Magnitude, Random, Score, Wanda
+from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
+
+__all__ = ["OneShotMethod", "prune_blocks"]
+
+OneShotMethod = Literal["wanda", "sparsegpt", "magnitude", "random"]
+OnBlock = Callable[[int, BlockReport], None]
+
+
+def prune_blocks(
+    model: nn.Module,
+    samples: torch.Tensor,
+    *,
+    method: OneShotMethod | Score | Solver,
+    pattern: Pattern | str,
+    sparsity: float | None = None,
+    group: Group = None,
+    seed: int | None = None,
+    offload: bool = False,
+    first_block: int = 0,
+    on_block: OnBlock | None = None,
+) -> OneShotReport:
+    """Prune every linear layer in the decoder blocks of ``model`` in place, and return what was done.
+
+    Block by block, as the papers do: the calibration samples run through the block, the statistics of
+    what each layer is given are summed over the ranks, the block is pruned, and what it then puts out is what
+    the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
+    the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
+    so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
+    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row.
+    Tensor parallelism adds up a layer's outputs in another order, so activations differ in their last bits.
+
+    Args:
+        model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor
+            parallel (``parallelize_module``), alone or under FSDP2. Ranks of one tensor-parallel group run the
+            same samples, which is read off the layout, and hidden states are whole on each between blocks.
+        samples: token ids, (num_samples, length) int64, the same on every rank.
+        method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
+            ``"magnitude"`` and ``"random"`` by the same walk; or a score or a solver of one's own.
+        pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``, with ``sparsity``
+            where the text does not say how much goes; see there who competes. Each matrix is pruned by itself.
+        group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
+        seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
+        offload: keep activations on the CPU between blocks.
+        first_block: blocks before it are run and left as they are: they were pruned by an earlier call.
+        on_block: called with the number of a block and its report after each block, before the next one is touched,
+            for instance to write it, on the ranks that pass it; the walk has then run it once more, pruned. What it
+            raises on one rank is raised on all; one that communicates handles its own failures.
+
+    Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
+    shards: this rank's share of one block's activations, one block's statistics (and of SparseGPT's factors and
+    float32 rows those that this rank works on, at most twice its share) and one block as its forward needs it:
+    unsharded by FSDP2, cut by tensor parallelism.
+    Rounds: 8 for the whole (4 more where ranks hold different parameters), and those of ``RootParameters`` under
+    FSDP2 alone, 3 for each of this rank's samples and each embedding; for a block 1, with ``on_block`` 2, and those
+    of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
+    SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
+
+    Raises:
+        ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
+            parameter whose inputs ``m`` does not divide; samples that do not fit the model; NaN weights;
+            no decoder blocks; a model that changes hidden states between blocks. On every rank, with the blocks
+            before pruned: NaN or Inf in the activations (it names the block and the layer); with that block's weights
+            changed, too: new weights that are not finite, or what the pruned block then puts out. The last block is
+            not run again.
+        TypeError: on every rank, nothing changed: an argument of the wrong type.
+        RuntimeError: on every rank, nothing pruned: a forward that changes the model's own weights.
+        NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
+            expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
+            blocks. With the blocks before pruned: a linear layer whose inputs are cut otherwise than evenly along
+            their features.
+    """
+    comm = communicator(group)
+    started, traffic = time.perf_counter(), comm.traffic.copy()
+    plan: _Plan | None = None
+    error: Exception | None = None
+    try:
+        plan = _plan(model, samples, method, pattern, sparsity, seed, first_block)
+    except Exception as caught:
+        error = caught
+    found = Found(plan.shards if plan else [], [], by_default=False, has_blocks=True)
+    facts = {**plan.facts, "offload": repr(offload)} if plan else {}
+    agreed = agree_on(comm, found, facts, plan.solver.score if plan else Magnitude(), error)
+    assert plan is not None  # else all have raised
+    shards = agreed.shards()
+    check_parts(comm, agreed.roster, lambda: _without_nans(shards))
+    owned = {shard.name: bool(shard.owned) for shard in shards}
+    solver = plan.solver.scored_by(agreed.score)
+
+    crew = find_crew(comm, plan.axis)
+    calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
+    reports = []
+    with evaluating(model):
+        with together(comm):
+            device = next((p.device for p in model.parameters()), "cpu")
+            mine = spread(samples, crew.number, crew.num_crews, device)
+            walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
+            _check_whole(walk, samples.shape[1])
+        for index in range(len(walk.blocks)):
+            if index >= first_block:
+                reports.append(prune_block(comm, crew, walk, index, mine.num_counted, solver, plan.pattern, owned))
+                if calls_back:
+                    with together(comm):
+                        if on_block is not None:
+                            on_block(index, reports[-1])
+            elif index + 1 < len(walk.blocks):
+                walk.advance(index, comm)
+    used = comm.traffic - traffic
+    peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
+    return OneShotReport(
+        plan.facts["method"],
+        plan.facts["pattern"],
+        agreed.score.seed if isinstance(agreed.score, Random) else None,
+        len(samples),
+        tuple(reports),
+        time.perf_counter() - started,
+        used.num_rounds,
+        used.num_bytes,
+        tuple(peaks.tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    solver: Solver
+    pattern: Pattern
+    shards: list[LocalShard]  # every parameter's part on this rank
+    axis: Axis | None
+    facts: dict[str, str]  # what ranks must agree on
+
+
+def _plan(
+    model: nn.Module,
+    samples: torch.Tensor,
+    method: OneShotMethod | Score | Solver,
+    pattern: Pattern | str,
+    sparsity: float | None,
+    seed: int | None,
+    first_block: int,
+) -> _Plan:
+    """Check the arguments. Changes nothing, communicates nothing."""
+    check_seed(seed)
+    solver = _solver_of(method, seed)
+    pattern = as_pattern(pattern, sparsity)
+    pattern = pattern.within("tensor") if pattern.has_scope else pattern
+    if isinstance(first_block, bool) or not isinstance(first_block, int):
+        raise TypeError(f"first_block must be an int, not {first_block!r}")
+    if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
+        raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
+    if samples.ndim != 2 or samples.numel() == 0:
+        raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
+    check_fit(samples, model)
+    if find_flat_parts(model):
+        raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
+    blocks = decoder_blocks(model)
+    warn_of_other_blocks(model)
+    if not 0 <= first_block <= len(blocks):
+        raise ValueError(f"first_block={first_block} is not between 0 and the number of blocks, {len(blocks)}")
+    reset_forward(model)
+    shards: dict[str, LocalShard] = {}
+    for block_name, block in blocks:
+        maps = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
+        if not maps:
+            raise ValueError(f"block {block_name!r} holds no linear map")
+        for map_name, linear in maps.items():
+            pattern.check_shape((linear.num_out, linear.num_in))
+            pattern.check_fits(map_name, Matrix(linear.num_out, linear.num_in))
+            solver.stages(linear.num_in, pattern)
+            name = f"{block_name}.{linear.parameter_path}"
+            if name not in shards:
+                shards[name] = local_shard(name, linear.parameter)
+    facts = {
+        "method": method if isinstance(method, str) else type(method).__name__,
+        "pattern": repr(pattern),
+        "seed": repr(seed),
+        "first_block": repr(first_block),
+        "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
+    }
+    return _Plan(solver, pattern, list(shards.values()), shared_axis(model), facts)
+
+
+def _solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:
+    if isinstance(method, Solver):
+        return method
+    if isinstance(method, Score):
+        return Scored(method)
+    solvers: dict[str, Solver] = {
+        "wanda": Scored(Wanda(), by_row=True),
+        "sparsegpt": SparseGPT(),
+        "magnitude": Scored(Magnitude()),
+        "random": Scored(Random(seed)),
+    }
+    if method not in solvers:
+        raise ValueError(f"method={method!r} is none of {', '.join(solvers)}, a Score or a Solver")
+    return solvers[method]
+
+
+def _without_nans(shards: list[LocalShard]) -> list[LocalShard]:
+    for shard in shards:
+        if any(bool(values.isnan().any()) for _, values in flat_chunks(shard.local)):
+            raise ValueError(f"values are NaN in {shard.name!r}; NaN has no place in the order, mend them first")
+    return shards
+
+
+def _check_whole(walk: Walk, length: int) -> None:
+    """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice."""
+    shape = tuple(walk.hidden[0].shape)
+    if math.prod(shape[:-1]) != length:
+        raise NotImplementedError(
+            f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel plan "
+            "must leave them whole on every rank (no SequenceParallel across blocks)"
+        )
+
+
+def _peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

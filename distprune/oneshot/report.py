@@ -1,0 +1,83 @@
+"""What one-shot pruning did, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["BlockReport", "MapReport", "OneShotReport"]
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """One linear map, counted over all ranks, replicas once.
+
+    ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before pruning of this
+    block, W' the new weights): from all of X^T X with SparseGPT; with the other methods estimated from a
+    sketch of X (see ``Moments.squared_output``). ``None``: the map puts out nothing but zeros. Without tokens
+    (an expert that nothing was routed to) inputs count as white. ``damping`` is the fraction of the mean
+    diagonal that was added to it (SparseGPT); more than 0.01 says that it had to be raised.
+    """
+
+    name: str  # in the model
+    num_elements: int
+    num_pruned: int
+    num_zeros: int  # those, and weights that are zero besides
+    relative_error: float | None
+    damping: float | None
+    num_tokens: int
+
+    @property
+    def sparsity(self) -> float:
+        return self.num_zeros / self.num_elements
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One decoder block: the same on every rank, but for ``seconds``, which are this rank's by stage.
+
+    Stages: ``forward`` (both runs of the block), ``reduce`` (statistics over ranks), ``factor`` (Cholesky,
+    and handing factors around), ``sweep`` (scores, selection, new weights).
+    """
+
+    index: int
+    name: str
+    maps: tuple[MapReport, ...]
+    dense: dict[str, str]  # other weights, by name: why they are left as they are (a router, a gate)
+    seconds: dict[str, float]
+    num_rounds: int
+    num_bytes: int
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """The maps that no token reached: pruned as if their inputs were white."""
+        return tuple(of_map.name for of_map in self.maps if of_map.num_tokens == 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON carries it."""
+        maps = [{**dataclasses.asdict(of_map), "sparsity": of_map.sparsity} for of_map in self.maps]
+        return {**dataclasses.asdict(self), "maps": maps, "unseen": list(self.unseen)}
+
+
+@dataclass(frozen=True)
+class OneShotReport:
+    """The same on every rank, but for seconds.
+
+    ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
+    is the highest resident size of each rank's process so far, in bytes (0 on Windows).
+    """
+
+    method: str
+    pattern: str
+    seed: int | None
+    num_samples: int
+    blocks: tuple[BlockReport, ...]
+    seconds: float
+    num_rounds: int
+    num_bytes: int
+    peak_memory: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON carries it."""
+        return {**dataclasses.asdict(self), "blocks": [block.to_dict() for block in self.blocks]}

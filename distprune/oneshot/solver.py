@@ -1,0 +1,74 @@
+"""What a solver is: new rows for linear layers, from their weights and the statistics of their inputs.
+
+A solver is local arithmetic. Who holds which rows, and what ranks tell each other, is the driver's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from distprune.calibration import Moments, MomentsOf
+from distprune.oneshot.rows import Rows
+from distprune.patterns import Pattern
+from distprune.scores import LocalScores, Magnitude, Score
+
+__all__ = ["Solved", "Solver", "Solving"]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What became of this rank's rows of one layer. ``error`` is ||X (W - W')^T||^2."""
+
+    num_pruned: int
+    error: float
+    damping: float = 0.0
+
+
+# Yields scores by layer, which compete over all rows of all ranks; is sent what stays, (rows, columns), bool.
+Solving: TypeAlias = Generator[Mapping[str, LocalScores], Mapping[str, torch.Tensor], dict[str, Solved]]
+
+
+class Solver(ABC):
+    """Subclasses give :meth:`prune`; what they do not override asks for nothing else."""
+
+    needs: ClassVar[MomentsOf] = "features"
+    score: Score = Magnitude()  # of what is yielded
+
+    def scored_by(self, score: Score) -> Solver:  # noqa: ARG002
+        """Return the solver with its ``score`` replaced, by one that was told its seed."""
+        return self
+
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:  # noqa: ARG002
+        """Return the ranges of columns that compete over all rows, in turn; none if rows are settled by themselves.
+
+        Raises:
+            NotImplementedError: it cannot prune by ``pattern``.
+        """
+        return ()
+
+    def pattern_of(self, pattern: Pattern, columns: tuple[int, int]) -> Pattern:  # noqa: ARG002
+        """Return the pattern by which ``columns`` compete."""
+        return pattern
+
+    def prepared_numel(self, num_in: int) -> int:  # noqa: ARG002
+        """Return how many float32 numbers :meth:`prepare` makes of the moments of ``num_in`` features."""
+        return 0
+
+    def prepare(self, moments: Moments) -> Moments:
+        """Return ``moments`` with other ``values``, 1-D: work done once an input, then sent to all that need it.
+
+        ``moments`` may be overwritten.
+        """
+        return moments
+
+    @abstractmethod
+    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+        """Write new weights into ``rows``, by layer, of layers that share the input of ``moments``.
+
+        A generator that yields once for each of its ``stages``.
+        """

@@ -1,0 +1,229 @@
+"""SparseGPT: arXiv 2301.00774, Algorithm 1.
+
+The rows of a layer are swept by themselves, column by column, once the factor of the inverse of
+H = 2 X^T X / tokens is there; they need each other only to agree on which weights of a block of columns go,
+over all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.masks import zero_where_pruned
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.patterns import Pattern
+from distprune.scores import Elements, Score, local_scores
+
+__all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
+
+COLUMNS = 128  # that are decided together, section 3.4 of the paper
+DAMPING = 0.01  # of the mean diagonal, as in the authors' code
+_MAX_RAISED = 8
+_PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
+_STRETCH = 192  # columns of a triangular matrix that are inverted together
+
+
+@dataclass(frozen=True)
+class Factor:
+    """``upper`` (in, in), float32: the inverse of the damped H is upper^T upper.
+
+    ``dead`` (in,) says which inputs were always 0; ``added`` was added to the diagonal: 0.01 of its mean,
+    times ten for each of ``num_raised``.
+    """
+
+    upper: torch.Tensor
+    dead: torch.Tensor
+    num_raised: int
+    added: float
+
+    def pack(self) -> torch.Tensor:
+        """Return all of it as one vector, float32, 2 bytes for each element of ``upper``."""
+        numbers = self.upper.new_tensor([self.num_raised, self.added])
+        return torch.cat([pack_triangle(self.upper).reshape(-1), self.dead.float(), numbers])
+
+    @staticmethod
+    def unpack(packed: torch.Tensor, num_in: int) -> Factor:
+        """Return what :meth:`pack` packed."""
+        triangle, dead, numbers = torch.split(packed, [packed.numel() - num_in - 2, num_in, 2])
+        upper = unpack_triangle(triangle.view(-1, num_in)).triu_()
+        return Factor(upper, dead != 0, int(numbers[0]), float(numbers[1]))
+
+
+def factor(products: torch.Tensor, num_tokens: int) -> Factor:
+    """Return the factor for X^T X = ``products`` (in, in), float32 and symmetric, which is overwritten. Local.
+
+    Without tokens, as for an expert that nothing was routed to, the inputs count as white: X^T X = 1.
+    Damping begins with 0.01 of the mean diagonal and is raised tenfold as long as H is not positive definite.
+
+    Raises:
+        ValueError: no damping up to a million times the mean diagonal helps.
+    """
+    h = products.mul_(2 / max(num_tokens, 1)) if num_tokens else products.zero_()
+    if not num_tokens:
+        h.diagonal().fill_(2)
+    dead = h.diagonal() == 0
+    h.diagonal()[dead] = 1
+    diagonal = h.diagonal().clone()
+    mean = float(diagonal.mean())
+    for num_raised in range(_MAX_RAISED + 1):
+        added = DAMPING * 10**num_raised * mean
+        h.diagonal().copy_(diagonal + added)
+        # With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, and H^-1 = (R^-1)^T R^-1.
+        lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
+        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+            upper = _inverse(lower.flip(0, 1))
+            if bool(torch.isfinite(upper).all()):
+                return Factor(upper, dead, num_raised, added)
+    raise ValueError(f"the second moments of {len(h)} inputs are not positive definite with any damping")
+
+
+def _inverse(upper: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of an upper triangular matrix: a stretch of columns needs only the rows down to its end."""
+    inverse = torch.zeros_like(upper)
+    for start in range(0, len(upper), _STRETCH):
+        stop = min(start + _STRETCH, len(upper))
+        unit = torch.zeros((stop, stop - start), dtype=upper.dtype, device=upper.device)
+        unit[start:].fill_diagonal_(1)
+        inverse[:stop, start:stop] = torch.linalg.solve_triangular(upper[:stop, :stop], unit, upper=True)
+    return inverse
+
+
+class Saliency(Score):
+    """w^2 / [H^-1]_jj^2, which a sweep computes itself."""
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight
+
+
+@dataclass(frozen=True)
+class SparseGPT(Solver):
+    """Arithmetic is float32. Unstructured: exactly ``round(amount * out * columns)`` of every block of 128 columns,
+    over all rows; blocks of weights: that fraction of those in each block of columns, by the sums of their scores; the
+    other patterns are settled by each row. The errors are those of X^T X itself, without the damping.
+    """
+
+    needs: ClassVar[MomentsOf] = "pairs"
+    score: Score = field(default=Saliency(), init=False)
+
+    @override
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:
+        return () if pattern.is_by_row else _columns(num_in, pattern)
+
+    @override
+    def pattern_of(self, pattern: Pattern, columns: tuple[int, int]) -> Pattern:
+        return pattern.part(*columns)
+
+    @override
+    def prepared_numel(self, num_in: int) -> int:
+        return (num_in // 2 + 1) * num_in + num_in + 2
+
+    @override
+    def prepare(self, moments: Moments) -> Moments:
+        return dataclasses.replace(moments, values=factor(moments.values, moments.num_tokens).pack())
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+        first = next(iter(rows.values()))
+        sweep = _Sweep(rows, Factor.unpack(moments.values.to(first.weight.device), first.num_in))
+        for start, stop in _columns(first.num_in, pattern):
+            if pattern.is_by_row:
+                group = pattern.width if pattern.width > 1 else 0  # settled among themselves as they come up
+                sweep.run(start, stop, group, lambda a, b: pattern.part(a, b).keep(sweep.scores(a, b)))
+            else:
+                shards = [rows[name].shard(sweep.scores(start, stop, part)) for name, part in sweep.part.items()]
+                keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
+                stays = torch.cat([keep[name] for name in rows])
+                sweep.run(start, stop, 0, lambda *_, kept=stays: kept)
+        scale = max(moments.num_tokens, 1) / 2  # of X^T X, by that of H
+        return {name: sweep.finish(name, of_map.weight, scale) for name, of_map in rows.items()}
+
+
+def _columns(num_in: int, pattern: Pattern) -> list[tuple[int, int]]:
+    """Return the blocks of columns that are swept in turn."""
+    if not pattern.width:
+        raise NotImplementedError(f"SparseGPT decides block of columns by block of columns, which {pattern!r} does not")
+    step = pattern.width * max(1, COLUMNS // pattern.width)
+    return [(start, min(start + step, num_in)) for start in range(0, num_in, step)]
+
+
+class _Sweep:
+    """The rows of all layers that share an input, on their way, side by side: an operation serves all of them.
+
+    ``weight`` is (in, rows), float32, so that a column lies together; ``part`` says which rows are whose.
+    """
+
+    def __init__(self, rows: Mapping[str, Rows], factor: Factor) -> None:
+        self.factor = factor
+        ends = list(itertools.accumulate(len(of_map.weight) for of_map in rows.values()))
+        self.part = {name: slice(end - len(rows[name].weight), end) for name, end in zip(rows, ends, strict=True)}
+        num_in = next(iter(rows.values())).num_in
+        device = next(iter(rows.values())).weight.device
+        self.weight = torch.empty((num_in, ends[-1]), device=device)
+        for name, of_map in rows.items():
+            self.weight[:, self.part[name]] = of_map.weight.t()
+        self.weight[factor.dead] = 0
+        self._num_pruned = torch.zeros(ends[-1], dtype=torch.int64, device=device)  # by row
+        self._errors = torch.zeros(ends[-1], dtype=torch.float64, device=device)  # under the damped H, by row
+
+    def scores(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
+        """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
+        diagonal = self.factor.upper.diagonal()[start:stop, None]
+        return (self.weight[start:stop, part] / diagonal).square_().t().contiguous()
+
+    def run(self, start: int, stop: int, group: int, keep: Callable[[int, int], torch.Tensor]) -> None:
+        """Prune columns ``start`` to ``stop``, of all rows; ``keep(a, b)`` says what stays of columns ``a`` to ``b``.
+
+        It is asked for every ``group`` of columns as they come up; 0: for all of them at once.
+        """
+        block, upper = self.weight[start:stop], self.factor.upper
+        if block.shape[1] == 0:
+            return
+        diagonal = upper.diagonal()[start:stop, None]
+        stays = torch.empty_like(block, dtype=torch.bool)
+        scales, errors = torch.empty_like(block), torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays
+        columns, of_columns, scale_of = block.unbind(), errors.unbind(), scales.unbind()
+        num_asked, step = group or len(block), max(group, 1) * max(1, _PART // max(group, 1))
+        for first in range(0, len(block), step):
+            end = min(first + step, len(block))
+            part_upper = upper[start + first : start + end, start + first : start + end]
+            for i in range(first, end):
+                if i % num_asked == 0:
+                    some = slice(i, i + num_asked)
+                    stays[some] = keep(start + i, start + i + num_asked).t()
+                    torch.div(~stays[some], diagonal[some], out=scales[some])
+                torch.mul(columns[i], scale_of[i], out=of_columns[i])
+                if i + 1 < end:
+                    block[i + 1 : end].addr_(part_upper[i - first, i - first + 1 :], of_columns[i], alpha=-1)
+            if end < len(block):
+                block[end:].addmm_(
+                    upper[start + first : start + end, start + end : stop].t(), errors[first:end], alpha=-1
+                )
+        if stop < len(self.weight):
+            self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
+        zero_where_pruned(block, stays)
+        self._errors += errors.square_().sum(dim=0, dtype=torch.float64)
+        self._num_pruned += len(stays) - stays.sum(dim=0)
+
+    def finish(self, name: str, original: torch.Tensor, scale: float) -> Solved:
+        """Write the new weights of layer ``name`` into ``original`` (rows, in); X^T X is ``scale`` times H.
+
+        With W - W' = E upper, E the errors, the error under the damped H is ||E||^2; what the damping
+        added to it is taken off again.
+        """
+        part = self.part[name]
+        new = self.weight[:, part].t()
+        change = (original.float() - new).mul_(~self.factor.dead)
+        added = self.factor.added * float(change.square_().sum(dtype=torch.float64))
+        original.copy_(new)
+        error = max(float(self._errors[part].sum()) - added, 0.0) * scale
+        return Solved(int(self._num_pruned[part].sum()), error, DAMPING * 10**self.factor.num_raised)

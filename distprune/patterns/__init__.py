@@ -1,0 +1,77 @@
+"""Who competes with whom, and the exact choice among them over ranks."""
+
+from __future__ import annotations
+
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share
+from distprune.patterns.block import Block
+from distprune.patterns.census import check_parts
+from distprune.patterns.channels import Channels
+from distprune.patterns.unstructured import Unstructured
+from distprune.patterns.within_rows import NByM, PerRow
+from distprune.selection import Chosen
+
+__all__ = [
+    "Block",
+    "Channels",
+    "Choice",
+    "Chosen",
+    "NByM",
+    "Pattern",
+    "PerRow",
+    "Ranked",
+    "Scope",
+    "Unstructured",
+    "as_pattern",
+    "check_parts",
+    "check_share",
+]
+
+
+def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, scope: Scope | None = None) -> Pattern:
+    """Return the pattern that is meant.
+
+    ``pattern``: one, or its text: ``"unstructured"`` (also ``None``), ``"row"``, ``"block:16"``, ``"channels:0"``,
+    which take their ``sparsity`` from beside them, or ``"2:4"``, which says itself how much goes. ``scope``: in place
+    of the pattern's own.
+
+    Raises:
+        ValueError: a text that is no pattern; a sparsity that is out of range, missing, or given twice; a scope
+            that does not go with the pattern.
+        TypeError: neither a pattern nor a text; a sparsity that is no float.
+    """
+    if sparsity is not None:
+        check_share(sparsity)
+        if isinstance(sparsity, int):
+            raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")
+    if pattern is None or isinstance(pattern, str):
+        found = _from_text(pattern or "unstructured", sparsity)
+    elif not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern or its text, such as '2:4', not {pattern!r}")
+    elif sparsity is not None:
+        raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} exclude each other; give one of them")
+    else:
+        found = pattern
+    return found if scope is None else found.within(scope)
+
+
+def _from_text(text: str, sparsity: float | None) -> Pattern:
+    name, _, number = text.partition(":")
+    if name.isdecimal() and number.isdecimal():
+        if sparsity is not None:
+            raise ValueError(f"pattern={text!r} says how much goes; leave out sparsity={sparsity!r}")
+        return NByM(int(name), int(number))
+    known = text in ("unstructured", "row") or (
+        number.removeprefix("-" if name == "channels" else "").isdecimal() and name in ("block", "channels")
+    )
+    if not known:
+        raise ValueError(
+            f"pattern={text!r} is none of 'unstructured', 'row', N:M such as '2:4', 'block:SIZE' such as 'block:16', "
+            "or 'channels:DIM' such as 'channels:0'"
+        )
+    if sparsity is None:
+        raise ValueError(f"say how much: sparsity, the share of zeros to end with, goes with {text!r}")
+    if name == "block":
+        return Block(int(number), sparsity)
+    if name == "channels":
+        return Channels(sparsity, int(number))
+    return Unstructured(sparsity) if text == "unstructured" else PerRow(sparsity)

@@ -1,0 +1,350 @@
+"""Blocks of weights that compete with each other, wherever shard edges cut them.
+
+Nouns: a *block* is ``size`` x ``size`` weights of a matrix, numbered row-major. A block is *cut* where a
+rank holds some of it and not all; its sum is put together on its *home* (see ``cut_units``), which then
+enters it into the competition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from distprune.collectives import sum_together
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, compete
+from distprune.patterns.census import take_census
+from distprune.patterns.cut_units import Inquiry, home_of
+from distprune.patterns.units import (
+    NUM_COLUMNS,
+    NUM_LEFT,
+    UnitKeys,
+    addends,
+    agree_on_scales,
+    columns_of,
+    sums_of,
+    unit_order,
+)
+from distprune.scores import LocalScores, Score
+from distprune.selection import Chosen, Entry, fetched
+from distprune.shards import Geometry, LocalMatrix, Matrix
+
+__all__ = ["Block"]
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@final
+@dataclass(frozen=True)
+class Block(Pattern):
+    """The lowest ``sparsity`` (a fraction, or that many) of the blocks of ``size`` x ``size`` weights.
+
+    A block scores what its weights that are left add up to. The blocks of all parameters compete
+    (``scope="global"``), or those of each (``"tensor"``). A block is gone if all of it is.
+
+    Raises:
+        TypeError: ``size`` is no int, or ``sparsity`` no number.
+        ValueError: ``size`` is less than 1, or ``sparsity`` out of range.
+    """
+
+    size: int
+    sparsity: int | float
+    scope: Scope = "global"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int):
+            raise TypeError(f"size must be an int, not {self.size!r}")
+        if self.size < 1:
+            raise ValueError(f"size={self.size} is no size of a block")
+        check_share(self.sparsity)
+
+    @override
+    def __str__(self) -> str:
+        return f"block:{self.size}"
+
+    @property
+    @override
+    def width(self) -> int:
+        return self.size
+
+    @override
+    def check_fits(self, name: str, matrix: Matrix) -> None:
+        if matrix.num_in % self.size or matrix.num_out % self.size:
+            raise ValueError(
+                f"blocks of {self.size} x {self.size} do not fit {name!r}: {matrix.num_out} x {matrix.num_in} weights "
+                "are no multiple of them"
+            )
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        """Rounds: one for the census, one for the grid (8 bytes a parameter; not at random).
+
+        One more to count the blocks left where shares are of what is left and something is gone, and those of
+        ``select_lowest``. Where a rank holds a block in part, three more: sizes, 32 bytes for each block it
+        holds in part and 24 for each parameter and home, and a byte a block back.
+        """
+        comm, score, members = ranked.comm, ranked.score, ranked.roster.members
+        if score.combined_by != "sum":
+            raise NotImplementedError(f"blocks are ranked by sums; {score!r} takes a {score.combined_by}imum")
+        ranked.order(range(len(members)))  # raises alike on all ranks
+        own = _OwnBlocks(ranked, self.size)
+        census = take_census(
+            comm,
+            ranked.roster,
+            lambda: ranked.scores,
+            counts_gone=ranked.of_left,
+            num_cut=lambda scores: own.part(scores).num_cut,
+        )
+        numels = [numel // self.size**2 for numel in ranked.numels]  # in blocks
+        if not score.scores_units:
+            sizes, is_global = [self.size**2] * len(members), self.scope == "global"
+            own.scales = agree_on_scales(ranked, own.scores, sizes, together=is_global)
+        if any(census.num_cut):
+            own.asked = own.inquiry.ask(own.questions)
+        num_gone = [0] * len(members)
+        if ranked.of_left and any(census.num_gone):
+            num_left = sum_together(comm, (len(members),), own.count_left).tolist()
+            num_gone = [num - left for num, left in zip(numels, num_left, strict=True)]
+
+        def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
+            return [
+                Entry(keys.name, keys, keys.geometry, owned, *place(member))
+                for member, keys, owned in own.competitors(numels)
+            ]
+
+        order = unit_order(score)
+        choice = compete(ranked, self.sparsity, self.scope, numels, num_gone, lambda _: order, make_entries)
+        thresholds = [_threshold(key, own.scales[i], score) for i, key in enumerate(choice.thresholds)]
+        if not any(census.num_cut):
+            return Choice(thresholds, lambda: own.spread(choice.settle(), []))
+        chosen: list[Chosen] = []
+
+        def answers() -> list[list[bytes]]:
+            chosen[:] = choice.settle()
+            return own.answers(chosen)
+
+        answered = own.inquiry.answer(answers)
+        return Choice(thresholds, lambda: own.spread(chosen, answered))
+
+
+class _Part:
+    """One parameter on this rank, by the blocks it holds something of: ``ids``, ascending."""
+
+    def __init__(self, scores: LocalScores, size: int) -> None:
+        self.scores = scores
+        self._size = size
+        self._matrix = scores.shard.as_matrix()
+        self._num_across = max(self._matrix.num_in // size, 1)
+        geometry = scores.shard.geometry
+        self._local = LocalMatrix.of(geometry, self._matrix) if geometry.local_numel else None
+        if self._local is not None:
+            rows, row_slot, num_rows = np.unique(self._local.rows // size, return_inverse=True, return_counts=True)
+            columns, column_slot, num_columns = np.unique(
+                self._local.columns // size, return_inverse=True, return_counts=True
+            )
+            self._row_slot = torch.from_numpy(row_slot * len(columns)).to(scores.device)
+            self._column_slot = torch.from_numpy(column_slot).to(scores.device)
+            self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
+            num_elements = (num_rows[:, None] * num_columns).reshape(-1)
+        else:
+            chunks = [np.unique(fetched(self._blocks(*chunk)).numpy()) for chunk in scores.chunks()]
+            self.ids = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *chunks]))
+            num_elements = np.zeros(len(self.ids), dtype=np.int64)
+            for chunk in scores.chunks():
+                num_elements += np.bincount(fetched(self._slots(*chunk)).numpy(), minlength=len(self.ids))
+        self.is_whole: BoolArray = num_elements == size * size
+
+    @property
+    def num_cut(self) -> int:
+        return int((~self.is_whole).sum())
+
+    @cached_property
+    def _ids(self) -> torch.Tensor:
+        return torch.from_numpy(self.ids).to(self.scores.device)
+
+    def _blocks(self, start: int, stop: int) -> torch.Tensor:
+        flat = self.scores.shard.geometry.flat_indices(start, stop, self.scores.device)
+        rows, columns = self._matrix.place(flat)
+        return rows // self._size * self._num_across + columns // self._size
+
+    def _slots(self, start: int, stop: int) -> torch.Tensor:
+        """Return the place in ``ids`` of the block of every local element from ``start`` to ``stop``."""
+        if self._local is None:
+            return torch.searchsorted(self._ids, self._blocks(start, stop))
+        rows, columns = self._local.split(torch.arange(start, stop, device=self.scores.device))
+        return self._row_slot[rows] + self._column_slot[columns]
+
+    def table(self, scale: int) -> torch.Tensor:
+        """Return what the local blocks add up to, (blocks, NUM_COLUMNS), on the CPU."""
+        table = torch.zeros((len(self.ids), NUM_COLUMNS), dtype=torch.int64, device=self.scores.device)
+        for start, stop in self.scores.chunks():
+            if self.scores.score.scores_units:
+                gone = self.scores.is_gone(slice(start, stop))
+                left = torch.ones(stop - start, dtype=torch.int64) if gone is None else (~gone).to(torch.int64)
+                table[:, NUM_LEFT].index_add_(0, self._slots(start, stop), left.to(table.device))
+            else:
+                table.index_add_(
+                    0, self._slots(start, stop), columns_of(*addends(self.scores, slice(start, stop)), scale)
+                )
+        return fetched(table)
+
+    def cut_homes(self, num_ranks: int) -> list[tuple[int, IntArray]]:
+        """Return (home, places in ``ids``) of the cut blocks, by home."""
+        cut = np.flatnonzero(~self.is_whole)
+        home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
+        return [(int(rank), cut[home == rank]) for rank in np.unique(home)]
+
+    def spread(self, keep: BoolArray) -> Chosen:
+        """Return what becomes of the elements, given which of the local blocks stay."""
+        shard, device = self.scores.shard, self.scores.device
+        stays = torch.from_numpy(keep).to(device)
+        mask = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=device)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)  # kept, gone
+        for start, stop in self.scores.chunks():
+            chunk = torch.take(stays, self._slots(start, stop), out=mask.view(-1)[start:stop])
+            gone = self.scores.is_gone(slice(start, stop))
+            if gone is not None:
+                chunk.logical_and_(~gone)
+                counts[1] += gone.sum()
+            counts[0] += chunk.sum()
+        num_kept, num_gone = fetched(counts).tolist()
+        return Chosen(mask, num_gone, mask.numel() - num_kept)
+
+
+class _OwnBlocks:
+    """What this rank holds of all blocks, and the cut ones that it decides. Its methods run within rounds."""
+
+    def __init__(self, ranked: Ranked, size: int) -> None:
+        self._ranked = ranked
+        self._size = size
+        self._parts: dict[int, _Part] = {}  # by member
+        self.scales = [0] * len(ranked.numels)
+        self.inquiry = Inquiry(ranked.comm)
+        self.asked: list[bytes] = []  # by rank
+        self._sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(ranked.comm.size)]  # (member, places in ids)
+
+    def part(self, scores: LocalScores) -> _Part:
+        member = self._ranked.place[scores.shard.name]
+        if member not in self._parts:
+            self._parts[member] = _Part(scores, self._size)
+        return self._parts[member]
+
+    def scores(self) -> dict[int, LocalScores]:
+        return {member: part.scores for member, part in self._parts.items()}
+
+    @cached_property
+    def _tables(self) -> dict[int, torch.Tensor]:
+        return {member: part.table(self.scales[member]) for member, part in self._parts.items()}
+
+    def questions(self) -> tuple[list[list[bytes]], list[int]]:
+        """Tell the homes of this rank's cut blocks what its parts add up to."""
+        messages: list[list[bytes]] = [[] for _ in self._sent]
+        for member, part in self._parts.items():
+            counts = int(bool(part.scores.shard.owned))  # replicas ask, and add nothing
+            for home, places in part.cut_homes(len(self._sent)):
+                rows = self._tables[member][torch.from_numpy(places)].numpy() * counts
+                header = np.array([member, len(places)])
+                messages[home] += [header.tobytes(), part.ids[places].tobytes(), rows.tobytes()]
+                self._sent[home].append((member, places))
+        return messages, [sum(len(places) for _, places in of_rank) for of_rank in self._sent]
+
+    @cached_property
+    def _questions_by_rank(self) -> list[list[tuple[int, IntArray, IntArray]]]:  # (member, ids, rows of a table)
+        found: list[list[tuple[int, IntArray, IntArray]]] = []
+        for message in self.asked:
+            words, at = np.frombuffer(message, np.int64), 0
+            found.append([])
+            while at < len(words):
+                member, num = words[at : at + 2].tolist()
+                end = at + 2 + num * (1 + NUM_COLUMNS)
+                ids, rows = words[at + 2 : at + 2 + num], words[at + 2 + num : end].reshape(num, NUM_COLUMNS)
+                found[-1].append((member, ids, rows))
+                at = end
+        return found
+
+    @cached_property
+    def _decided(self) -> dict[int, tuple[IntArray, torch.Tensor]]:
+        """The cut blocks whose home this is: by member their ids, ascending, and their table."""
+        by_member: dict[int, list[tuple[IntArray, IntArray]]] = {}
+        for of_rank in self._questions_by_rank:
+            for member, ids, rows in of_rank:
+                by_member.setdefault(member, []).append((ids, rows))
+        decided = {}
+        for member, pieces in sorted(by_member.items()):
+            ids, slot = np.unique(np.concatenate([ids for ids, _ in pieces]), return_inverse=True)
+            table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64)
+            table.index_add_(0, torch.from_numpy(slot), torch.from_numpy(np.concatenate([rows for _, rows in pieces])))
+            decided[member] = ids, table
+        return decided
+
+    def count_left(self, left: torch.Tensor) -> None:
+        """Count the blocks in which something is left, by member."""
+        for member, part in self._parts.items():
+            if part.scores.shard.owned:
+                left[member] += torch.count_nonzero(self._tables[member][torch.from_numpy(part.is_whole), NUM_LEFT])
+        for member, (_, table) in self._decided.items():
+            left[member] += torch.count_nonzero(table[:, NUM_LEFT])
+
+    def competitors(self, numels: list[int]) -> list[tuple[int, UnitKeys, bool]]:
+        """Return (member, whole blocks here, or cut ones decided here, whether they are owned)."""
+        found = []
+        for member, part in self._parts.items():
+            whole = self._tables[member][torch.from_numpy(part.is_whole)]
+            keys = self._keys(member, numels[member], part.ids[part.is_whole], whole)
+            found.append((member, keys, bool(part.scores.shard.owned)))
+        for member, (ids, table) in self._decided.items():
+            found.append((member, self._keys(member, numels[member], ids, table), True))
+        return found
+
+    def _keys(self, member: int, numel: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
+        name, score = self._ranked.roster.members[member].name, self._ranked.score
+        values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
+        return UnitKeys(name, Geometry((numel,), (_runs(ids),)), values, table[:, NUM_LEFT] == 0)
+
+    def answers(self, chosen: list[Chosen]) -> list[list[bytes]]:
+        """Answer the ranks that asked this one."""
+        keep = dict(zip(self._decided, chosen[len(self._parts) :], strict=True))
+        return [
+            [
+                keep[member].mask.numpy()[np.searchsorted(self._decided[member][0], ids)].tobytes()
+                for member, ids, _ in asked
+            ]
+            for asked in self._questions_by_rank
+        ]
+
+    def spread(self, chosen: list[Chosen], answered: list[BoolArray]) -> list[Chosen]:
+        """Return what becomes of the elements of every part."""
+        keep = {member: np.ones(len(part.ids), dtype=np.bool_) for member, part in self._parts.items()}
+        for (member, part), of_part in zip(self._parts.items(), chosen, strict=False):
+            keep[member][part.is_whole] = of_part.mask.numpy()
+        for said, of_rank in zip(answered, self._sent, strict=False):
+            passed = 0
+            for member, places in of_rank:
+                keep[member][places] = said[passed : passed + len(places)]
+                passed += len(places)
+        parts = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
+        return [self._parts[member].spread(keep[member]) for member in parts]
+
+
+def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:
+    """Return ascending ``ids`` as stretches."""
+    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
+
+
+def _threshold(key: float | int | None, scale: int, score: Score) -> float | int | None:
+    """Return the sum that a key on the grid stands for; a random one is itself."""
+    if key is None or score.scores_units:
+        return key
+    order = unit_order(score)
+    if key in (order.first, order.last):
+        return math.copysign(math.inf, key)
+    return math.ldexp(int(key), -scale)

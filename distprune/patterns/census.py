@@ -1,0 +1,114 @@
+"""Whether the ranks' parts fit together, and what was pruned before: the first round of a choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distprune.collectives import Communicator, Roster, sum_together
+from distprune.scores import LocalScores
+from distprune.shards import Geometry, LocalShard, checksum, flat_chunks
+
+__all__ = ["Census", "check_parts", "take_census"]
+
+
+@dataclass(frozen=True)
+class Census:
+    """By member, over all ranks. ``num_cut``: elements that shard edges cut off from what competes with them."""
+
+    num_gone: list[int]
+    num_cut: list[int]
+
+
+def take_census(
+    comm: Communicator,
+    roster: Roster,
+    scores: Callable[[], Sequence[LocalScores]],
+    *,
+    counts_gone: bool,
+    num_cut: Callable[[LocalScores], int] | None = None,
+) -> Census:
+    """Return the census of all ranks' ``scores``: one round of 16 bytes a parameter, and 8 for each count.
+
+    What is gone is counted if ``counts_gone``. Every rank must call it.
+
+    Raises:
+        ValueError: on every rank: replicas that differ, or elements that no rank owns or several do.
+    """
+    place = roster.index()
+
+    def fill(words: torch.Tensor) -> None:
+        for of_shard in scores():
+            shard, row = of_shard.shard, words[place[of_shard.shard.name]]
+            _fill_parts(row, shard, of_shard.reads)
+            if counts_gone and shard.owned and of_shard.gone is not None:
+                row[2] = _num_zeros(of_shard.gone)
+            if num_cut is not None:
+                row[-1] = num_cut(of_shard)
+
+    num_words = 2 + counts_gone + (num_cut is not None)
+    words = sum_together(comm, (len(roster.members), num_words), fill)
+    _check(comm, roster, words, lambda: [of_shard.shard for of_shard in scores()])
+    none = [0] * len(roster.members)
+    return Census(words[:, 2].tolist() if counts_gone else none, none if num_cut is None else words[:, -1].tolist())
+
+
+def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
+    """Raise, on every rank alike, unless the ranks' parts fit together: one round of 16 bytes a parameter.
+
+    Raises:
+        ValueError: replicas that differ, or elements that no rank owns or several do.
+    """
+    place = roster.index()
+
+    def fill(words: torch.Tensor) -> None:
+        for shard in shards():
+            _fill_parts(words[place[shard.name]], shard, [shard.local])
+
+    _check(comm, roster, sum_together(comm, (len(roster.members), 2), fill), shards)
+
+
+def _fill_parts(row: torch.Tensor, shard: LocalShard, reads: Sequence[torch.Tensor]) -> None:
+    """Say where the shard's elements are, and how far the replicas of what is read differ."""
+    if shard.owned:
+        row[0] = shard.geometry.fingerprint()
+    if shard.num_replicas != 1:
+        # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
+        weight = (shard.num_replicas or 1) - 1 if shard.owned else -1
+        row[1] = (weight * checksum(reads) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _num_zeros(tensor: torch.Tensor) -> int:
+    counts = [values.numel() - torch.count_nonzero(values) for _, values in flat_chunks(tensor)]
+    return int(torch.stack(counts).sum()) if counts else 0
+
+
+def _check(comm: Communicator, roster: Roster, words: torch.Tensor, shards: Callable[[], Sequence[LocalShard]]) -> None:
+    wrong = [
+        i
+        for i, member in enumerate(roster.members)
+        if (int(words[i, 0]) - Geometry.whole(member.global_shape).fingerprint()) % Geometry.PRIME
+    ]
+    if wrong:
+        place = roster.index()
+
+        def fill(owned: torch.Tensor) -> None:
+            for shard in shards():
+                owned[place[shard.name]] = shard.geometry.local_numel if shard.owned else 0
+
+        member, num = roster.members[wrong[0]], sum_together(comm, (len(roster.members),), fill)[wrong[0]]
+        numel = math.prod(member.global_shape)
+        overlap = ", some of them twice" if int(num) == numel else ""
+        raise ValueError(
+            f"of the {numel} elements of {member.name!r} the ranks own {int(num)}{overlap}: every element must be "
+            "owned by exactly one rank; the group must span every rank that holds a part, and copies be laid out alike"
+        )
+    for i, member in enumerate(roster.members):
+        if int(words[i, 1]):
+            raise ValueError(
+                f"ranks that should hold the same values of {member.name!r} hold different ones; bring the replicas "
+                "in step, or, for pipeline stages, give parameters different names or pass the stage's own group"
+            )

@@ -1,0 +1,232 @@
+"""Groups and rows that a shard edge cuts: each is put together on one rank, decided there, and answered.
+
+Nouns: a *unit* is what is decided by itself: the m inputs of an N:M group, or a row. A unit is *cut* where
+a rank holds some of it and not all. Its *home* is the rank that decides it: rows are dealt out to the
+ranks in equal stretches, so that the home of a row is among those that hold it in the usual layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distprune.collectives import Communicator, swap_together
+from distprune.shards import Geometry, LocalMatrix, Matrix
+
+__all__ = ["CutPart", "Inquiry", "LocalUnits", "find_units", "home_of", "settle_cut"]
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+
+_NUM_HEADER_WORDS = 8  # of one parameter's part in a message
+_KEY_TYPES: dict[int, type[np.signedinteger[Any]]] = {2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass(frozen=True)
+class LocalUnits:
+    """This rank's elements of one parameter, by whether their unit is here whole.
+
+    ``matrix`` are the local elements from offset ``begin``; ``whole`` and ``cut`` say which of its local
+    columns are of whole units. ``loose``: local offsets of elements in cut units beside the matrix.
+    """
+
+    begin: int
+    matrix: LocalMatrix
+    whole: IntArray
+    cut: IntArray
+    loose: IntArray
+
+    @property
+    def num_cut(self) -> int:
+        """Elements in cut units."""
+        return len(self.matrix.rows) * len(self.cut) + len(self.loose)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the matrix is one stretch of local elements, row by row, and none of it is cut."""
+        return self.matrix.num_local_out is None and len(self.cut) == 0
+
+    def offsets(self, start: int, stop: int) -> IntArray:
+        """Return the local offsets of the whole units' elements in local rows ``start`` to ``stop``, 2-D."""
+        return self.begin + self.matrix.offsets(np.arange(start, stop), self.whole)
+
+    def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
+        """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""
+        rows = np.flatnonzero((self.matrix.rows >= first) & (self.matrix.rows < last)) if len(self.cut) else self.cut
+        place, _ = matrix.place(geometry.flat_indices_at(torch.from_numpy(self.loose)).numpy())
+        loose = self.loose[(place >= first) & (place < last)]
+        return np.concatenate([self.begin + self.matrix.offsets(rows, self.cut).reshape(-1), loose])
+
+
+def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
+    """Return where the local elements stand in units of ``length`` inputs of one row. Local."""
+    none = np.empty(0, dtype=np.int64)
+    numel = geometry.local_numel
+    if numel == 0:
+        return LocalUnits(0, LocalMatrix(none, none, None), none, none, none)
+    local = LocalMatrix.of(geometry, matrix)
+    if local is None:  # a stretch of the flattened parameter: whole units in the middle, cut ones at its ends
+        first = -geometry.flat_start % length if geometry.flat_start is not None and not matrix.transposed else numel
+        num_units = max(0, numel - first) // length
+        end = first + num_units * length if num_units else 0
+        columns = np.arange(length if num_units else 0)
+        loose = np.concatenate([np.arange(first if num_units else 0), np.arange(end, numel)])
+        return LocalUnits(first, LocalMatrix(np.arange(num_units), columns, None), columns, none, loose)
+    _, unit, size = np.unique(local.columns // length, return_inverse=True, return_counts=True)
+    is_whole = size[unit] == length
+    return LocalUnits(0, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole), none)
+
+
+def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
+    """Return the rank that decides what is cut in each of ``rows``, which are between ``first`` and ``last``."""
+    return (rows - first) // -(-(last - first) // num_ranks)
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """Elements of one parameter in cut units: their flat indices and keys, and whether this rank counts them."""
+
+    member: int  # of the roster
+    matrix: Matrix
+    length: int  # of a unit
+    rows: tuple[int, int]  # from the first to before the last that are dealt out
+    flat: IntArray
+    keys: Array
+    owned: bool
+
+
+class Inquiry:
+    """Questions to the ranks and their answers: a byte for each thing asked about. Three rounds.
+
+    What is made for a round is made within it, so that what it raises on one rank is raised on all.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._num_asked: list[int] = []  # by rank
+        self._num_to_answer: list[int] = []
+
+    def ask(self, make: Callable[[], tuple[list[list[bytes]], list[int]]]) -> list[bytes]:
+        """Return every rank's questions. ``make``: this one's by rank, in pieces, and about how many things.
+
+        Two rounds: the sizes, 8 bytes a rank, and the questions, with 8 bytes a rank before them.
+        """
+
+        def pieces() -> list[torch.Tensor]:
+            questions, self._num_asked = make()
+            return [
+                _message([np.int64(num).tobytes(), *question] if question else [])
+                for num, question in zip(self._num_asked, questions, strict=True)
+            ]
+
+        received = [bytes(message.numpy()) for message in swap_together(self._comm, pieces)]
+        self._num_to_answer = [int.from_bytes(message[:8], "little") for message in received]
+        return [message[8:] for message in received]
+
+    def answer(self, make: Callable[[], list[list[bytes]]]) -> list[npt.NDArray[np.bool_]]:
+        """Return every rank's answers to this one, as ``make`` makes this one's: one round of the answers."""
+        sizes = self._num_to_answer, self._num_asked
+        received = swap_together(self._comm, lambda: [_message(answer) for answer in make()], sizes)
+        return [answer.numpy().astype(np.bool_) for answer in received]
+
+
+def settle_cut(
+    comm: Communicator, make_parts: Callable[[], Sequence[CutPart]], keep: Callable[[int, torch.Tensor], torch.Tensor]
+) -> Callable[[], list[npt.NDArray[np.bool_]]]:
+    """Return a function that returns what stays of each part, as ``keep(member, keys of whole units)`` says (bool).
+
+    Every rank of ``comm`` must call it. Three rounds: sizes (8 bytes a rank), the keys, and the answers.
+    A rank hands over the keys it counts, 16 bytes for every stretch of consecutive flat indices and 64 for
+    every parameter and home, and is handed a byte an element back; a home is handed the units it decides.
+    """
+    parts: list[CutPart] = []
+    sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(comm.size)]  # (part, which of its elements)
+
+    def questions() -> tuple[list[list[bytes]], list[int]]:
+        messages: list[list[bytes]] = [[] for _ in range(comm.size)]
+        parts[:] = make_parts()
+        for i, part in enumerate(parts):
+            if len(part.flat) == 0:
+                continue
+            home = home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size)
+            order = np.argsort(home, kind="stable")
+            ranks, starts = np.unique(home[order], return_index=True)
+            for rank, chosen in zip(ranks.tolist(), np.split(order, starts[1:]), strict=True):
+                messages[rank].append(_encoded(part, chosen))
+                sent[rank].append((i, chosen))
+        return messages, [sum(len(chosen) for _, chosen in of_rank) for of_rank in sent]
+
+    inquiry = Inquiry(comm)
+    asked = inquiry.ask(questions)
+    answers = inquiry.answer(lambda: _answers(asked, keep))
+
+    def kept() -> list[npt.NDArray[np.bool_]]:
+        stays = [np.ones(len(part.flat), dtype=np.bool_) for part in parts]
+        for said, of_rank in zip(answers, sent, strict=True):
+            passed = 0
+            for i, chosen in of_rank:
+                stays[i][chosen] = said[passed : passed + len(chosen)]
+                passed += len(chosen)
+        return stays
+
+    return kept
+
+
+def _message(pieces: Sequence[bytes]) -> torch.Tensor:
+    joined = bytearray(b"".join(pieces))
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+
+
+def _encoded(part: CutPart, chosen: IntArray) -> bytes:
+    flat, matrix = part.flat[chosen], part.matrix
+    begins = np.flatnonzero(np.diff(flat, prepend=flat[0] - 2) != 1)
+    lengths = np.diff(begins, append=len(flat))
+    keys = part.keys[chosen] if part.owned else part.keys[:0]
+    header = [part.member, matrix.num_matrices, matrix.num_out, matrix.num_in, int(matrix.transposed), part.length]
+    sizes = [len(begins), keys.itemsize if part.owned else 0]
+    words = np.concatenate([np.array(header + sizes), flat[begins], lengths]).astype(np.int64)
+    return words.tobytes() + keys.tobytes().ljust(-(-keys.nbytes // 8) * 8, b"\0")
+
+
+def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
+    """Decide what the ranks ask about, and return the answers to each of them, in the order of its questions."""
+    asked: dict[int, list[tuple[int, int, IntArray, Array | None]]] = {}  # by member: (rank, number, flat, keys)
+    shapes: dict[int, tuple[Matrix, int]] = {}
+    answers: list[list[bytes]] = []
+    for rank, message in enumerate(questions):
+        at, number = 0, 0
+        while at < len(message):
+            header = np.frombuffer(message, np.int64, _NUM_HEADER_WORDS, at).tolist()
+            member, num_matrices, num_out, num_in, transposed, length, num_runs, key_size = header
+            at += 8 * _NUM_HEADER_WORDS
+            begins, lengths = np.frombuffer(message, np.int64, 2 * num_runs, at).reshape(2, num_runs)
+            at += 16 * num_runs
+            firsts = np.cumsum(lengths) - lengths
+            flat = np.repeat(begins - firsts, lengths) + np.arange(int(lengths.sum()))
+            keys = np.frombuffer(message, _KEY_TYPES[key_size], len(flat), at) if key_size else None
+            at += -(-len(flat) * key_size // 8) * 8
+            asked.setdefault(member, []).append((rank, number, flat, keys))
+            shapes[member] = Matrix(num_out, num_in, bool(transposed), num_matrices), length
+            number += 1
+        answers.append([b""] * number)
+    for member, of_member in asked.items():
+        matrix, length = shapes[member]
+        rows, columns = matrix.place(np.concatenate([flat for _, _, flat, _ in of_member]))
+        units, unit = np.unique(rows * (matrix.num_in // length) + columns // length, return_inverse=True)
+        within = columns % length
+        bounds = np.cumsum([0, *(len(flat) for _, _, flat, _ in of_member)]).tolist()
+        places = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        known = [(place, keys) for place, (_, _, _, keys) in zip(places, of_member, strict=True) if keys is not None]
+        table = np.zeros((len(units), length), dtype=known[0][1].dtype)
+        for place, keys in known:
+            table[unit[place], within[place]] = keys
+        kept = keep(member, torch.from_numpy(table)).numpy()
+        for place, (rank, number, _, _) in zip(places, of_member, strict=True):
+            answers[rank][number] = kept[unit[place], within[place]].tobytes()
+    return answers

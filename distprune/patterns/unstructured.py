@@ -1,0 +1,74 @@
+"""Elements that compete one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from typing_extensions import override
+
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, compete
+from distprune.patterns.census import Census, take_census
+from distprune.patterns.within_rows import PerRow
+from distprune.selection import Entry
+
+__all__ = ["Unstructured"]
+
+
+@final
+@dataclass(frozen=True)
+class Unstructured(Pattern):
+    """The lowest ``sparsity`` of all weights that compete, weight by weight: a fraction, or (an int) that many.
+
+    Those are all parameters' (``scope="global"``) or each one's (``"tensor"``); in one-shot pruning a matrix's, except
+    where a method's paper has it otherwise. Wanda: within each row (arXiv 2306.11695, section 3), as
+    :class:`PerRow`. SparseGPT: within each block of 128 columns, over all rows (arXiv 2301.00774, section
+    3.3). Counts are rounded by ``round()``.
+
+    Raises:
+        TypeError: ``sparsity`` is no number.
+        ValueError: it is out of range.
+    """
+
+    sparsity: int | float
+    scope: Scope = "global"
+
+    def __post_init__(self) -> None:
+        check_share(self.sparsity)
+
+    @override
+    def __str__(self) -> str:
+        return "unstructured"
+
+    @property
+    @override
+    def needs_matrix(self) -> bool:
+        return False
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        """Rounds: one for the census, and those of ``select_lowest``."""
+        num = len(ranked.numels)
+        for members in [range(num)] if self.scope == "global" else [[i] for i in range(num)]:
+            ranked.order(members)  # raises alike on all ranks
+        census = Census([0] * num, [])
+        if ranked.checks:
+            census = take_census(ranked.comm, ranked.roster, lambda: ranked.scores, counts_gone=ranked.of_left)
+
+        def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
+            return [
+                Entry(s.shard.name, s, s.shard.geometry, bool(s.shard.owned), *place(ranked.place[s.shard.name]))
+                for s in ranked.scores
+            ]
+
+        return compete(ranked, self.sparsity, self.scope, ranked.numels, census.num_gone, ranked.order, make_entries)
+
+    @property
+    @override
+    def width(self) -> int:
+        return 1
+
+    @override
+    def by_row(self) -> Pattern:
+        return PerRow(self.sparsity)

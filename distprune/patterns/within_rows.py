@@ -1,0 +1,261 @@
+"""N:M groups and rows, each decided for itself, wherever shard edges cut them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from distprune.patterns.base import Choice, Pattern, Ranked, check_share
+from distprune.patterns.census import take_census
+from distprune.patterns.cut_units import CutPart, LocalUnits, find_units, settle_cut
+from distprune.scores import LocalScores
+from distprune.selection import Chosen, Order, fetched, keep_highest_per_group, keep_highest_per_row
+from distprune.shards import Matrix, chunk_size
+
+__all__ = ["NByM", "PerRow"]
+
+IntArray = npt.NDArray[np.int64]
+
+_CHUNK = 1 << 18  # elements whose keys and places are in memory at a time
+_BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
+
+
+class _WithinRows(Pattern):
+    """Units of some inputs of one row, each decided for itself. What is gone goes first."""
+
+    @property
+    @override
+    def is_by_row(self) -> bool:
+        return True
+
+    @abstractmethod
+    def unit_length(self, matrix: Matrix) -> int:
+        """Return how many inputs a unit has."""
+
+    @abstractmethod
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs), with what is gone."""
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        """Rounds: one for the census, and nothing else where every unit is whole on the ranks that hold it.
+
+        Otherwise three rounds (see ``settle_cut``) for every 2**24 elements, over all ranks, in cut units; of those a
+        rank hands over its own.
+        """
+        orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
+        parts: dict[int, _Part] = {}
+
+        def part_of(scores: LocalScores) -> _Part:
+            member = ranked.place[scores.shard.name]
+            if member not in parts:
+                parts[member] = _Part(scores, member, self, orders[member], ranked.of_left)
+            return parts[member]
+
+        def settle() -> list[Chosen]:
+            return [part_of(scores).settle() for scores in ranked.scores]
+
+        if ranked.checks:
+            census = take_census(
+                ranked.comm,
+                ranked.roster,
+                lambda: ranked.scores,
+                counts_gone=False,
+                num_cut=lambda scores: part_of(scores).units.num_cut,
+            )
+            for batch in _batches(census.num_cut):
+                held = [(parts[member], stretch, num) for member, stretch, num in batch if member in parts]
+                kept = settle_cut(
+                    ranked.comm,
+                    partial(lambda of_batch: [part.cut(stretch, num) for part, stretch, num in of_batch], held),
+                    lambda member, keys: self._keep(keys, orders[member], of_left=ranked.of_left),
+                )
+                for i, (part, _, _) in enumerate(held):
+                    part.answers.append(partial(lambda stays, of_part: stays()[of_part], kept, i))
+        return Choice([None] * len(orders), settle)
+
+    def _keep(self, keys: torch.Tensor, order: Order, *, of_left: bool) -> torch.Tensor:
+        is_gone = keys < order.first
+        return self.keep_units(keys, is_gone, of_left=of_left).logical_and_(~is_gone)
+
+
+@final
+@dataclass(frozen=True)
+class NByM(_WithinRows):
+    """``n`` of every ``m`` consecutive inputs are kept; what is gone counts as pruned.
+
+    Raises:
+        TypeError: ``n`` or ``m`` is no int.
+        ValueError: not 0 < ``n`` < ``m``.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("n", self.n), ("m", self.m)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an int, not {number!r}")
+        if not 0 < self.n < self.m:
+            raise ValueError(f"{self.n}:{self.m} is no pattern: n of every m are kept, 0 < n < m")
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @override
+    def check_fits(self, name: str, matrix: Matrix) -> None:
+        if matrix.num_in % self.m:
+            raise ValueError(f"{self} does not fit {name!r}: its {matrix.num_in} inputs are no multiple of {self.m}")
+
+    @property
+    @override
+    def width(self) -> int:
+        return self.m
+
+    @override
+    def unit_length(self, matrix: Matrix) -> int:
+        return self.m
+
+    @override
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
+        return self.keep(keys)
+
+    @override
+    def keep(self, scores: torch.Tensor) -> torch.Tensor:
+        return keep_highest_per_group(scores, self.n, self.m)
+
+
+@final
+@dataclass(frozen=True)
+class PerRow(_WithinRows):
+    """The lowest ``sparsity``, a fraction, of every row (output) of a matrix, rounded by ``round()``.
+
+    SparseGPT spreads them evenly over its column blocks.
+
+    Raises:
+        TypeError: ``sparsity`` is no fraction.
+        ValueError: it is out of range.
+    """
+
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        check_fraction(self.sparsity)
+
+    @override
+    def __str__(self) -> str:
+        return "row"
+
+    @property
+    @override
+    def width(self) -> int:
+        return 1
+
+    @override
+    def part(self, start: int, stop: int) -> Pattern:
+        num = round(self.sparsity * stop) - round(self.sparsity * start)
+        return PerRow(num / max(stop - start, 1))
+
+    @override
+    def unit_length(self, matrix: Matrix) -> int:
+        return max(matrix.num_in, 1)
+
+    @override
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
+        if not of_left:
+            return self.keep(keys)
+        num_gone = is_gone.sum(1)
+        wanted = (self.sparsity * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
+        return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
+
+    @override
+    def keep(self, scores: torch.Tensor) -> torch.Tensor:
+        return keep_highest_per_row(scores, round(self.sparsity * scores.shape[1]))
+
+
+class _Part:
+    """One parameter on this rank, in units."""
+
+    def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
+        self._scores = scores
+        self._keep = partial(pattern._keep, order=order, of_left=of_left)
+        self._order = order
+        self._member = member
+        self._matrix = scores.shard.as_matrix()
+        self._length = pattern.unit_length(self._matrix)
+        self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
+        self._cut: list[IntArray] = []
+        self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
+
+    def cut(self, stretch: int, num_stretches: int) -> CutPart:
+        """Return the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows, as they travel."""
+        shard, num_rows = self._scores.shard, self._matrix.num_rows
+        rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
+        self._cut.append(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
+        at = self._at(self._cut[-1])
+        keys = fetched(self._scores.keys_at(self._order, at)).numpy()
+        flat = fetched(shard.geometry.flat_indices_at(at)).numpy()
+        return CutPart(self._member, self._matrix, self._length, rows, flat, keys, bool(shard.owned))
+
+    def settle(self) -> Chosen:
+        """Decide the whole units, and take over what became of the cut ones."""
+        scores, units, device = self._scores, self.units, self._scores.device
+        mask = torch.ones(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
+        flat_mask = mask.view(-1)
+        counts = torch.zeros(2, dtype=torch.int64, device=device)  # NaNs, gone
+
+        def keys_at(at: slice | torch.Tensor) -> torch.Tensor:
+            keys = scores.keys_of(self._order, at)
+            counts.add_(torch.stack([(keys > self._order.last).sum(), (keys < self._order.first).sum()]))
+            return keys
+
+        num_rows, width = len(units.matrix.rows), len(units.whole)
+        step = max(1, max(_CHUNK, chunk_size(device)) // max(width, 1))
+        for start in range(0, num_rows if width else 0, step):
+            stop = min(start + step, num_rows)
+            at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
+            if not units.is_dense:
+                at = self._at(units.offsets(start, stop).reshape(-1))
+            flat_mask[at] = self._keep(keys_at(at).view(-1, width)).view(-1)
+        for offsets, stays in zip(self._cut, self.answers, strict=True):
+            at = self._at(offsets)
+            keys_at(at)
+            flat_mask[at] = torch.from_numpy(stays()).to(device)
+        num_nans, num_gone, num_kept = fetched(torch.cat([counts, mask.sum().view(1)])).tolist()
+        return Chosen(mask, num_gone, mask.numel() - num_kept, num_nans)
+
+    def _at(self, offsets: IntArray) -> torch.Tensor:
+        return torch.from_numpy(offsets).to(self._scores.device)
+
+
+def check_fraction(fraction: object) -> None:
+    """Raise unless ``fraction`` is a float in [0, 1]."""
+    check_share(fraction)
+    if isinstance(fraction, int):
+        raise TypeError(f"sparsity must be a fraction such as 0.5, not {fraction!r}")
+
+
+def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield (member, which stretch of its rows, of how many) of the members with cut units, so many at a time."""
+    batch: list[tuple[int, int, int]] = []
+    total = 0
+    for member, num in enumerate(num_cut):
+        num_stretches = -(-num // _BATCH)
+        for stretch in range(num_stretches):
+            size = -(-num // num_stretches)
+            if batch and total + size > _BATCH:
+                yield batch
+                batch, total = [], 0
+            batch.append((member, stretch, num_stretches))
+            total += size
+    if batch:
+        yield batch

@@ -1,0 +1,96 @@
+"""What all ranks must say alike before anything is computed, and who owns what then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distprune.collectives import Communicator, Member, Roster, agree, roster_of_all, roster_of_one, same_everywhere
+from distprune.models import Found, NamePattern
+from distprune.scores import Score
+from distprune.shards import LocalShard
+
+__all__ = ["Agreed", "agree_on", "check_seed", "shown"]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks agreed on; ``patterns`` are name patterns, each with its number of matches over all ranks."""
+
+    comm: Communicator
+    roster: Roster
+    patterns: list[tuple[NamePattern, int]]
+    score: Score
+    _shards: Sequence[LocalShard]
+
+    def check_found(self) -> None:
+        """Raise, on every rank alike, a ``ValueError`` if a name pattern matches nothing, or nothing is meant."""
+        for pattern, num in self.patterns:
+            if num == 0:
+                raise ValueError(f"the pattern {shown(pattern)} matches no parameter of the model")
+        if not self.roster.members:
+            raise ValueError("there is no parameter to prune; name some with include")
+
+    def shards(self) -> list[LocalShard]:
+        """Return this rank's part of every parameter, owners settled. No communication."""
+        place, comm = self.roster.index(), self.comm
+        own_rank = comm.global_rank(comm.rank)
+        return [
+            shard.owned_by(own_rank, comm.global_rank(self.roster.first_holder[i]), self.roster.num_holders[i])
+            for shard, i in ((shard, place[shard.name]) for shard in self._shards)
+        ]
+
+
+def agree_on(
+    comm: Communicator, found: Found, facts: Mapping[str, object], score: Score, error: Exception | None = None
+) -> Agreed:
+    """Return what all ranks agree on, or raise on all ranks. Every rank must call it.
+
+    One round of 64 bytes where all ranks say the same. Where they hold different parameters (pipeline stages) their
+    lists travel once and the matches are summed: up to four rounds more. There, a rank without decoder blocks
+    prunes nothing by default if another has some: what is meant follows from the whole model.
+
+    A score that needs a seed and has none gets one from torch's default generator: every rank draws, so that
+    generators that were in step stay so, and the first rank's counts.
+
+    Raises:
+        Exception: ``error``, where it arose, and elsewhere the same built-in type naming the rank.
+        ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
+    """
+    drawn = int(torch.randint(1 << 62, ())) if error is None and score.needs_seed else 0
+    members, num_matches = _members(found.shards), [num for _, num in found.patterns]
+    lacks_blocks = found.by_default and not found.has_blocks
+    said = [facts, num_matches, lacks_blocks, [[m.name, list(m.global_shape), m.dtype] for m in members]]
+    all_same, drawn = same_everywhere(comm, said, error, drawn)
+    if all_same:
+        roster = roster_of_one(comm, members)
+    else:
+        agree(comm, facts)
+        *num_matches, num_with_blocks = comm.sum(torch.tensor([*num_matches, int(found.has_blocks)])).tolist()
+        if lacks_blocks and num_with_blocks:
+            found = dataclasses.replace(found, shards=[])
+        roster = roster_of_all(comm, _members(found.shards))
+    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
+    return Agreed(comm, roster, patterns, score.seeded(drawn) if score.needs_seed else score, found.shards)
+
+
+def shown(pattern: NamePattern) -> str:
+    """Return how ranks compare a name pattern: a module, which no two of them share, by its class."""
+    return repr(pattern) if isinstance(pattern, str) else f"({type(pattern).__name__})"
+
+
+def _members(shards: Sequence[LocalShard]) -> list[Member]:
+    return [Member(shard.name, shard.shape, str(shard.local.dtype)) for shard in shards]
+
+
+def check_seed(seed: int | None) -> None:
+    """Raise unless ``seed`` is an int or ``None``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or None, not {seed!r}")

@@ -1,0 +1,80 @@
+"""What a pruning call did, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from distprune.pruning.masks import Masks
+
+__all__ = ["ParameterReport", "PruneReport"]
+
+_NUM_SHOWN = 8  # parameters; the others are in ``parameters``
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter, counted over all ranks, replicas once."""
+
+    name: str
+    num_elements: int
+    num_pruned: int  # by this call
+    num_zeros: int  # in all, after it
+    # The score of the last element, or block, pruned among its competitors; None: none, or one for each group or row.
+    threshold: float | None
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """The same on every rank, but for ``masks``, ``seconds`` and, where shard edges cut groups, ``num_bytes``."""
+
+    score: str
+    pattern: str  # as it is written
+    seed: int | None
+    parameters: tuple[ParameterReport, ...]
+    num_rounds: int  # of communication, this call
+    num_bytes: int  # of messages per rank, this call
+    seconds: float
+    masks: Masks = field(repr=False, compare=False)  # False where a weight is zero now
+
+    @property
+    def num_elements(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def num_pruned(self) -> int:
+        return sum(parameter.num_pruned for parameter in self.parameters)
+
+    @property
+    def num_zeros(self) -> int:
+        return sum(parameter.num_zeros for parameter in self.parameters)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+    @override
+    def __str__(self) -> str:
+        width = max(len(parameter.name) for parameter in self.parameters)
+        lines = [f"{self.pattern} by {self.score}: {self.num_zeros:,} of {self.num_elements:,} weights are zero"]
+        lines[0] += f" ({self.sparsity:.2%}), {self.num_pruned:,} of them new, in {self.seconds:.2f} s"
+        for parameter in self.parameters[:_NUM_SHOWN]:
+            lines.append(f"  {parameter.name:<{width}}  {parameter.sparsity:7.2%} of {parameter.num_elements:,}")
+        if len(self.parameters) > _NUM_SHOWN:
+            lines.append(f"  and {len(self.parameters) - _NUM_SHOWN} more")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the masks, totals included, as JSON carries it."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("masks", "parameters")}
+        totals = {name: getattr(self, name) for name in ("num_elements", "num_pruned", "num_zeros", "sparsity")}
+        return {**own, "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters], **totals}

@@ -1,0 +1,263 @@
+"""The methods of ``torch.nn.utils.prune``, each a pattern and a score, and two more that prune in any pattern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.utils.prune as torch_prune
+from torch import nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from distprune.collectives import Group
+from distprune.patterns import Channels, Pattern, Unstructured, as_pattern, check_share
+from distprune.pruning.agreement import check_seed
+from distprune.pruning.torch_api.base import BasePruningMethod, Selecting
+from distprune.scores import ChannelNorm, Magnitude, Norm, Random, Score
+from distprune.shards import dtensor_like, is_held, local_part, local_shard
+
+__all__ = [
+    "CustomFromMask",
+    "Identity",
+    "L1Pattern",
+    "L1Unstructured",
+    "LnStructured",
+    "RandomPattern",
+    "RandomStructured",
+    "RandomUnstructured",
+    "seeded",
+]
+
+
+def seeded(seed: int | None) -> dict[str, Any]:
+    """Return the keyword for a constructor: a method that knows nothing of seeds is not handed one nobody gave."""
+    return {} if seed is None else {"seed": seed}
+
+
+class Identity(Selecting):
+    """Prunes nothing; sets up the mask. See ``torch.nn.utils.prune.Identity``."""
+
+    PRUNING_TYPE = "unstructured"
+
+    @override
+    def rule(self) -> None:
+        return None
+
+    @classmethod
+    @override
+    def apply(cls, module: nn.Module, name: str, *, group: Group = None) -> torch_prune.BasePruningMethod:  # type: ignore[override]
+        return super().apply(module, name, group=group)
+
+
+class RandomUnstructured(Selecting):
+    """Prunes ``amount`` elements at random. See ``torch.nn.utils.prune.RandomUnstructured``.
+
+    The mask is a hash of ``seed``, the place of the parameter in the call, its name and the flat index:
+    the same on every layout. Two calls with one seed on parameters of one name and shape prune the same places:
+    give each its own seed, or prune all in one call of :func:`prune_each`. ``seed=None``: the first rank's draw
+    from torch's default generator counts.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: int | float, *, seed: int | None = None) -> None:
+        check_share(amount, "amount")
+        check_seed(seed)
+        self.amount = amount
+        self.seed = seed
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return Unstructured(self.amount), Random(self.seed)
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: int | float, *, group: Group = None, seed: int | None = None
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(module, name, amount=amount, group=group, **seeded(seed))
+
+
+class L1Unstructured(Selecting):
+    """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: int | float) -> None:
+        check_share(amount, "amount")
+        self.amount = amount
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return Unstructured(self.amount), Magnitude()
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: int | float,
+        importance_scores: torch.Tensor | None = None,
+        *,
+        group: Group = None,
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores, group=group)
+
+
+class RandomStructured(Selecting):
+    """Prunes ``amount`` channels along ``dim`` at random. See ``torch.nn.utils.prune.RandomStructured``.
+
+    Randomness as in :class:`RandomUnstructured`, by the channel's index.
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: int | float, dim: int = -1, *, seed: int | None = None) -> None:
+        check_share(amount, "amount")
+        check_seed(seed)
+        self.amount = amount
+        self.dim = dim
+        self.seed = seed
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return Channels(self.amount, self.dim), Random(self.seed)
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: int | float,
+        dim: int = -1,
+        *,
+        group: Group = None,
+        seed: int | None = None,
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(module, name, amount=amount, dim=dim, group=group, **seeded(seed))
+
+
+class LnStructured(Selecting):
+    """Prunes the ``amount`` channels along ``dim`` of smallest L_n norm. See ``torch.nn.utils.prune.LnStructured``.
+
+    ``n``: any number, inf, -inf or ``"fro"``. Norms are compared as exact sums on a common grid, so that
+    the ranking is the same in every layout (see ``distprune/patterns/units.py``).
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: int | float, n: Norm, dim: int = -1) -> None:
+        check_share(amount, "amount")
+        ChannelNorm(n)
+        self.amount = amount
+        self.n = n
+        self.dim = dim
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return Channels(self.amount, self.dim), ChannelNorm(self.n)
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: int | float,
+        n: Norm,
+        dim: int,
+        importance_scores: torch.Tensor | None = None,
+        *,
+        group: Group = None,
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(
+            module, name, amount=amount, n=n, dim=dim, importance_scores=importance_scores, group=group
+        )
+
+
+class L1Pattern(Selecting):
+    """Prunes the smallest magnitudes in a pattern, given as such or as text.
+
+    Of a weight, dim 0 is the outputs (rows) and the other dims, flattened, are the inputs, along which groups and
+    rows run; transformers' ``Conv1D`` and experts modules as they keep theirs. Importance scores count by their
+    magnitude, as in :class:`L1Unstructured`. A bare tensor, given to :meth:`prune` or :meth:`compute_mask`, is read as
+    (out, in).
+
+    On top of earlier pruning, N:M keeps ``n`` of every ``m`` in all: what is pruned already counts as pruned,
+    so ``min(n, left)`` stay. :class:`PerRow` prunes its share of what is left of each row, and
+    :class:`Block` its share of the blocks in which anything is left, by the sums of what is left.
+
+    Under ``global_unstructured`` all parameters' blocks (or elements) compete; groups and rows raise a
+    ``ValueError`` there, ``prune_each`` takes them.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, pattern: Pattern | str) -> None:
+        self.pattern = as_pattern(pattern)
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return self.pattern, Magnitude()
+
+
+class RandomPattern(Selecting):
+    """Prunes at random in a pattern.
+
+    See :class:`L1Pattern` for patterns, :class:`RandomUnstructured` for randomness. Blocks are drawn by their number.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, pattern: Pattern | str, *, seed: int | None = None) -> None:
+        check_seed(seed)
+        self.pattern = as_pattern(pattern)
+        self.seed = seed
+
+    @override
+    def rule(self) -> tuple[Pattern, Score]:
+        return self.pattern, Random(self.seed)
+
+
+class CustomFromMask(BasePruningMethod):
+    """Prunes by a given ``mask``. See ``torch.nn.utils.prune.CustomFromMask``.
+
+    For a sharded parameter the mask is of zeros and ones: plain and whole on every rank, or a DTensor in
+    the parameter's layout. Once applied, ``mask`` is the parameter's own, and ``None`` when another one is in place:
+    a module keeps one mask, however often it is pruned.
+    """
+
+    PRUNING_TYPE = "global"
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask: torch.Tensor | None = mask
+
+    @override
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        assert self.mask is not None  # not applied yet
+        if default_mask.shape != self.mask.shape:
+            raise AssertionError(
+                f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
+            )
+        shard = local_shard("mask", default_mask) if is_held(default_mask) else None
+        if isinstance(default_mask, DTensor):
+            return default_mask * dtensor_like(default_mask, local_part(self.mask, default_mask, shard, "mask"))
+        return default_mask * local_part(self.mask, default_mask, shard, "mask").to(dtype=default_mask.dtype)
+
+    @override
+    def settled(self, mask: torch.Tensor) -> None:
+        self.mask = mask
+
+    @override
+    def superseded(self) -> None:
+        self.mask = None
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(module, name, mask=mask, group=group)

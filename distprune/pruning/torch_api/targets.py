@@ -1,0 +1,216 @@
+"""What a pruning call looks at before it decides.
+
+Nouns: a *target* is a (module, name) of the call with what is there now. Its *label* names it among
+all ranks: its place in the call and its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.utils.prune as torch_prune
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distprune.collectives import Communicator
+from distprune.masks import Fsdp2Params, Managed, pruning_hooks
+from distprune.patterns import Pattern
+from distprune.scores import LocalScores, Score
+from distprune.selection import Chosen
+from distprune.shards import (
+    LocalShard,
+    checksum,
+    dtensor_like,
+    is_flattened,
+    is_held,
+    local_of,
+    local_part,
+    local_shard,
+)
+
+__all__ = [
+    "Hook",
+    "Pairs",
+    "Scores",
+    "Target",
+    "check_binary",
+    "described",
+    "facts",
+    "find_target",
+    "next_mask",
+    "scores_of",
+    "sharded_mask",
+]
+
+Pairs = Sequence[tuple[nn.Module, str]]
+Scores = Mapping[tuple[nn.Module, str], torch.Tensor]
+Hook = torch_prune.BasePruningMethod
+
+
+@dataclass
+class Target:
+    """``original`` is the parameter as it is now, ``mask`` (bool, local shape) what is kept of it so far."""
+
+    module: nn.Module
+    name: str
+    label: str
+    original: nn.Parameter
+    shard: LocalShard | None  # of the original; None where this rank holds no part of it
+    whole_mask: torch.Tensor | None  # the buffer, as it is
+    mask: torch.Tensor | None
+    scores: torch.Tensor | None  # local shape
+    managed: Managed | None
+    old_hooks: dict[int, Hook]
+
+    @property
+    def ranked(self) -> LocalShard | None:
+        """What elements are ranked by: the scores, or the original's values."""
+        if self.shard is None or self.scores is None:
+            return self.shard
+        scores = self.scores if self.scores.is_floating_point() else self.scores.to(torch.float64)
+        return dataclasses.replace(self.shard, local=scores)
+
+
+def find_target(
+    fsdp2: Fsdp2Params, module: nn.Module, name: str, index: int, importance_scores: torch.Tensor | None
+) -> Target:
+    """Return what is at ``name`` in ``module``; what FSDP2 left unsharded is put back. No communication.
+
+    Raises:
+        AttributeError, TypeError: ``name`` is no attribute, or no parameter.
+        AssertionError: scores of another shape; more than one hook on the parameter.
+        NotImplementedError, ValueError: layouts this library cannot work in.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
+    hooks = pruning_hooks(module, name)
+    if len(hooks) > 1:
+        raise AssertionError(
+            f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a PruningContainer."
+        )
+    managed = fsdp2.find(module, name + "_orig" if hooks else name)
+    if managed is not None:
+        if managed.is_shared:
+            raise NotImplementedError(
+                f"FSDP2 shares parameter {name!r} of {type(module).__name__} between several modules, and prunes it in "
+                "all of them or in none; prune it in place with distprune.prune_model, or untie it before fully_shard"
+            )
+        managed.release()
+    if not hooks and name not in module._parameters:
+        getattr(module, name)  # AttributeError, if there is no such thing at all
+        raise TypeError(
+            f"{name!r} of {type(module).__name__} is no torch.nn.Parameter of it; FSDP1 without use_orig_params, and "
+            "torch.nn.utils.parametrize, hide parameters: prune those in place with distprune.prune_model"
+        )
+    original = module._parameters[name + "_orig" if hooks else name]
+    if original is None:
+        raise TypeError(f"parameter {name!r} of {type(module).__name__} is None")
+    if is_flattened(original):
+        raise NotImplementedError(
+            f"parameter {name!r} of {type(module).__name__} is part of a flat parameter of FullyShardedDataParallel "
+            "(FSDP1), which has no room for a mask; prune it in place with distprune.prune_model"
+        )
+    whole_mask = cast(torch.Tensor, getattr(module, name + "_mask")) if hooks else None
+    shard = None
+    if is_held(original):
+        shard = dataclasses.replace(local_shard(f"{index}.{name}", original), module=module, attribute=name)
+    if importance_scores is not None and importance_scores.shape != original.shape:
+        raise AssertionError(
+            f"importance_scores should have the same shape as parameter {name} of {module}, got "
+            f"{importance_scores.shape} vs {original.shape}"
+        )
+    return Target(
+        module,
+        name,
+        f"{index}.{name}",
+        original,
+        shard,
+        whole_mask,
+        None if whole_mask is None else _is_one(local_part(whole_mask, original, shard, "mask")),
+        None if importance_scores is None else local_part(importance_scores, original, shard, "importance_scores"),
+        managed,
+        hooks,
+    )
+
+
+def described(method: object) -> list[Any]:
+    """Return a method's class and arguments as ranks compare them; objects without a plain value by their type."""
+    return [type(method).__name__, {name: _plain(value) for name, value in sorted(vars(method).items())}]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, DTensor):
+        return ["DTensor", list(value.shape), str(value.dtype), str(value.placements)]
+    if isinstance(value, torch.Tensor):
+        return ["Tensor", list(value.shape), str(value.dtype), checksum([value])]
+    if value is None or isinstance(value, bool | int | float | str | Pattern | Score):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return type(value).__name__
+
+
+def _is_one(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype is torch.bool else mask == 1
+
+
+def facts(comm: Communicator, targets: Sequence[Target], plan: object, scores: Scores | None) -> dict[str, object]:
+    """Return what all ranks must say alike of a call; a lone process need not say it."""
+    if comm.size == 1:
+        return {}
+    return {
+        "method": plan,
+        "pruned before by": [[type(hook).__name__ for hook in target.old_hooks.values()] for target in targets],
+        "importance scores": [_plain((scores or {}).get((target.module, target.name))) for target in targets],
+    }
+
+
+def sharded_mask(target: Target, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` (bool) as a mask in the layout of the target's parameter: a DTensor where that is one."""
+    original = target.original
+    return dtensor_like(original, local) if isinstance(original, DTensor) else local.to(original.dtype)
+
+
+def check_binary(label: str, mask: torch.Tensor | None) -> None:
+    """Raise a ``ValueError`` that names ``label`` if its ``mask`` holds other values than 0 and 1."""
+    if mask is not None and not mask.is_meta and not _is_binary(mask):
+        raise ValueError(f"the mask of sharded parameter {label!r} holds values other than 0 and 1")
+
+
+def _is_binary(mask: torch.Tensor) -> bool:
+    local = local_of(mask)
+    return local.dtype is torch.bool or bool(((local == 0) | (local == 1)).all())
+
+
+def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> LocalScores:
+    """Return the scores of a target's settled ``shard``, for a method whose PRUNING_TYPE is ``kind``."""
+    mask, has_scores = target.mask, target.scores is not None
+    if kind == "global":
+        return LocalScores(shard, score, {}, None)
+    if kind == "structured" and target.whole_mask is not None and not _is_binary(target.whole_mask):
+        # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
+        if not has_scores:
+            shard = dataclasses.replace(shard, local=getattr(target.module, target.name).detach())
+        return LocalScores(shard, score, {}, target.whole_mask != 0, counts_gone=True)
+    # Importance scores of whole channels count as they are; those of blocks are of what is left.
+    return LocalScores(shard, score, {}, mask, counts_gone=has_scores and kind == "structured")
+
+
+def next_mask(target: Target, chosen: Chosen | None, kind: str) -> torch.Tensor:
+    """Return the target's next mask: the one it has, without what was chosen."""
+    if chosen is None:  # this rank holds no part of it
+        assert isinstance(target.original, DTensor)
+        return dtensor_like(target.original, torch.empty(0, dtype=torch.bool))
+    keep = chosen.mask
+    if target.mask is None:
+        return sharded_mask(target, keep)
+    if isinstance(target.original, DTensor):
+        return dtensor_like(target.original, target.mask & keep)
+    assert target.whole_mask is not None
+    if kind == "unstructured":
+        keep = keep | ~target.mask  # what is neither 0 nor 1 was not up for selection
+    return target.whole_mask.detach() * keep.to(target.whole_mask.dtype)

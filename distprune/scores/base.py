@@ -1,0 +1,210 @@
+"""What a score is, and its values on one shard.
+
+Nouns: a *score* says how much each element matters, higher = keep. *Evidence* is what it may need beside the
+weights, by name: a gradient, the norms of the inputs; who collects it is not the score's business. An element that
+was pruned before is *gone*: it goes before all others, whatever its score. A *unit* is what is pruned
+as a whole, a block or a channel; it scores what its elements add up to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from typing_extensions import override
+
+from distprune.shards import LocalShard, chunk_size, flat_chunk, flat_chunks
+
+__all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "local_scores"]
+
+Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
+
+
+@final
+@dataclass(frozen=True)
+class Elements:
+    """Some elements of one shard: those at ``at``, a range of local offsets or the offsets themselves (int64)."""
+
+    shard: LocalShard
+    at: slice | torch.Tensor
+    evidence: Evidence
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Their values, 1-D."""
+        return _taken(self.shard.local, self.at)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the evidence ``name`` of them, 1-D."""
+        return _taken(self.evidence[name], self.at)
+
+    def flat_indices(self) -> torch.Tensor:
+        """Return their places in the whole parameter, int64, 1-D."""
+        if isinstance(self.at, slice):
+            return self.shard.geometry.flat_indices(self.at.start, self.at.stop, self.shard.local.device)
+        return self.shard.geometry.flat_indices_at(self.at)
+
+
+class Score(ABC):
+    """How much each element matters; higher = keep.
+
+    A subclass writes :meth:`values`, which must work element by element, so that it is the same in every layout:
+
+    >>> class Saliency(Score):
+    ...     needs = ("gradient",)
+    ...     def values(self, elements):
+    ...         return elements.weight.square() * elements["gradient"].square()
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()  # evidence, by name
+    ordered_by: ClassVar[Literal["magnitude", "value"]] = "value"
+    scores_units: ClassVar[bool] = False  # by their numbers, whatever their elements are
+    zero_where_weights_are: ClassVar[bool] = False  # and nowhere else
+    # How elements add up to a unit, as a non-negative number to the unit's own order; see patterns/.
+    combined_by: Literal["sum", "max", "min"] = "sum"
+    descending: bool = False  # a unit of which more adds up matters less
+    of_zero: float = 0.0  # what an element that is gone adds to its unit
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return type(self).__name__.lower()
+
+    @abstractmethod
+    def values(self, elements: Elements) -> torch.Tensor:
+        """Return the scores of ``elements``, 1-D. Local."""
+
+    def dtype(self, weight: torch.dtype) -> torch.dtype:
+        """Return what the scores of weights of dtype ``weight`` are compared in: float32, or float64 if they are."""
+        return torch.float64 if weight is torch.float64 else torch.float32
+
+    def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
+        """Return the scores of ``units`` (their numbers, int64) of parameter ``name``, if ``scores_units``."""
+        raise NotImplementedError(f"{self!r} scores elements alone")
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether it draws, and is not told from what."""
+        return False
+
+    def seeded(self, seed: int) -> Score:  # noqa: ARG002
+        """Return the score that draws from ``seed``."""
+        return self
+
+    def reads(self, shard: LocalShard, evidence: Evidence) -> list[torch.Tensor]:
+        """Return the tensors that :meth:`values` reads, which replicas must hold alike."""
+        return [shard.local, *(evidence[name] for name in self.needs)]
+
+
+@final
+@dataclass(frozen=True)
+class ElementwiseScore(Score):
+    """A function of the weights as a score: it is given some of them, 1-D, and returns as many scores."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    @override
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "function")
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return self.function(elements.weight)
+
+
+@final
+@dataclass(frozen=True)
+class LocalScores:
+    """The scores of one shard, computed chunk by chunk when they are asked for. No communication.
+
+    ``gone``: of local shape; what is zero there was pruned before. ``counts_gone``: it still adds to its unit.
+    """
+
+    shard: LocalShard
+    score: Score
+    evidence: Evidence = field(default_factory=dict)
+    gone: torch.Tensor | None = None
+    counts_gone: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.shard.local.device
+
+    @property
+    def reads(self) -> list[torch.Tensor]:
+        """What is read, for replicas to be compared."""
+        read = self.score.reads(self.shard, self.evidence)
+        return read if self.gone is None or any(self.gone is each for each in read) else [*read, self.gone]
+
+    def num_unread_nans(self) -> int:
+        """Return how many weights are NaN of those that the score itself does not read."""
+        if any(self.shard.local is read for read in self.score.reads(self.shard, self.evidence)):
+            return 0
+        counts = [values.isnan().sum() for _, values in flat_chunks(self.shard.local) if values.is_floating_point()]
+        return int(torch.stack(counts).sum()) if counts else 0
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield the stretches of local offsets that are in memory at a time."""
+        numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
+        for start in range(0, numel, step):
+            yield start, min(start + step, numel)
+
+    def values(self, at: slice | torch.Tensor) -> torch.Tensor:
+        """Return the scores at ``at``, 1-D, as if nothing were gone."""
+        values = self.score.values(Elements(self.shard, at, self.evidence))
+        num = at.stop - at.start if isinstance(at, slice) else len(at)
+        if not isinstance(values, torch.Tensor) or values.shape != (num,):
+            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ValueError(f"score {self.score.name!r} returned {got} for {num} elements of {self.shard.name!r}")
+        return values
+
+    def is_gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
+        """Return what is gone at ``at``, bool, 1-D; ``None``: nothing."""
+        return None if self.gone is None else _taken(self.gone, at) == 0
+
+    def keys(self, order: Any, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the keys (see ``selection/order.py``) of elements ``start`` to ``stop``, 1-D: new, or in ``out``."""
+        return self.keys_of(order, slice(start, stop), out)
+
+    def keys_at(self, order: Any, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the keys of the elements at ``offsets`` (int64, on the device), 1-D and new."""
+        return self.keys_of(order, offsets)
+
+    def keys_of(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
+        keys: torch.Tensor = order.keys(self.values(at), out)
+        if not order.zeros_gone and (gone := self.is_gone(at)) is not None:
+            keys.masked_fill_(gone, order.gone)
+        return keys
+
+
+def local_scores(
+    score: Score,
+    shards: Sequence[LocalShard],
+    evidence: Mapping[str, Evidence] | None = None,
+    *,
+    in_place: bool = False,
+) -> list[LocalScores]:
+    """Return ``score`` of each of ``shards``; ``evidence`` is by the shard's name. Local.
+
+    ``in_place``: weights that are zero are gone.
+
+    Raises:
+        ValueError: evidence that the score needs is not there.
+    """
+    found = []
+    for shard in shards:
+        of_shard = (evidence or {}).get(shard.name, {})
+        missing = [name for name in score.needs if name not in of_shard]
+        if missing:
+            raise ValueError(f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given")
+        found.append(LocalScores(shard, score, of_shard, shard.local if in_place else None))
+    return found
+
+
+def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:
+    return flat_chunk(tensor, at.start, at.stop) if isinstance(at, slice) else torch.take(tensor, at)

@@ -1,0 +1,25 @@
+"""Wanda: a weight times the norm of what it is multiplied by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from typing_extensions import override
+
+from distprune.scores.base import Elements, Score
+
+__all__ = ["Wanda"]
+
+
+@final
+@dataclass(frozen=True)
+class Wanda(Score):
+    """|W_ij| * ||X_j||_2 (arXiv 2306.11695, section 3); the norms, float32, are spread over the rows."""
+
+    needs = ("input_norm",)
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight.abs().float() * elements["input_norm"]

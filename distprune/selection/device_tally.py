@@ -1,0 +1,82 @@
+"""A tally on an accelerator: every round reads the shard once and waits for nothing.
+
+What is counted stays on the device until the round's message is fetched, once for all parameters. There are no
+survivors: to set them aside, the host would have to know how many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from distprune.selection.competition import Undecided, add_histogram_on_device
+from distprune.selection.scan import Entry
+from distprune.selection.tally import NUM_HEADER_WORDS
+from distprune.shards import chunk_size
+
+__all__ = ["DeviceTally"]
+
+
+class DeviceTally:
+    """Counts of one entry on its device; ``num_nans``, ``num_gone`` and ``num_pruned`` are tensors there."""
+
+    def __init__(self, entry: Entry, state: Undecided) -> None:
+        self.entry = entry
+        device = entry.scores.device
+        self.num_nans, self.num_gone, self.num_pruned = torch.zeros(3, dtype=torch.int64, device=device)
+        self.mask = torch.empty(entry.geometry.local_shape, dtype=torch.bool, device=device)
+        self._state = state
+
+    def count_keys(self, row: torch.Tensor) -> None:
+        """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
+        state = self._state
+        if state.is_key_known or state.only_gone:
+            return
+        order, within = state.competition.order, state.keys
+        if state.needs_scan:
+            self.num_nans, self.num_gone = torch.zeros_like(self.num_nans), torch.zeros_like(self.num_gone)
+        for _, _, keys in self._chunks():
+            below, above = keys < within.low, keys > within.high
+            if state.needs_scan:
+                num_below, num_above = below.sum(), above.sum()
+                num_nans, num_gone = (keys > order.last).sum(), (keys < order.first).sum()
+                self.num_nans += num_nans
+                self.num_gone += num_gone
+                if self.entry.owned:
+                    num_inside = len(keys) - num_below - num_above
+                    row[:NUM_HEADER_WORDS] += torch.stack([num_below, num_inside, num_above, num_nans, num_gone])
+            if self.entry.owned:
+                add_histogram_on_device(row[NUM_HEADER_WORDS:], keys, within, ~(below | above))
+
+    def settle_keys(self) -> None:
+        """Nothing is set aside."""
+
+    def count_positions(self, row: torch.Tensor) -> None:
+        """Add the owned positions inside the state's range, of elements that tie with the k-th key."""
+        if not self.entry.owned or self._state.only_gone:
+            return
+        within = self._state.positions
+        for start, stop, keys in self._chunks():
+            positions = self._positions(start, stop)
+            counted = (keys == self._state.keys.low) & (positions >= within.low) & (positions <= within.high)
+            add_histogram_on_device(row, positions, within, counted)
+
+    def settle_positions(self) -> None:
+        """Write the mask: what is above the k-th in (key, position) stays."""
+        state, flat = self._state, self.mask.view(-1)
+        kth = state.competition.order.gone if state.only_gone else state.keys.low
+        for start, stop, keys in self._chunks():
+            keep = torch.gt(keys, kth, out=flat[start:stop])
+            if state.positions.low < state.competition.num_positions - 1:  # else all that tie with the k-th go
+                keep |= (keys == kth) & (self._positions(start, stop) > state.positions.low)
+            self.num_pruned += (~keep).sum()
+
+    def _positions(self, start: int, stop: int) -> torch.Tensor:
+        return self.entry.geometry.flat_indices(start, stop, self.entry.scores.device) + self.entry.first_position
+
+    def _chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        numel, step = self.entry.geometry.local_numel, chunk_size(self.entry.scores.device)
+        for start in range(0, numel, step):
+            stop = min(start + step, numel)
+            yield start, stop, self.entry.scores.keys(self._state.competition.order, start, stop)

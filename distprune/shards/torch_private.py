@@ -1,0 +1,93 @@
+"""What this library uses of torch that torch does not promise: missed where it is needed, not when it is imported."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+__all__ = ["Inside", "StridedShard", "private"]
+
+
+def private(module: str, name: str) -> Any:
+    """Return ``name`` of torch's ``module``, or, where torch has no such name, a class in its place.
+
+    Nothing is an instance of that class, and a call of it raises ``NotImplementedError``.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+
+        def raises(*_: object, **__: object) -> None:
+            raise _moved(f"{module}.{name}")
+
+        return type(name, (), {"__new__": raises})
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+else:
+    StridedShard = private("torch.distributed.tensor.placement_types", "_StridedShard")
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The inside of one of torch's features: of every class, as (module, name), the attributes that are used here."""
+
+    feature: str
+    names: Mapping[tuple[str, str], Sequence[str]]
+    advice: str
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """What this torch does not have."""
+        found: list[str] = []
+        for (module, name), attributes in self.names.items():
+            owner = getattr(import_module(module), name, None) if _is_there(module) else None
+            if owner is None:
+                found.append(f"{module}.{name}")
+            elif isinstance(owner, type):
+                there = attributes_of(owner)
+                found += [f"{name}.{attribute}" for attribute in attributes if attribute not in there]
+        return found
+
+    def check(self) -> None:
+        """Raise if this torch has moved something.
+
+        Raises:
+            NotImplementedError: it names what is missing and the version of torch.
+        """
+        if self.missing:
+            raise _moved(", ".join(self.missing), f" for {self.feature}", f", or {self.advice}")
+
+
+def attributes_of(owner: type) -> set[str]:
+    """Return the names that instances of ``owner`` have: its own and its bases', annotated, or set by its methods."""
+    names: set[str] = set()
+    for part in owner.__mro__[:-1]:
+        names.update(vars(part), inspect.get_annotations(part))
+        for value in vars(part).values():
+            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            names.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR") if code else None
+    return names
+
+
+def _is_there(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _moved(names: str, feature: str = "", advice: str = "") -> NotImplementedError:
+    return NotImplementedError(
+        f"torch {torch.__version__} has no {names}, on which distprune relies{feature}; use torch 2.13, with which "
+        f"distprune is tested{advice}"
+    )

@@ -1,0 +1,94 @@
+"""What a person sees of a job: a table, a bar, a log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distprune import Unstructured
+from distprune.cli.display import Display
+from distprune.jobs import OneShotJob, mean_error, run_one_shot_job
+from distprune.jobs.run import REPORT_NAME
+
+STAGES = ["forward", "reduce", "factor", "sweep", "write"]
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    return OneShotJob(
+        model=str(model_folder),
+        output=str(tmp_path / "out"),
+        method="sparsegpt",
+        pattern=Unstructured(0.5),
+        calibration=str(text_file),
+        samples=3,
+        sequence_length=16,
+    )
+
+
+def block(index: int, errors: dict[str, float | None]) -> dict[str, Any]:
+    name = f"model.layers.{index}"
+    maps = [
+        {"name": f"{name}.{of_map}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
+        for of_map, error in errors.items()
+    ]
+    seconds = dict.fromkeys(STAGES, 0.5)
+    return {"index": index, "name": name, "maps": maps, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}
+
+
+def test_the_report_and_its_table(
+    job: OneShotJob, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_tokens=200, evaluation_length=16)
+    display = Display(visible=True)
+    display.one_shot_summary(run_one_shot_job(job, watcher=display))
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
+    blocks = report["pruning"]["blocks"]
+    assert [list(block["seconds"]) for block in blocks] == [STAGES] * 2
+    assert all(block["seconds"]["write"] > 0 for block in blocks)
+    assert list(report["stage_seconds"]) == ["load", "evaluate", "prune", "save", "total"]
+    parts = [report["stage_seconds"][stage] for stage in ("load", "evaluate", "prune", "save")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= report["stage_seconds"]["total"]
+    shown = capsys.readouterr()
+    for of_block in blocks:
+        assert of_block["name"] in shown.out
+        assert f"{mean_error(of_block):.4f}" in shown.out
+        for of_map in of_block["maps"]:
+            assert of_map["name"].removeprefix(f"{of_block['name']}.") in shown.out
+            assert f"{of_map['relative_error']:.4f}" in shown.out
+    assert all(f"{stage} s" in shown.out for stage in STAGES)
+    assert f"{report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}" in shown.out
+    assert f"peak memory of the ranks: {report['pruning']['peak_memory'][0] / 2**20:.0f} MiB" in shown.out
+    lines = [line for line in shown.err.splitlines() if line.startswith("pruned ")]
+    assert len(lines) == 2
+    assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]):.4f}, " in lines[0]
+    assert lines[1].endswith("00:00 left")
+
+
+def test_the_bar_shows_time_left_and_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    display = Display(visible=True)
+    display.progress("loading", "bytes", 1 << 20, 2 << 20)
+    display.block(block(3, {"fc1": 0.25, "fc2": 0.75}), 5)
+    display.close()
+    shown = capsys.readouterr().err
+    assert "loading:   0%|          | 0.00/2.10M" in shown
+    assert "4/5 [00:00<00:00" in shown
+    assert "error 0.5000" in shown
+    assert "pruned" not in shown
+
+
+def test_hidden_on_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(visible=False)
+    display.say("something")
+    display.block(block(0, {"fc1": 0.25}), 1)
+    display.progress("loading", "bytes", 1, 2)
+    assert capsys.readouterr() == ("", "")

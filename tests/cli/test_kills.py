@@ -1,0 +1,185 @@
+"""``kill -9`` of one rank and of all of them, at random moments: resumed, the job ends with the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from distprune.cli.main import run
+from tests.cli.test_launches import by_hand
+from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.worlds import CONTEXT
+
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
+
+NUM_BLOCKS = 8
+SECONDS = 120  # for a start that nobody kills, on a busy machine
+SECONDS_TO_END = 90  # for the rank that is left; what it was waiting for takes 20 to time out
+# So long after what is waited for a kill comes at most, in seconds.
+WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 0.5, 0.3, 0.2
+
+Moment = Literal["load", "prune", "write", "finish"]
+MOMENTS: tuple[Moment, ...] = ("load", "write", "prune", "write", "finish")
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """All but the output: blocks that take a few tenths of a second each, and an evaluation of about one."""
+    folder = tmp_path_factory.mktemp("killed")
+    model = make_model(folder / "model", num_hidden_layers=NUM_BLOCKS)
+    make_tokenizer(model)
+    (folder / "text.txt").write_text(TEXT * 8)
+    line = "--method sparsegpt --pattern unstructured --sparsity 0.5 --samples 240 --sequence-length 64 --timeout 20"
+    text = str(folder / "text.txt")
+    more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
+    return ["prune", str(model), *line.split(), *more]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> dict[str, str]:
+    """The digests of a job that nobody kills."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = Job([*arguments, "--output", str(folder / "out")], folder)
+    job.succeeds()
+    return digests(folder / "out")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+    assert found
+    return found
+
+
+def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be one rank of the command, which says everything to ``log``, if that is a name."""
+    if log:
+        said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    sys.argv = ["distprune", *arguments]
+    run()
+
+
+class Job:
+    """Two ranks with the variables that a launcher sets, and no launcher that would end one after the other."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        self.unfinished = folder / ".out.unfinished"
+        self._log = folder / "log.txt"
+        self._log.write_text("")
+        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in by_hand(2)]
+        for rank in self.ranks:
+            rank.start()
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert all(rank.is_alive() for rank in self.ranks), self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.002)
+
+    def num_done(self) -> int:
+        """Blocks that are recorded; -1: there is no journal yet."""
+        try:
+            return len(json.loads((self.unfinished / "journal.json").read_text())["blocks"])
+        except FileNotFoundError:
+            return -1
+
+    def last_write(self) -> int:
+        try:
+            return (self.unfinished / "model.safetensors").stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def wait_for(self, moment: Moment, chance: random.Random) -> None:
+        if moment == "load":
+            time.sleep(chance.uniform(0, WHILE_LOADING))
+        elif moment == "finish":
+            self.until(lambda: self.num_done() == NUM_BLOCKS)
+            time.sleep(chance.uniform(0, WHILE_EVALUATING))
+        else:
+            first = max(self.num_done(), 0)
+            self.until(lambda: self.num_done() > first)
+            if moment == "write":
+                before = self.last_write()
+                self.until(lambda: self.last_write() != before)
+            else:
+                time.sleep(chance.uniform(0, WITHIN_A_BLOCK))
+
+    def kill(self, whom: list[int]) -> None:
+        assert all(rank.is_alive() for rank in self.ranks), self.said()
+        for rank in whom:
+            self.ranks[rank].kill()
+
+    def has_ended(self, killed: list[int]) -> None:
+        """Wait until both ranks are gone; fail if one hangs, or takes it for a success."""
+        for number, rank in enumerate(self.ranks):
+            rank.join(SECONDS_TO_END)
+            assert rank.exitcode == (-signal.SIGKILL if number in killed else 1), self.said()
+
+    def succeeds(self) -> None:
+        for rank in self.ranks:
+            rank.join(SECONDS)
+            assert rank.exitcode == 0, self.said()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.fixture
+def start(arguments: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job]]:
+    started: list[Job] = []
+
+    def job(resume: bool) -> Job:
+        more = ["--output", str(tmp_path / "out"), *(["--resume"] if resume else [])]
+        started.append(Job([*arguments, *more], tmp_path))
+        return started[-1]
+
+    yield job
+    for one in started:
+        one.close()
+
+
+@pytest.mark.parametrize("whom", ["one rank", "all"])
+def test_killed_five_times_and_resumed(
+    tmp_path: Path, start: Callable[[bool], Job], expected: dict[str, str], whom: str
+) -> None:
+    chance = random.Random(f"{whom} 3")
+    seen: list[int] = []
+    for number, moment in enumerate(MOMENTS):
+        job = start(number > 0)
+        job.wait_for(moment, chance)
+        victims = [chance.randrange(2)] if whom == "one rank" else chance.sample([0, 1], 2)
+        job.kill(victims)
+        job.has_ended(victims)
+        seen.append(job.num_done())
+        assert not (tmp_path / "out").exists()
+        if number:
+            before = seen[number - 1]
+            said = f"going on at block {before} of {NUM_BLOCKS}" if before > 0 else "starting at the first block"
+            assert said in job.said()
+    last = start(True)
+    last.succeeds()
+    assert f"going on at block {NUM_BLOCKS} of {NUM_BLOCKS}" in last.said()
+    assert digests(tmp_path / "out") == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))

@@ -1,0 +1,166 @@
+"""Ranks that end before the others, with no launcher to look after them; and a terminal that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from distprune.jobs import PruneJob, run_prune_job
+from tests.cli.test_kills import be_rank
+from tests.cli.test_launches import by_hand, finish
+from tests.worlds import CONTEXT
+
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
+
+SECONDS = 60  # on a busy machine, for what takes ten; what nobody ends takes the timeout below
+LINE = ["prune", "{model}", "--output", "{out}", "--sparsity", "0.3", "--timeout", "300"]
+LONG = ["--eval", "{long}", "--eval-tokens", "250000", "--eval-length", "16"]
+
+
+class Pair:
+    """Two ranks, with a log each."""
+
+    def __init__(self, folder: Path, model: Path, text: Path) -> None:
+        self.folder = folder
+        (folder / "long.txt").write_text(text.read_text() * 100)
+        self.outputs = folder / "outputs"
+        self._places = {"model": model, "out": self.outputs / "out", "long": folder / "long.txt"}
+        self.ranks: list[BaseProcess] = []
+
+    def start(self, first: list[str], second: list[str]) -> None:
+        for rank, (own, line) in enumerate(zip(by_hand(2), (first, second), strict=True)):
+            arguments = [word.format(**self._places) for word in line]
+            log = str(self.folder / f"log{rank}")
+            self.ranks.append(CONTEXT.Process(target=be_rank, args=(own, arguments, log)))
+            self.ranks[-1].start()
+
+    def is_under_way(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not list(self.outputs.glob(".out.partial-*/")):
+            assert time.monotonic() < deadline, self.said(0) + self.said(1)
+            time.sleep(0.02)
+
+    def code(self, rank: int) -> int | None:
+        self.ranks[rank].join(SECONDS)
+        return self.ranks[rank].exitcode
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"log{rank}").read_text()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, model_folder: Path, text_file: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, model_folder, text_file)
+    yield pair
+    for rank in pair.ranks:
+        rank.kill()
+        rank.join()
+
+
+@pytest.mark.parametrize(
+    ("leaving", "line", "code", "shown"),
+    [
+        (0, ["prune", "--help"], 0, "Usage:"),
+        (1, [*LINE, "--verbose"], 2, "No such option"),
+        (1, ["prune", "m", "--output", "o", "--pattern", "4:2"], 1, "error: 4:2 is no pattern"),
+    ],
+)
+def test_a_rank_that_does_not_come_ends_the_other(
+    pair: Pair, leaving: int, line: list[str], code: int, shown: str
+) -> None:
+    pair.start(*((line, LINE) if leaving == 0 else (LINE, line)))
+    assert pair.code(leaving) == code
+    assert pair.code(1 - leaving) == 1
+    assert shown in pair.said(leaving)
+    assert not (pair.outputs / "out").exists()
+
+
+def test_a_mistake_of_all_ranks_is_one_line_from_the_first(pair: Pair) -> None:
+    for number, line in enumerate(([*LINE, "--verbose"], ["prune", "nowhere", *LINE[2:]])):
+        pair.start(line, line)
+        assert (pair.code(2 * number), pair.code(2 * number + 1)) == (2 - number, 2 - number)
+    assert "No such option" in pair.said(0)
+    assert pair.said(0).count("error: there is no model directory") == 1
+    assert pair.said(0).endswith("\n")
+    assert pair.said(1) == ""
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_sigterm_ends_a_rank_that_waits_for_the_other_and_then_the_other(pair: Pair, leaving: int) -> None:
+    pair.start([*LINE, *LONG], [*LINE, *LONG])
+    pair.is_under_way()
+    other = pair.ranks[1 - leaving].pid
+    assert other is not None
+    os.kill(other, signal.SIGSTOP)
+    time.sleep(1)  # so that the one that is left waits inside a collective, where no Python code runs
+    pair.ranks[leaving].terminate()
+    assert pair.code(leaving) == 128 + signal.SIGTERM
+    os.kill(other, signal.SIGCONT)
+    assert pair.code(1 - leaving) == 1
+    assert not (pair.outputs / "out").exists()
+
+
+def on_a_lost_terminal(kind: str, arguments: list[str]) -> None:
+    """Be the command, alone, with standard output and standard error that take nothing."""
+    if kind == "closed":
+        os.close(1)
+        os.close(2)
+    else:
+        full = os.open("/dev/full", os.O_WRONLY)
+        reading, broken = os.pipe()
+        os.close(reading)
+        for number in (1, 2):
+            os.dup2(full if kind == "full" else broken, number)
+    be_rank({}, arguments, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "calibrated"), [("full", False), ("full", True), ("broken pipe", True), ("closed", False)]
+)
+def test_a_lost_terminal_does_not_change_the_work(
+    tmp_path: Path, model_folder: Path, text_file: Path, kind: str, calibrated: bool
+) -> None:
+    line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--sparsity", "0.3"]
+    if calibrated:
+        line += ["--calibration", str(text_file), "--samples", "3", "--sequence-length", "16"]
+    process = CONTEXT.Process(target=on_a_lost_terminal, args=(kind, line))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    if not calibrated:
+        run_prune_job(PruneJob(model=str(model_folder), output=str(tmp_path / "alone"), sparsity=0.3))
+        for path in (tmp_path / "alone").iterdir():
+            assert path.name == "report.json" or path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert (tmp_path / "out" / "report.json").is_file()
+
+
+def test_inspect_fails_where_nobody_can_read_it(model_folder: Path) -> None:
+    process = CONTEXT.Process(target=on_a_lost_terminal, args=("full", ["inspect", str(model_folder), "--json"]))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 1
+
+
+ABORTS = """
+import atexit, os, sys
+from distprune.cli.main import run
+atexit.register(os.abort)  # as threads do that the interpreter's end has surprised
+sys.argv = ["distprune", *sys.argv[1:]]
+run()
+"""
+
+
+def test_an_abort_at_the_end_of_the_interpreter_does_not_change_the_exit_code(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--sparsity", "0.3"]
+    done = finish([sys.executable, "-c", ABORTS, *line])
+    assert done.returncode == 0, done.stderr
+    assert "sparsity 0.3" in done.stdout  # nothing that was printed is lost

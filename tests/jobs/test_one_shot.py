@@ -1,0 +1,138 @@
+"""The one-shot job: exact patterns on disk, and a job that was killed ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from distprune import NByM, PerRow, Unstructured
+from distprune.checkpoint import ModelWriter, inspect_directory
+from distprune.cli import main
+from distprune.jobs import OneShotJob, run_one_shot_job
+from distprune.jobs.run import REPORT_NAME
+from tests.hf_models import make_model, make_tokenizer
+from tests.jobs.test_prune import contents
+from tests.worlds import ProcessPool
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    return OneShotJob(
+        model=str(model_folder),
+        output=str(tmp_path / "out"),
+        method="sparsegpt",
+        pattern=Unstructured(0.5),
+        calibration=str(text_file),
+        samples=5,
+        sequence_length=24,
+    )
+
+
+NUM_BLOCKS = 2
+
+
+class Killed(BaseException):
+    """What a signal does, as far as the code under it can tell: no handler for exceptions sees it."""
+
+
+def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
+    """Run this rank's job; return the error as text, or nothing. It may die while it writes a block, or after all."""
+    write = ModelWriter.write
+
+    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
+        if prefixes == ([f"model.layers.{dies_in_block}"] if dies_in_block != NUM_BLOCKS else None):
+            raise Killed
+        write(self, prefixes, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelWriter, "write", dying)
+        try:
+            run_one_shot_job(job)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "magnitude", "random"])
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.25), NByM(2, 4)], ids=repr)
+def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
+    report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern))
+    inspected = inspect_directory(job.output)
+    blocks = [tensor for tensor in inspected.tensors if "layers" in tensor.name and len(tensor.shape) == 2]
+    assert len(blocks) == 14
+    if isinstance(pattern, NByM):
+        assert all("2:4" in tensor.patterns for tensor in blocks)
+    maps = {of_map["name"]: of_map for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    for tensor in blocks:
+        assert maps[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
+    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("pattern", [NByM(2, 4), NByM(4, 8)], ids=repr)
+def test_inspect_finds_the_pattern_in_every_pruned_matrix(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, pattern: NByM
+) -> None:
+    # Inputs that are multiples of eight; on two ranks, so that rows of one matrix come from both.
+    model = make_model(tmp_path / "model", hidden_size=24, intermediate_size=40)
+    make_tokenizer(model)
+    job = dataclasses.replace(job, model=str(model), method=method, pattern=pattern)
+    assert pool.run(2, run_on_rank, job, None) == ["", ""]
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    pruned = {f"{of_map['name']}.weight" for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    assert len(pruned) == 14
+    shown = CliRunner().invoke(main.app, ["inspect", job.output, "--json"])
+    assert shown.exit_code == 0
+    inspected = json.loads(shown.stdout)
+    assert inspected == json.loads(json.dumps(inspect_directory(job.output).to_dict()))
+    tensors = {tensor["name"]: tensor for tensor in inspected["tensors"]}
+    for name in pruned:
+        assert f"{pattern.n}:{pattern.m}" in tensors[name]["patterns"], name
+        assert tensors[name]["sparsity"] >= 0.5, name
+    if pattern == NByM(4, 8):  # weaker than 2:4, and it shows
+        assert not all("2:4" in tensors[name]["patterns"] for name in pruned)
+    assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dies_in_block", [0, 1])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_killed_job_goes_on_to_the_same_bytes(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
+) -> None:
+    job = dataclasses.replace(job, method=method)
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(world_size, run_on_rank, whole, None) == [""] * world_size
+    assert pool.run(world_size, run_on_rank, job, dies_in_block) == ["killed"] * world_size
+    assert not Path(job.output).exists()
+    again = dataclasses.replace(job, resume=dies_in_block > 0)
+    if dies_in_block:
+        for error in pool.run(world_size, run_on_rank, job, None):
+            assert "FileExistsError" in error
+            assert "--resume" in error
+        for changed in ({"samples": 4}, {"pattern": Unstructured(0.4)}, {"method": "magnitude"}, {"seed": 3}):
+            for error in pool.run(world_size, run_on_rank, dataclasses.replace(again, **changed), None):
+                assert "cannot be resumed" in error
+                assert next(iter(changed)) in error
+    assert pool.run(world_size, run_on_rank, again, None) == [""] * world_size
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*"))
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert report["pruning"]["resumed_at"] == dies_in_block
+    assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
+
+
+def test_calibration_text_that_is_too_short(job: OneShotJob, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("the state")
+    with pytest.raises(ValueError, match="5 samples of 24 tokens need 120"):
+        run_one_shot_job(dataclasses.replace(job, calibration=str(short)))
+    assert not Path(job.output).exists()

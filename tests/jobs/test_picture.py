@@ -1,0 +1,113 @@
+"""Figures by block and by kind of linear map, and the picture of them beside the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distprune import Unstructured
+from distprune.cli.display import Display
+from distprune.jobs import OneShotJob, PruneJob, kinds_of, mean_error, picture, run_one_shot_job, run_prune_job
+from distprune.jobs.picture import PICTURE_NAME, can_draw, draw
+from distprune.jobs.run import REPORT_NAME
+
+STAGES = ["forward", "reduce", "factor", "sweep", "write"]
+
+
+@pytest.fixture
+def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
+    return OneShotJob(
+        model=str(model_folder),
+        output=str(tmp_path / "out"),
+        method="sparsegpt",
+        pattern=Unstructured(0.5),
+        calibration=str(text_file),
+        samples=3,
+        sequence_length=16,
+    )
+
+
+def block(index: int, errors: dict[str, float | None]) -> dict[str, Any]:
+    name = f"model.layers.{index}"
+    maps = [
+        {"name": f"{name}.{of_map}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
+        for of_map, error in errors.items()
+    ]
+    seconds = dict.fromkeys(STAGES, 0.5)
+    return {"index": index, "name": name, "maps": maps, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}
+
+
+EXPERTS = {"self_attn.q_proj": 0.1, "experts.up.0": 0.2, "experts.up.11": 0.6, "experts.down.0": None, "fc1": 0.3}
+
+
+def test_experts_are_one_kind() -> None:
+    kinds = {kind.name: kind for kind in kinds_of(block(1, EXPERTS))}
+    assert list(kinds) == ["self_attn.q_proj", "experts.up.*", "experts.down.*", "fc1"]
+    assert kinds["experts.up.*"].errors == (0.2, 0.6)
+    assert kinds["experts.up.*"].error == pytest.approx(0.4)
+    assert kinds["experts.up.*"].sparsity == 0.5
+    assert kinds["experts.down.*"].error is None
+    assert mean_error(block(1, EXPERTS)) == pytest.approx(0.3)
+    assert mean_error(block(1, {"a": None})) is None
+
+
+def test_the_picture_has_a_line_for_each_kind() -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw([block(0, {"fc1": 0.1, "fc2": None}), block(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})], "a title")
+    errors, sparsities = figure.axes
+    found = {line.get_label(): line.get_xydata().tolist() for line in errors.lines}
+    assert found["fc1"] == [[0, 0.1], [2, 0.3]]
+    assert found["fc2"][1] == [2, 0.4]
+    assert found["up.*"] == [[2, 0.5]]
+    assert {line.get_label(): line.get_xydata().tolist() for line in sparsities.lines} == {
+        "fc1": [[0, 0.4], [2, 0.6]],
+        "fc2": [[0, 0.4], [2, 0.6]],
+        "up.*": [[2, 0.6]],
+    }
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fc1", "fc2", "up.*"]
+
+
+def test_the_picture_lies_beside_the_model_and_is_not_carried_on(job: OneShotJob, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run_one_shot_job(job)
+    assert (tmp_path / "out" / PICTURE_NAME).read_bytes().startswith(b"\x89PNG\r\n")
+    assert not (tmp_path / "out" / "journal.json").exists()
+    again = PruneJob(model=job.output, output=str(tmp_path / "again"), sparsity=0.6)
+    run_prune_job(again)
+    assert not (tmp_path / "again" / PICTURE_NAME).exists()
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_that_is_said_first(
+    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *m: None if name == "matplotlib" else find(name, *m))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run_one_shot_job(job, watcher=Display(visible=True))
+    shown = capsys.readouterr().err
+    assert shown.startswith(
+        f"{PICTURE_NAME} is left out: it needs matplotlib, which is not installed: pip install 'dis"
+    )
+    assert "distprune[plot]" in shown
+    assert shown.count(PICTURE_NAME) == 1
+    assert not (tmp_path / "out" / PICTURE_NAME).exists()
+    assert (tmp_path / "out" / REPORT_NAME).is_file()
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
+    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
+    monkeypatch.setattr(picture, "draw", broken)
+    assert can_draw(pytest.fail)
+    run_one_shot_job(job, watcher=Display(visible=True))
+    assert f"{PICTURE_NAME} is left out, drawing it failed: RuntimeError: no fonts\n" in capsys.readouterr().err
+    assert not (tmp_path / "out" / PICTURE_NAME).exists()
+    assert (tmp_path / "out" / REPORT_NAME).is_file()

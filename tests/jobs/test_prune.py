@@ -1,0 +1,290 @@
+"""The job, from directory to directory: the same bytes over any ranks, and all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typing_extensions import override
+
+from distprune.checkpoint import inspect_directory
+from distprune.jobs import PruneJob, Watcher, run_prune_job
+from distprune.jobs.run import REPORT_NAME, write_report
+from distprune.patterns import Block, NByM, Pattern, Scope
+from tests.worlds import ProcessPool
+
+
+def run_on_rank(rank: int, jobs: list[PruneJob]) -> str:
+    """Run this rank's job; return the error as text, or nothing."""
+    try:
+        run_prune_job(jobs[rank % len(jobs)])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Heard(Watcher):
+    """Keeps what it is told; raises when it is told of ``fails_at``."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.said: list[str] = []
+        self.stages: dict[str, list[tuple[int, int]]] = {}
+        self.num_blocks: list[int] = []
+        self._fails_at = fails_at
+
+    @override
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self._hear("say")
+
+    @override
+    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
+        self.stages.setdefault(f"{stage} {unit}", []).append((done, total))
+        self._hear(stage)
+
+    @override
+    def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
+        self.num_blocks.append(num_blocks)
+        self._hear(str(report["name"]))
+
+    def _hear(self, what: str) -> None:
+        if what == self._fails_at:
+            raise KeyError(f"the watcher broke at {what}")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file's bytes, but for the report, which holds times, and its picture."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.stem != Path(REPORT_NAME).stem}
+
+
+@pytest.fixture
+def job(model_folder: Path, tmp_path: Path) -> PruneJob:
+    return PruneJob(model=str(model_folder), output=str(tmp_path / "out"), sparsity=0.3, seed=5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_same_bytes_over_any_number_of_ranks(
+    pool: ProcessPool,
+    tmp_path: Path,
+    job: PruneJob,
+    method: str,
+    scope: Scope,
+    dtype: torch.dtype,
+    world_size: int,
+) -> None:
+    asked = dataclasses.replace(job, method=method, scope=scope, dtype=dtype)
+    run_prune_job(asked)
+    spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
+    assert pool.run(world_size, run_on_rank, [spread]) == [""] * world_size
+    alone, over_ranks = contents(tmp_path / "out"), contents(tmp_path / "spread")
+    assert "model.safetensors" in alone
+    assert alone == over_ranks
+    assert alone["model.safetensors"] != (Path(job.model) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("pattern", [NByM(2, 4), Block(2, 0.5)], ids=str)
+def test_patterns(pool: ProcessPool, tmp_path: Path, job: PruneJob, pattern: Pattern) -> None:
+    asked = dataclasses.replace(job, scope=None, sparsity=None, pattern=pattern)
+    written: Any = run_prune_job(asked)
+    spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
+    assert pool.run(3, run_on_rank, [spread]) == [""] * 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "spread")
+    assert written["arguments"]["pattern"] == repr(pattern)
+    pruned = {parameter["name"] for parameter in written["pruning"]["parameters"]}
+    if isinstance(pattern, NByM):
+        inspected = {tensor.name: tensor for tensor in inspect_directory(tmp_path / "out").tensors}
+        assert all("2:4" in inspected[name].patterns for name in pruned)
+    else:
+        weights = load_file(tmp_path / "out" / "model.safetensors")
+        blocks = [
+            (weights[name].reshape(len(weights[name]) // 2, 2, -1, 2) == 0).all(1).all(2).flatten() for name in pruned
+        ]
+        assert int(torch.cat(blocks).sum()) == round(torch.cat(blocks).numel() / 2)
+
+
+def test_report_says_what_was_done(job: PruneJob, text_file: Path) -> None:
+    evaluated = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_tokens=200, evaluation_length=16)
+    returned = run_prune_job(evaluated)
+    written = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert written == json.loads(json.dumps(returned))
+    assert written["arguments"]["sparsity"] == 0.3
+    assert written["pruning"]["num_zeros"] == round(0.3 * written["pruning"]["num_elements"])
+    assert written["num_ranks"] == 1
+    assert written["perplexity_before"] > 1
+    assert written["perplexity_after"] != written["perplexity_before"]
+
+
+def test_without_a_text_nothing_is_evaluated(job: PruneJob) -> None:
+    report = run_prune_job(job)
+    assert report["perplexity_before"] is None
+    assert report["perplexity_after"] is None
+
+
+def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
+    run_prune_job(job)
+    before = contents(tmp_path / "out")
+    more = dataclasses.replace(job, sparsity=0.6)
+    with pytest.raises(FileExistsError, match="pass --overwrite"):
+        run_prune_job(more)
+    assert contents(tmp_path / "out") == before
+    run_prune_job(dataclasses.replace(more, overwrite=True))
+    assert contents(tmp_path / "out") != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_full_disk_leaves_nothing(job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="1000 bytes free"):
+        run_prune_job(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_checked_before_the_model_is_loaded(
+    job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(FileExistsError):
+        run_prune_job(job)
+
+
+def test_model_without_tokenizer(job: PruneJob, tmp_path: Path, text_file: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(job.model, bare)
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    asked = dataclasses.replace(job, model=str(bare), evaluate_on=str(text_file))
+    with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
+        run_prune_job(asked)
+    assert not Path(job.output).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"sparsity": 0.4}, "--sparsity: 0.3 on rank 0; 0.4 on rank 1"),
+        ({"method": "random"}, '--method: "magnitude" on rank 0; "random" on rank 1'),
+        ({"seed": 6}, "--seed: 5 on rank 0; 6 on rank 1"),
+        ({"exclude": ("*k_proj*",)}, "--exclude"),
+        ({"model": "elsewhere"}, "--model"),
+        ({"evaluation_length": 8}, "--evaluation-length"),
+    ],
+)
+def test_ranks_with_different_arguments(
+    pool: ProcessPool, tmp_path: Path, job: PruneJob, change: dict[str, object], shown: str
+) -> None:
+    other = dataclasses.replace(job, **change)  # type: ignore[arg-type]
+    for error in pool.run(2, run_on_rank, [job, other]):
+        assert error.startswith("ValueError: ranks were called with different arguments")
+        assert shown in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_in_own_folder(rank: int, folder: Path, job: PruneJob) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        return run_on_rank(rank, [job])
+
+
+@pytest.mark.parametrize("what", ["model files", "evaluation tokens"])
+def test_ranks_that_see_different_files(
+    pool: ProcessPool, tmp_path: Path, model_folder: Path, text_file: Path, what: str
+) -> None:
+    # The same names on every rank, and other files behind them: storage that is not shared.
+    for rank in ("0", "1"):
+        shutil.copytree(model_folder, tmp_path / rank / "model")
+        shutil.copyfile(text_file, tmp_path / rank / "text.txt")
+    if what == "model files":
+        config = tmp_path / "1" / "model" / "config.json"
+        config.write_text(config.read_text() + "\n")
+    else:
+        (tmp_path / "1" / "text.txt").write_text("a" * 400)
+    output = str(tmp_path / "out")
+    job = PruneJob(model="model", output=output, sparsity=0.3, evaluate_on="text.txt", evaluation_length=16)
+    for error in pool.run(2, run_in_own_folder, tmp_path, job):
+        assert error.startswith(f"ValueError: ranks were called with different arguments: {what}: ")
+    assert not Path(output).exists()
+
+
+def test_what_one_rank_cannot_read_fails_on_all(pool: ProcessPool, tmp_path: Path, model_folder: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "0" / "model")
+    (tmp_path / "1").mkdir()
+    job = PruneJob(model="model", output=str(tmp_path / "out"), sparsity=0.3)
+    first, second = pool.run(2, run_in_own_folder, tmp_path, job)
+    assert first.startswith("FileNotFoundError: rank 1 of 2: there is no model directory 'model'")
+    assert second.startswith("FileNotFoundError: there is no model directory 'model'")
+
+
+def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
+    heard = Heard()
+    run_prune_job(dataclasses.replace(job, evaluate_on=str(text_file), evaluation_length=16), watcher=heard)
+    assert list(heard.stages) == [
+        "loading bytes",
+        "evaluating before windows",
+        "evaluating after windows",
+        "saving bytes",
+    ]
+    for told in heard.stages.values():
+        assert told[-1][0] == told[-1][1]
+        assert told == sorted(told)
+
+
+def run_with_watcher(rank: int, job: PruneJob, fails_at: str) -> str:
+    """Run the job; the second rank's watcher fails."""
+    try:
+        run_prune_job(job, watcher=Heard(fails_at if rank == 1 else ""))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("fails_at", ["loading", "evaluating before", "evaluating after", "saving"])
+def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
+    pool: ProcessPool, tmp_path: Path, job: PruneJob, text_file: Path, fails_at: str
+) -> None:
+    asked = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_length=16)
+    first, second = pool.run(2, run_with_watcher, asked, fails_at)
+    said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
+    assert (first, second) == (f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.5, float("nan"), float("inf"), True, "0.5"])
+def test_what_is_no_sparsity(job: PruneJob, sparsity: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="sparsity"):
+        run_prune_job(dataclasses.replace(job, sparsity=sparsity))
+    assert not Path(job.output).exists()
+
+
+def test_sparsity_counts_what_is_zero_already(job: PruneJob, tmp_path: Path) -> None:
+    run_prune_job(job)
+    again = dataclasses.replace(job, model=job.output, output=str(tmp_path / "again"))
+    report = run_prune_job(again)
+    assert report["pruning"]["num_pruned"] == 0
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+
+
+def test_overwrite_keeps_the_text_it_evaluates_on(job: PruneJob, text_file: Path) -> None:
+    run_prune_job(job)
+    shutil.copyfile(text_file, Path(job.output) / "vocab.txt")  # a name that a model's files have
+    with pytest.raises(ValueError, match="lie inside each other"):
+        run_prune_job(dataclasses.replace(job, overwrite=True, evaluate_on=f"{job.output}/vocab.txt"))
+    assert (Path(job.output) / "vocab.txt").is_file()
+
+
+def test_reports_are_strict_json(tmp_path: Path) -> None:
+    write_report({"a": [1, float("inf")], "b": {"c": float("nan"), "d": None}, "e": (0.5, "x")}, tmp_path)
+    written = json.loads((tmp_path / REPORT_NAME).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert written == {"a": [1, "inf"], "b": {"c": "nan", "d": None}, "e": [0.5, "x"]}

@@ -1,0 +1,254 @@
+"""What ``--resume`` goes on with, what it begins anew, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distprune import Unstructured
+from distprune.checkpoint import publish
+from distprune.checkpoint.hf_directory import read_weight_file
+from distprune.jobs import OneShotJob, run_one_shot_job, unfinished
+from tests.hf_models import make_model, make_tokenizer
+from tests.jobs.test_one_shot import NUM_BLOCKS, Killed, run_on_rank
+from tests.jobs.test_prune import Heard, contents
+from tests.worlds import ProcessPool
+
+
+@pytest.fixture
+def job(job: OneShotJob) -> OneShotJob:
+    """The job, with ``resume``."""
+    return dataclasses.replace(job, method="wanda", samples=4, sequence_length=16, resume=True)
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "files without a journal"])
+def test_with_nothing_recorded_it_begins_at_the_beginning(job: OneShotJob, tmp_path: Path, left: str) -> None:
+    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole"), resume=False))
+    folder = tmp_path / "outputs" / ".out.unfinished"
+    if left != "nothing":
+        folder.mkdir(parents=True)
+    if left == "files without a journal":
+        (folder / "model.safetensors").write_bytes(b"half")
+        (folder / "journal.new").write_text('{"blocks_done"')
+    heard = Heard()
+    run_one_shot_job(job, watcher=heard)
+    assert "nothing was recorded yet: starting at the first block" in heard.said
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+
+
+def test_what_has_finished_is_left_alone(job: OneShotJob, pool: ProcessPool) -> None:
+    run_one_shot_job(job)
+    before = contents(Path(job.output))
+    for error in pool.run(2, run_on_rank, job, None):
+        assert error == f"FileExistsError: nothing is left to resume: {job.output} is finished, it holds a report.json"
+    assert contents(Path(job.output)) == before
+
+
+@pytest.mark.parametrize("moment", ["before it is renamed", "after it was renamed"])
+def test_killed_while_it_is_renamed(
+    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+
+    def die(*arguments: Any, **more: Any) -> None:
+        if moment == "after it was renamed":
+            publish(*arguments, **more)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "publish", die)
+        with pytest.raises(Killed):
+            run_one_shot_job(job)
+    assert Path(job.output).exists() == (moment == "after it was renamed")
+    if moment == "before it is renamed":
+        assert run_one_shot_job(job)["pruning"]["resumed_at"] == 2
+        assert contents(Path(job.output)) == contents(tmp_path / "whole")
+        return
+    with pytest.raises(FileExistsError, match="nothing is left to resume"):
+        run_one_shot_job(job)
+    assert {name: data for name, data in contents(Path(job.output)).items() if name != "journal.json"} == contents(
+        tmp_path / "whole"
+    )
+
+
+def change_weights(job: OneShotJob) -> None:
+    path = Path(job.model) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_config(job: OneShotJob) -> None:
+    path = Path(job.model) / "config.json"
+    path.write_text(path.read_text() + "\n")
+
+
+def change_text(job: OneShotJob) -> None:
+    path = Path(job.calibration)
+    path.write_text(path.read_text().replace("union", "onion", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (change_weights, "model weights: "),
+        (change_config, "model files: "),
+        (change_text, "calibration tokens: "),
+        (
+            {"pattern": Unstructured(0.25)},
+            "--pattern: 'Unstructured(amount=0.5)' then, 'Unstructured(amount=0.25)' now",
+        ),
+        ({"dtype": torch.bfloat16}, "--dtype: None then, 'torch.bfloat16' now"),
+        ({"offload": True}, "--offload: False then, True now"),
+        ("ranks", "ranks: 2 then, 1 now"),
+    ],
+)
+def test_another_job_is_refused(pool: ProcessPool, job: OneShotJob, change: Any, shown: str) -> None:
+    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
+    before = contents(Path(job.output).parent / ".out.unfinished")
+    other, num_ranks = job, 2
+    if isinstance(change, dict):
+        other = dataclasses.replace(job, **change)
+    elif change == "ranks":
+        num_ranks = 1
+    else:
+        change(job)
+    for error in pool.run(num_ranks, run_on_rank, other, None):
+        assert error.startswith("ValueError: ")
+        assert "cannot be resumed, the job was another" in error
+        assert shown in error
+    assert contents(Path(job.output).parent / ".out.unfinished") == before
+
+
+def unfinished_folder(job: OneShotJob) -> Path:
+    return Path(job.output).parent / ".out.unfinished"
+
+
+def flip_a_bit(job: OneShotJob, tensor: str) -> None:
+    """Flip one bit of a tensor in the unfinished job's weight files."""
+    (file,) = [
+        file for file in unfinished_folder(job).glob("*.safetensors") if tensor.encode() in file.read_bytes()[:20_000]
+    ]
+    entry = next(entry for entry in read_weight_file(file).tensors if entry.name == tensor)
+    data = bytearray(file.read_bytes())
+    data[entry.stop - 1] ^= 1
+    file.write_bytes(data)
+
+
+def cut_weights(job: OneShotJob) -> None:
+    for file in unfinished_folder(job).glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def lengthen_weights(job: OneShotJob) -> None:
+    for file in unfinished_folder(job).glob("*.safetensors"):
+        file.write_bytes(file.read_bytes() + b"more")
+
+
+def remove_weights(job: OneShotJob) -> None:
+    for file in unfinished_folder(job).glob("*.safetensors"):
+        file.unlink()
+
+
+def spoil_headers(job: OneShotJob) -> None:
+    for file in unfinished_folder(job).glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[:40] = b"x" * 40
+        file.write_bytes(data)
+
+
+def remove_small_files(job: OneShotJob) -> None:
+    for name in ("config.json", "model.safetensors.index.json", "tokenizer.json"):
+        (unfinished_folder(job) / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "first_block"),
+    [
+        (partial(flip_a_bit, tensor="model.layers.0.mlp.up_proj.weight"), 0),
+        (partial(flip_a_bit, tensor="model.layers.1.self_attn.q_proj.weight"), 1),
+        (partial(flip_a_bit, tensor="model.layers.1.input_layernorm.weight"), 1),
+        (partial(flip_a_bit, tensor="model.embed_tokens.weight"), 2),  # is not finished yet
+        (cut_weights, 0),
+        (lengthen_weights, 2),
+        (remove_weights, 0),
+        (spoil_headers, 2),
+        (remove_small_files, 2),
+    ],
+)
+def test_what_is_damaged_is_made_again(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, damage: Any, first_block: int
+) -> None:
+    model = make_model(tmp_path / "indexed", max_shard_size="12KB")
+    make_tokenizer(model)
+    job = dataclasses.replace(job, model=str(model), method="sparsegpt")
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, job, NUM_BLOCKS) == ["killed", "killed"]
+    damage(job)
+    assert pool.run(2, run_on_rank, job, None) == ["", ""]
+    report = json.loads((Path(job.output) / "report.json").read_text())
+    assert report["pruning"]["resumed_at"] == first_block
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    assert not unfinished_folder(job).exists()
+
+
+def killed_with_one_block(job: OneShotJob) -> Path:
+    assert run_on_rank(0, job, 1) == "killed"
+    return unfinished_folder(job)
+
+
+def test_a_damaged_block_is_named(job: OneShotJob) -> None:
+    assert run_on_rank(0, job, NUM_BLOCKS) == "killed"
+    flip_a_bit(job, "model.layers.1.mlp.up_proj.weight")
+    heard = Heard()
+    run_one_shot_job(job, watcher=heard)
+    assert "model.layers.1 is not on the disk as it was written: it is pruned again" in heard.said
+    assert "going on at block 1 of 2" in heard.said
+    assert heard.num_blocks == [2]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_what_this_job_has_not_written_is_refused(job: OneShotJob, tmp_path: Path, kind: str) -> None:
+    folder = killed_with_one_block(job)
+    if kind == "file":
+        (folder / "notes.txt").write_text("mine")
+    elif kind == "directory":
+        (folder / "notes").mkdir()
+    else:
+        (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+        (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"(notes|model\.safetensors)\S* is not from this job; take it away"):
+        run_one_shot_job(job)
+
+
+def sealed(journal: dict[str, Any]) -> str:
+    del journal["checksum"]
+    return json.dumps({**journal, "checksum": unfinished._checksum(journal)})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda text: text[:50], "is damaged"),
+        (lambda _: "[" * 100_000, "is damaged"),
+        (lambda _: "[]", "is damaged: it is not what was written"),
+        (lambda text: text.replace("model.layers.0.mlp", "model.layers.0.mlq", 1), "is damaged"),
+        (lambda text: text.replace('"num_zeros": ', '"num_zeros": 1', 1), "is damaged"),
+        (lambda text: sealed({**json.loads(text), "blocks": json.loads(text)["blocks"] * 3}), "lists the blocks"),
+        (lambda text: sealed({**json.loads(text), "digests": []}), "lists the blocks"),
+    ],
+)
+def test_a_damaged_journal_is_refused(job: OneShotJob, spoil: Any, message: str) -> None:
+    journal = killed_with_one_block(job) / "journal.json"
+    journal.write_text(spoil(journal.read_text()))
+    with pytest.raises(ValueError, match=message):
+        run_one_shot_job(job)

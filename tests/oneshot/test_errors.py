@@ -1,0 +1,163 @@
+"""What one rank raises between two collectives, all ranks raise: nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from typing_extensions import override
+
+from distprune import Block, NByM, Unstructured
+from distprune.calibration import Moments
+from distprune.oneshot import BlockReport, OneShotMethod, SparseGPT, prune_blocks
+from distprune.patterns import Pattern
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import sharded
+from tests.worlds import run_threads
+
+TOKENS = samples(4)
+HALF = Unstructured(0.5)
+
+
+class Boom(OSError):
+    pass
+
+
+def check_all_raise(num_ranks: int, fn: Callable[..., Any], *args: Any, match: str = "boom") -> None:
+    """The rank that failed raises its own error, the others one that names it."""
+    errors = run_threads(num_ranks, fn, *args, catch=True)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, Exception), f"rank {rank} ended with {error!r}"
+        assert match in str(error)
+    assert sum(not str(error).startswith("rank ") for error in errors) == 1
+
+
+def boom_at(num_calls: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` that raises when it is called for the ``num_calls``-th time."""
+    counter = iter(range(num_calls))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(counter, None) is None:
+            raise Boom("boom")
+        return fn(*args, **kwargs)
+
+    return wrapped
+
+
+@dataclass(frozen=True)
+class Failing(SparseGPT):
+    """Fails on rank 1, preparing an input or at some step of a sweep: of one that has a home, or is ``spread``."""
+
+    rank: int
+    where: str
+    spread: bool
+
+    @override
+    def prepare(self, moments: Moments) -> Moments:
+        if self.where == "prepare" and moments.home.spread == self.spread and (self.rank == 1 or self.spread):
+            raise Boom("boom")
+        return super().prepare(moments)
+
+    @override
+    def prune(self, rows: Any, moments: Moments, pattern: Pattern) -> Any:
+        steps = super().prune(rows, moments, pattern)
+        if self.rank != 1 or not self.where.isdigit() or moments.home.spread != self.spread:
+            return (yield from steps)
+        keep = None
+        for _ in range(int(self.where)):
+            keep = yield steps.send(keep)  # type: ignore[arg-type]
+        raise Boom("boom")
+
+
+def sweep_fails(rank: int, where: str, spread: bool, pattern: Pattern, architecture: str) -> None:
+    prune_blocks(sharded(tiny_model(architecture)), TOKENS, method=Failing(rank, where, spread), pattern=pattern)
+
+
+@pytest.mark.parametrize("where", ["prepare", "0"])
+@pytest.mark.parametrize("pattern", [HALF, NByM(2, 4)], ids=str)
+def test_a_solver_fails_on_its_own_rank(where: str, pattern: Pattern) -> None:
+    check_all_raise(2, sweep_fails, where, False, pattern, "llama")
+
+
+@pytest.mark.parametrize("where", ["prepare", "0", "1", "2", "5"])
+@pytest.mark.parametrize("pattern", [HALF, Block(4, 0.5)], ids=str)
+def test_a_solver_fails_in_between_choices(monkeypatch: pytest.MonkeyPatch, where: str, pattern: Pattern) -> None:
+    """Of spread rows, on which all ranks choose together; of four stages the last one, too."""
+    monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", 8)
+    check_all_raise(2, sweep_fails, where, True, pattern, "bloom")
+
+
+def on_block_fails(rank: int, on: Sequence[int]) -> None:
+    def on_block(_: int, __: BlockReport) -> None:
+        if rank == 1:
+            raise Boom("boom")
+
+    on_this = on_block if rank in on else None
+    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_this)
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=str)
+def test_a_callback_fails(on: list[int]) -> None:
+    check_all_raise(2, on_block_fails, on)
+
+
+def on_block_on_one(rank: int) -> tuple[int, int]:
+    seen: list[int] = []
+    on_block = (lambda index, _: seen.append(index)) if rank == 0 else None
+    report = prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_block)
+    return len(seen), report.num_rounds
+
+
+def test_a_callback_on_one_rank_alone() -> None:
+    (first, num_rounds), (other, same) = run_threads(2, on_block_on_one)
+    assert (first, other) == (3, 0)
+    assert num_rounds == same
+
+
+def forward_fails(rank: int, layer: str, num_calls: int, shard: bool) -> None:
+    model: Any = tiny_model("llama")
+    module = model.get_submodule(layer)
+    if rank == 1:
+        module.forward = boom_at(num_calls, module.forward)
+    prune_blocks(sharded(model) if shard else model, TOKENS, method="wanda", pattern=HALF)
+
+
+# Of two samples a rank: two runs of block 1 show what its layers are given, two what it then puts out.
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("num_calls", [0, 1, 2, 3])
+def test_a_forward_fails(num_calls: int, shard: bool) -> None:
+    check_all_raise(2, forward_fails, "model.layers.1.mlp.down_proj", num_calls, shard)
+
+
+def infinite_weights(rank: int, method: OneShotMethod) -> None:
+    """Inf * 0: scores that are NaN, of the rows that the last rank holds."""
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3] = 0  # an input of down_proj that is always 0
+        model.model.layers[0].mlp.down_proj.weight[-1, 3] = torch.inf
+    try:
+        prune_blocks(sharded(model), TOKENS, method=method, pattern=HALF)
+    finally:
+        del rank
+
+
+def test_scores_that_are_nan() -> None:
+    errors = run_threads(2, infinite_weights, "wanda", catch=True)
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert all("NaN" in str(error) for error in errors)
+
+
+def wrong_samples_on_one(rank: int) -> None:
+    model = tiny_model("llama")
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    prune_blocks(model, TOKENS - 100 * rank, method="magnitude", pattern=HALF)
+
+
+def test_wrong_samples_on_one_rank() -> None:
+    check_all_raise(2, wrong_samples_on_one, match="outside the model's vocabulary")

@@ -1,0 +1,104 @@
+"""All rows of a map on its home, from every layout, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement
+
+from distprune.collectives import Alone, communicator
+from distprune.models import LinearMap
+from distprune.oneshot.moved_rows import move_rows
+from distprune.oneshot.rows import Rows, whole_rows
+from distprune.shards import cut, local_shard
+from tests.oneshot.test_rows import LAYOUTS, laid_out
+from tests.worlds import run_threads
+
+# Maps of different shapes and dtypes, one of one byte an element and odd lengths; the first one goes nowhere.
+SHAPES = [((3, 4), torch.float32), ((7, 12), torch.float32), ((12, 5), torch.int8), ((2, 3), torch.bfloat16)]
+
+
+def on_rank(rank: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], transposed: bool) -> None:
+    mesh, comm = init_device_mesh("cpu", mesh_shape), communicator()
+    modules = [nn.Module() for _ in SHAPES]
+    wholes = [torch.arange(shape[0] * shape[1]).view(shape).to(dtype) for shape, dtype in SHAPES]
+    maps = {}
+    for i, (module, whole) in enumerate(zip(modules, wholes, strict=True)):
+        module.weight = nn.Parameter(laid_out(whole, mesh, placements), requires_grad=False)
+        num_out, num_in = whole.shape[::-1] if transposed else whole.shape
+        maps[str(i)] = LinearMap(str(i), module, "weight", num_out, num_in, transposed)
+    originals = [local_shard("a", linear.parameter) for linear in maps.values()]
+    owned = {f"{i}.weight": bool(of.owned) for i, of in enumerate(originals)}
+    home = {str(i): (i + 1) % comm.size for i in range(1, len(SHAPES))}
+    with whole_rows(comm, maps, owned) as rows:
+        before = comm.traffic.copy()
+        moved = move_rows(comm, rows, home)
+        assert (comm.traffic - before).num_rounds == 3
+        assert moved.rows["0"] is rows["0"]
+        for i, whole in enumerate(wholes[1:], 1):
+            found = moved.rows[str(i)]
+            wanted = whole.t() if transposed else whole
+            assert found.num_out == len(wanted)
+            assert found.owned == (rank == home[str(i)])
+            assert torch.equal(found.weight, wanted if found.owned else wanted[:0])
+            assert found.runs == (((0, len(wanted)),) if found.owned else ())
+            found.weight.neg_()
+        before = comm.traffic.copy()
+        moved.back()
+        assert (comm.traffic - before).num_rounds == 2
+    for i, (original, whole) in enumerate(zip(originals, wholes, strict=True)):
+        assert torch.equal(
+            local_shard("a", maps[str(i)].parameter).local, cut(-whole if i else whole, original.geometry)
+        )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("mesh_shape", "placements"), LAYOUTS, ids=str)
+def test_every_layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], transposed: bool) -> None:
+    run_threads(torch.Size(mesh_shape).numel(), on_rank, mesh_shape, placements, transposed)
+
+
+def replicated(rank: int) -> None:
+    """Whole on every rank, as DDP has it: nothing moves there, and what the home writes is everywhere afterwards."""
+    comm = communicator()
+    weight = torch.arange(12.0).view(4, 3)
+    rows = {"a": Rows(weight, ((0, 4),), 4, owned=rank == 0)}
+    before = comm.traffic.copy()
+    moved = move_rows(comm, rows, {"a": 1})
+    assert (comm.traffic - before).num_bytes < 200  # who holds what
+    if rank == 1:
+        assert moved.rows["a"].weight is weight
+        weight.add_(1)
+    before = comm.traffic.copy()
+    moved.back()
+    assert (comm.traffic - before).num_bytes == {0: 136, 1: 184, 2: 136}[rank]  # 24 of flags, and 64
+    assert torch.equal(weight, torch.arange(12.0).view(4, 3) + 1)
+
+
+def test_what_all_hold_does_not_move() -> None:
+    run_threads(3, replicated)
+
+
+def test_one_rank_works_in_place() -> None:
+    weight = torch.randn(4, 3)
+    rows = {"a": Rows(weight.t(), ((0, 3),), 3, owned=True)}
+    moved = move_rows(Alone(), rows, {"a": 0})
+    assert moved.rows["a"].weight is rows["a"].weight
+    moved.back()
+
+
+def with_shards(rank: int) -> int:
+    comm = communicator()
+    runs = ((100 * rank, 100 * rank + 100),)
+    rows = {name: Rows(torch.ones(100, 50), runs, 400, owned=True) for name in "ab"}
+    before = comm.traffic.copy()
+    move_rows(comm, rows, {"a": 0, "b": 1}).back()
+    return (comm.traffic - before).num_bytes
+
+
+def test_a_rank_hands_over_what_it_holds() -> None:
+    """Of two maps of 4 x 20,000 bytes: a home gets 60,000 and hands on 20,000; then the other way round."""
+    for rank, num_bytes in enumerate(run_threads(4, with_shards)):
+        assert 0 <= num_bytes - 2 * (60_000 if rank < 2 else 40_000) < 500

@@ -1,0 +1,107 @@
+"""One-shot pruning is the papers' on one rank, and the same on several."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from distprune import Block, NByM, Unstructured
+from distprune.calibration import Moments
+from distprune.collectives import Alone
+from distprune.oneshot import prune_blocks
+from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.scored import Scored
+from distprune.patterns import Pattern
+from distprune.scores import Wanda
+from tests import oneshot_oracle as oracle
+from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
+from tests.oneshot.alike import (
+    CASES,
+    FEW,
+    TOKENS,
+    Case,
+    Pruned,
+    check_counts,
+    check_ranks,
+    matrices,
+    pruned,
+    sharded,
+    share_alike,
+)
+from tests.pattern_oracle import keep_in_pattern
+from tests.worlds import ProcessPool
+
+PATTERNS: dict[Pattern, oracle.Pattern] = {
+    Unstructured(0.5): 0.5,
+    NByM(2, 4): oracle.NM(2, 4),
+    NByM(4, 8): oracle.NM(4, 8),
+    Block(4, 0.4): oracle.Squares(4, 0.4),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_wanda_is_the_papers(architecture: str, pattern: Pattern) -> None:
+    model, plain = tiny_model(architecture), tiny_model(architecture)
+    masks = oracle.prune_model(plain, TOKENS, "wanda", PATTERNS[pattern])
+    report = prune_blocks(model, TOKENS, method="wanda", pattern=pattern)
+    assert share_alike(model, masks) == 1.0
+    for name, weight in matrices(model).items():
+        assert torch.equal(weight, matrices(plain)[name])
+    check_counts(model, report, "wanda", pattern)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_sparsegpt_is_the_papers(architecture: str, pattern: Pattern) -> None:
+    model, plain = tiny_model(architecture), tiny_model(architecture)
+    oracle.prune_model(plain, TOKENS, "sparsegpt", PATTERNS[pattern])
+    report = prune_blocks(model, TOKENS, method="sparsegpt", pattern=pattern)
+    wanted = matrices(plain)
+    # By the weights, not the masks: of a dead input all weights are zero, also in blocks that stay.
+    assert share_alike(model, {name: weight != 0 for name, weight in wanted.items()}) >= 0.999
+    for name, weight in matrices(model).items():
+        assert float((weight - wanted[name]).norm() / wanted[name].norm()) < 0.02
+    check_counts(model, report, "sparsegpt", pattern)
+
+
+def test_blocks_by_the_sums_of_wandas_scores() -> None:
+    torch.manual_seed(0)
+    weight, sums = torch.randn(8, 12), torch.rand(12) * 5
+    rows = Rows(weight.clone(), ((0, 8),), 8, True, "block.m")
+    moments = [Moments(("m",), 3, sums, torch.randn(12, 32))]
+    outcomes = prune_rows(
+        Alone(),
+        {"m": rows},
+        moments,
+        Scored(Wanda(), by_row=True),
+        Block(2, 0.5, scope="tensor"),
+        lambda _: nullcontext(),
+    )
+    scores = weight.abs() * sums.sqrt()
+    keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
+    assert torch.equal(rows.weight, weight.masked_fill(~keep, 0))
+    assert outcomes["m"].num_pruned == 48
+
+
+def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int, ...] | None) -> list[Pruned]:
+    return [pruned(sharded(tiny_model(architecture), mesh_shape), case) for case in cases]
+
+
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_do_what_one_does(pool: ProcessPool, world_size: int, architecture: str) -> None:
+    cases = CASES if architecture in ("llama", "gpt2", "mixtral") and world_size == 2 else FEW
+    everywhere = pool.run(world_size, on_rank, architecture, cases, None)
+    check_ranks(everywhere, partial(tiny_model, architecture), cases)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["fsdp2", "hsdp"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_four_ranks_do_what_one_does(pool: ProcessPool, architecture: str, mesh_shape: tuple[int, ...]) -> None:
+    everywhere = pool.run(4, on_rank, architecture, FEW, mesh_shape)
+    check_ranks(everywhere, partial(tiny_model, architecture), FEW)

@@ -1,0 +1,260 @@
+"""What one-shot pruning says, refuses and resumes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from distprune import Block, NByM, PerRow, Unstructured
+from distprune.models import decoder_blocks, linear_maps
+from distprune.oneshot import BlockReport, OneShotMethod, prune_blocks
+from distprune.oneshot.sparsegpt import factor
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import sharded
+from tests.worlds import ProcessPool, run_threads
+from tests.wrapped import whole
+
+TOKENS = samples(4)
+HALF = Unstructured(0.5)
+METHODS: tuple[OneShotMethod, ...] = ("wanda", "sparsegpt", "magnitude", "random")
+
+
+def test_patterns_refuse_nonsense() -> None:
+    for kind in (Unstructured, PerRow):
+        for sparsity in (-0.1, 1.5, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=r"sparsity=.* is outside"):
+                kind(sparsity)
+        for wrong in ("0.5", True, None):
+            with pytest.raises(TypeError, match="sparsity must be"):
+                kind(wrong)  # type: ignore[arg-type]
+    for n, m in ((0, 4), (4, 4), (5, 4), (-1, 2)):
+        with pytest.raises(ValueError, match="is no pattern"):
+            NByM(n, m)
+    with pytest.raises(TypeError, match="m must be an int"):
+        NByM(2, 4.0)  # type: ignore[arg-type]
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"method": "lasso"}, ValueError, "method='lasso' is none of"),
+    ({"pattern": 0.5}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 0.5"),
+    ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
+    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_proj'"),
+    ({"seed": "7"}, TypeError, "seed must be an int"),
+    ({"first_block": 4}, ValueError, "first_block=4 is not between 0 and the number of blocks, 3"),
+    ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
+    ({"samples": TOKENS[0]}, ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
+    ({"samples": TOKENS.float()}, TypeError, "samples must be a tensor of int64 token ids"),
+    ({"samples": TOKENS + 100}, ValueError, "outside the model's vocabulary of 97"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_arguments_are_checked_first(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = tiny_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    arguments: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": HALF, **wrong}
+    with pytest.raises(kind, match=message):
+        prune_blocks(model, **arguments)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def with_other_pattern(rank: int) -> None:
+    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=Unstructured(0.5 + rank / 10))
+
+
+def with_other_samples(rank: int) -> None:
+    prune_blocks(tiny_model("llama"), TOKENS[: 3 + rank], method="wanda", pattern=HALF)
+
+
+def with_failing_callback(rank: int) -> None:
+    def on_block(_: int, __: BlockReport) -> None:
+        if rank == 1:
+            raise OSError("no space left")
+
+    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_block)
+
+
+def message_on(pool: ProcessPool, fn: Any) -> str:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        pool.run(2, fn)
+    return str(raised.value)
+
+
+def test_ranks_that_disagree(pool: ProcessPool) -> None:
+    assert "pattern: " in message_on(pool, with_other_pattern)
+    assert "samples: " in message_on(pool, with_other_samples)
+    assert "no space left" in message_on(pool, with_failing_callback)
+
+
+def test_nan_in_activations_names_block_and_map() -> None:
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=r"block 'model.layers.1': NaN or Inf in the inputs of 'self_attn.q_proj'"):
+        prune_blocks(model, TOKENS, method="wanda", pattern=HALF)
+
+
+def test_new_weights_that_overflow_are_refused() -> None:
+    """In the last block, too, whose outputs nobody looks at."""
+    model: Any = tiny_model("llama").half()
+    linear = model.model.layers[2].mlp.down_proj
+    with torch.no_grad():
+        linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
+    with pytest.raises(ValueError, match=r"the new weights of 'model.layers.2.mlp.down_proj' are NaN or inf"):
+        prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+
+
+def with_new_weights_that_overflow(_: int) -> None:
+    model: Any = tiny_model("llama").half()
+    linear = model.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
+    before = copy.deepcopy(model.state_dict())
+    sharded(model)
+    try:
+        prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+    finally:
+        assert all(torch.equal(whole(parameter), before[name]) for name, parameter in model.named_parameters())
+
+
+def test_new_weights_that_overflow_on_one_rank_are_refused_on_all() -> None:
+    """Only the home of the map sees them; nobody has taken anything over."""
+    errors = run_threads(2, with_new_weights_that_overflow, catch=True)
+    assert all(
+        "the new weights of 'model.layers.0.mlp.down_proj' are NaN or infinite" in str(error) for error in errors
+    )
+    assert sorted(str(error).startswith("rank ") for error in errors) == [False, True]
+
+
+def sweep_in_rounds(_: int, architecture: str) -> list[int]:
+    report = prune_blocks(sharded(tiny_model(architecture)), TOKENS, method="sparsegpt", pattern=HALF)
+    return [block.num_rounds for block in report.blocks]
+
+
+def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None for blocks of columns where homes sweep; 4 or more for each, and those of the factor, where they do not."""
+    for columns in (128, 8):
+        monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", columns)
+        assert run_threads(2, sweep_in_rounds, "llama") == [[12, 12, 11]] * 2
+    (few, *_), _ = run_threads(2, sweep_in_rounds, "bloom")  # its widest map is spread
+    assert few >= 12 + 12 * 4
+
+
+def test_nan_weights_are_refused() -> None:
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[3, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"values are NaN in 'model.layers.2.mlp.up_proj.weight'"):
+        prune_blocks(model, TOKENS, method="wanda", pattern=HALF)
+    assert (model.model.layers[0].mlp.up_proj.weight != 0).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_going_on_after_a_block(method: OneShotMethod) -> None:
+    whole, part = tiny_model("llama"), tiny_model("llama")
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    seen: list[BlockReport] = []
+
+    def on_block(index: int, report: BlockReport) -> None:
+        assert report.index == index
+        seen.append(report)
+        states[index] = copy.deepcopy(whole.state_dict())
+
+    full = prune_blocks(whole, TOKENS, method=method, pattern=HALF, seed=5, on_block=on_block)
+    assert list(full.blocks) == seen
+    part.load_state_dict(states[0])
+    rest = prune_blocks(part, TOKENS, method=method, pattern=HALF, seed=5, first_block=1)
+    assert [block.maps for block in rest.blocks] == [block.maps for block in full.blocks[1:]]
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name])
+
+
+def test_offload_changes_nothing() -> None:
+    one, other = tiny_model("gpt2"), tiny_model("gpt2")
+    prune_blocks(one, TOKENS, method="sparsegpt", pattern=HALF)
+    prune_blocks(other, TOKENS, method="sparsegpt", pattern=HALF, offload=True)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("method", "dead", "within"),
+    [("sparsegpt", False, 1e-3), ("sparsegpt", True, 1e-3), ("wanda", False, 0.15), ("random", True, 0.15)],
+)
+def test_error_is_that_of_the_outputs(method: OneShotMethod, dead: bool, within: float) -> None:
+    """||X (W - W')^T|| / ||X W^T||, from the activations themselves; all but SparseGPT estimate it."""
+    model: Any = tiny_model("llama")
+    if dead:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3] = 0  # an input of down_proj that is always 0
+    inputs: dict[str, list[torch.Tensor]] = {}
+    block = decoder_blocks(model)[0][1]
+    handles = [
+        linear.module.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0][0]))
+        for name, linear in linear_maps(block).items()
+    ]
+    with torch.no_grad():
+        for tokens in TOKENS:
+            model(input_ids=tokens[None])
+    for handle in handles:
+        handle.remove()
+    before = {name: linear.parameter.detach().clone() for name, linear in linear_maps(block).items()}
+    report = prune_blocks(model, TOKENS, method=method, pattern=HALF, seed=1)
+    for of_map, (name, linear) in zip(report.blocks[0].maps, linear_maps(block).items(), strict=True):
+        x = torch.cat(inputs[name]).double()
+        change = x @ (before[name] - linear.parameter.detach()).double().t()
+        wanted = float(change.norm() / (x @ before[name].double().t()).norm())
+        assert of_map.relative_error == pytest.approx(wanted, rel=within)
+        assert of_map.num_tokens == len(x)
+
+
+def test_damping_is_raised_until_it_helps() -> None:
+    products = torch.full((8, 8), 1.0)
+    products[0, 1] = products[1, 0] = 1.05  # not positive semidefinite
+    made = factor(products.clone(), 1)
+    assert made.num_raised == 1
+    damped = 2 * products.double() + made.added * torch.eye(8, dtype=torch.float64)
+    torch.testing.assert_close(
+        made.upper.double().t() @ made.upper.double() @ damped, torch.eye(8).double(), rtol=0, atol=1e-4
+    )
+    assert factor(torch.eye(8), 1).num_raised == 0
+
+
+def test_an_expert_without_tokens_is_reported() -> None:
+    model: Any = tiny_model("mixtral")
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.zero_()  # the first two experts win everywhere
+    report = prune_blocks(model, TOKENS, method="sparsegpt", pattern=NByM(2, 4))
+    assert len(report.blocks[0].unseen) == 4
+    for of_map in report.blocks[0].maps:
+        assert of_map.num_pruned * 2 == of_map.num_elements
+        assert (of_map.num_tokens == 0) == (of_map.name in report.blocks[0].unseen)
+    assert report.to_dict()["blocks"][0]["unseen"] == list(report.blocks[0].unseen)
+
+
+def test_report_in_numbers() -> None:
+    model = tiny_model("llama")
+    model.train()
+    report = prune_blocks(model, TOKENS, method="random", pattern=HALF)
+    assert model.training
+    assert report.seed is not None
+    assert report.num_samples == 4
+    assert report.num_bytes >= sum(block.num_bytes for block in report.blocks) > 0
+    assert report.num_rounds >= sum(block.num_rounds for block in report.blocks) > 0
+    assert len(report.peak_memory) == 1
+    assert report.peak_memory[0] > 1 << 20
+    assert set(report.blocks[0].seconds) == {"forward", "reduce", "factor", "sweep"}
+    again = tiny_model("llama")
+    prune_blocks(again, TOKENS, method="random", pattern=HALF, seed=report.seed)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_what_stays_dense_is_listed() -> None:
+    block = prune_blocks(tiny_model("qwen2_moe"), TOKENS, method="wanda", pattern=HALF).blocks[0]
+    assert block.dense == {
+        "model.layers.0.mlp.gate.weight": "not the weight of a linear layer that this library knows",
+        "model.layers.0.mlp.shared_expert_gate.weight": "a gate: it has one output",
+    }
+    assert block.to_dict()["dense"] == block.dense

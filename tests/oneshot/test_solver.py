@@ -1,0 +1,89 @@
+"""A solver of one's own is arithmetic on rows: the driver places them, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune import Channels, PerRow, Unstructured
+from distprune.calibration import Moments, MomentsOf
+from distprune.oneshot import Solved, Solver, Solving, prune_blocks
+from distprune.oneshot.rows import Rows
+from distprune.patterns import Pattern
+from distprune.scores import Elements, Score
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import matrices, sharded
+from tests.worlds import run_threads
+from tests.wrapped import whole
+
+TOKENS = samples(4)
+
+
+@dataclass(frozen=True)
+class Refitted(Solver):
+    """Keeps the largest |w| ||x||, and scales what is left so that each row puts out as much as before."""
+
+    needs: ClassVar[MomentsOf] = "pairs"
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+        assert isinstance(pattern, PerRow)
+        solved = {}
+        for name, of_layer in rows.items():
+            before = of_layer.weight.clone()
+            scores = before.abs() * moments.square_sums.sqrt()
+            keep = scores > scores.kthvalue(round(pattern.sparsity * scores.shape[1]), dim=1, keepdim=True).values
+            pruned = before * keep
+            size = [((w @ moments.values) * w).sum(dim=1, keepdim=True) for w in (before, pruned)]
+            of_layer.weight.copy_(pruned * (size[0] / size[1]).sqrt())
+            solved[name] = Solved(int((~keep).sum()), moments.squared_output(before - of_layer.weight))
+        return solved
+        yield {}  # what makes it a generator: nothing competes
+
+
+def on_rank(_: int, make: Any) -> tuple[dict[str, torch.Tensor], list[float | None]]:
+    model: nn.Module = make()
+    report = prune_blocks(model, TOKENS, method=Refitted(), pattern=PerRow(0.5))
+    assert report.method == "Refitted"
+    return {n: whole(p) for n, p in model.named_parameters()}, [m.relative_error for b in report.blocks for m in b.maps]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])  # of bloom's inputs the widest is spread
+def test_ranks_do_what_one_does(architecture: str) -> None:
+    make = partial(tiny_model, architecture)
+    alone = make()
+    report = prune_blocks(alone, TOKENS, method=Refitted(), pattern=PerRow(0.5))
+    assert all(of_map.num_pruned == of_map.num_elements // 2 for block in report.blocks for of_map in block.maps)
+    assert all((weight == 0).sum(1).eq(weight.shape[1] // 2).all() for weight in matrices(alone).values())
+    for weights, errors in run_threads(2, on_rank, lambda: sharded(make())):
+        for name, weight in alone.named_parameters():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+        assert errors == pytest.approx([m.relative_error for b in report.blocks for m in b.maps], rel=1e-3)
+
+
+class Squared(Score):
+    """As Wanda, of squares: another score of the same order."""
+
+    needs = ("input_norm",)
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return (elements.weight * elements["input_norm"]).square()
+
+
+def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
+    one, other = tiny_model("llama"), tiny_model("llama")
+    report = prune_blocks(one, TOKENS, method=Squared(), pattern="row", sparsity=0.5)
+    assert (report.method, report.pattern) == ("Squared", "PerRow(sparsity=0.5)")
+    prune_blocks(other, TOKENS, method="wanda", pattern=Unstructured(0.5))
+    for name, weight in matrices(one).items():
+        assert float(((weight != 0) == (matrices(other)[name] != 0)).float().mean()) > 0.999
+    with pytest.raises(NotImplementedError, match="SparseGPT decides block of columns by block of columns"):
+        prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))

@@ -1,0 +1,112 @@
+"""One-shot pruning under tensor parallelism, alone and with data parallelism, is that of one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distprune import NByM
+from distprune.models import decoder_blocks
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import CASES, FEW, TOKENS, Case, Pruned, check_ranks, pruned
+from tests.worlds import ProcessPool
+
+ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
+MLP = {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
+# By name: the architecture, what is changed in its configuration so that 2 ranks can halve it, and the plan.
+PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP}),
+    "phi": (
+        "phi",
+        {},
+        {**ATTENTION, "self_attn.dense": RowwiseParallel, "mlp.fc1": ColwiseParallel, "mlp.fc2": RowwiseParallel},
+    ),
+    "llama-mlp": ("llama", {}, MLP),  # attention whole on every rank
+    "llama-wide": (  # inputs of more than one and two blocks of SparseGPT's columns
+        "llama",
+        {"hidden_size": 160, "intermediate_size": 272, "num_key_value_heads": 2, "num_hidden_layers": 1},
+        {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP},
+    ),
+    "mixtral-attention": ("mixtral", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel}),
+}
+AXES = ("replicate", "shard", "tp")
+
+
+def make(plan: str) -> nn.Module:
+    architecture, changes, _ = PLANS[plan]
+    return tiny_model(architecture, **changes)
+
+
+def parallelized(plan: str, mesh: DeviceMesh) -> nn.Module:
+    model = make(plan)
+    for _, block in decoder_blocks(model):
+        parallelize_module(block, mesh, {name: style() for name, style in PLANS[plan][2].items()})
+    return model
+
+
+def wrapped(layout: str, plan: str) -> nn.Module:
+    num_ranks = torch.distributed.get_world_size()
+    if layout == "tp":
+        return parallelized(plan, init_device_mesh("cpu", (num_ranks,)))
+    shape = (2, 1, 2) if layout == "hsdp-tp" else (num_ranks // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[-len(shape) :])
+    model = parallelized(plan, mesh["tp"])
+    if layout == "copies-tp":  # as under DDP: each tensor-parallel group has the whole model
+        return model
+    data_mesh = mesh["replicate", "shard"] if layout == "hsdp-tp" else mesh["shard"]
+    place = columns if layout == "fsdp-columns-tp" else None
+    for _, block in decoder_blocks(model):
+        fully_shard(block, mesh=data_mesh, shard_placement_fn=place)
+    fully_shard(model, mesh=data_mesh)
+    return model
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Along the inputs, which row-wise maps are cut along already."""
+    return Shard(1) if parameter.ndim == 2 else None
+
+
+def on_rank(_: int, layout: str, plan: str, cases: list[Case], tokens: torch.Tensor) -> list[Pruned]:
+    return [pruned(wrapped(layout, plan), case, tokens) for case in cases]
+
+
+SMALL = [plan for plan in PLANS if plan != "llama-wide"]
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_tensor_parallel(pool: ProcessPool, plan: str) -> None:
+    cases = CASES if plan == "llama" else FEW
+    check_ranks(pool.run(2, on_rank, "tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])  # fewer than data-parallel ranks; no multiple of them
+def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int) -> None:
+    tokens = TOKENS[:num_samples]
+    found = pool.run(4, on_rank, "fsdp-tp", "llama", FEW, tokens)
+    check_ranks(found, partial(make, "llama"), FEW, tokens, least=0.999)
+
+
+@pytest.mark.parametrize("plan", SMALL)
+def test_fsdp_and_tensor_parallel(pool: ProcessPool, plan: str) -> None:
+    cases = CASES if plan == "llama" else FEW
+    check_ranks(pool.run(4, on_rank, "fsdp-tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
+
+
+def test_many_blocks_of_columns(pool: ProcessPool) -> None:
+    # One layer, and tokens enough: a near tie that rounding turns changes the rest of its row, and what follows it.
+    cases, tokens = [*FEW, ("sparsegpt", NByM(2, 4))], samples(13, 64)
+    found = pool.run(4, on_rank, "fsdp-tp", "llama-wide", cases, tokens)
+    check_ranks(found, partial(make, "llama-wide"), cases, tokens, least=0.999)
+
+
+@pytest.mark.parametrize("layout", ["hsdp-tp", "copies-tp", "fsdp-columns-tp"])
+def test_other_layouts_over_tensor_parallel_groups(pool: ProcessPool, layout: str) -> None:
+    check_ranks(pool.run(4, on_rank, layout, "llama", FEW, TOKENS), partial(make, "llama"), FEW, least=0.999)

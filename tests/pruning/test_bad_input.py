@@ -1,0 +1,188 @@
+"""What is wrong raises on every rank, names the value, and changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from distprune import Unstructured, prune_model
+from distprune.collectives import Alone
+from tests.decoder import decoder
+from tests.worlds import drawing, run_threads
+
+
+def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]]) -> list[Any]:
+    """Return what each rank raises, having checked that all of them do and that no weight changed."""
+
+    def on_rank(rank: int) -> None:
+        model = decoder()
+        arguments = {"sparsity": 0.5, **change(rank, model)}
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            prune_model(model, **arguments)
+        finally:
+            after = model.state_dict()
+            assert all(torch.equal(before[name], after[name]) or before[name].isnan().any() for name in before)
+
+    errors: list[Any]
+    if world_size:
+        errors = run_threads(world_size, on_rank, catch=True)
+    else:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            on_rank(0)
+        errors = [caught.value]
+    assert all(isinstance(error, Exception) for error in errors), errors
+    assert not any(isinstance(error, AssertionError) for error in errors), errors
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"sparsity": 1.5}, ValueError, r"sparsity=1.5 is outside \[0.0, 1.0\]"),
+        ({"sparsity": -0.1}, ValueError, "outside"),
+        ({"sparsity": float("nan")}, ValueError, "outside"),
+        ({"sparsity": 1}, TypeError, r"sparsity=1 must be a share such as 0.5; Unstructured\(1\) is a count"),
+        ({"sparsity": True}, TypeError, "sparsity must be"),
+        ({"sparsity": "0.5"}, TypeError, "sparsity must be"),
+        ({"sparsity": None}, ValueError, "say how much: sparsity, .* goes with 'unstructured'"),
+        (
+            {"sparsity": None, "pattern": Unstructured(769)},
+            ValueError,
+            "sparsity=769 is more than the 768 elements in all",
+        ),
+        ({"sparsity": None, "pattern": Unstructured(193, "tensor")}, ValueError, "the 192 .* in 'layers.0.up.weight'"),
+        ({"score": "wonder"}, ValueError, "score='wonder' is none of magnitude, random"),
+        ({"score": 3}, TypeError, "score must be a name, a Score or a function"),
+        ({"score": "wanda"}, ValueError, r"score 'wanda' needs \['input_norm'\] of 'layers.0.up.weight'"),
+        ({"score": lambda w: w[:-1]}, ValueError, r"'<lambda>' returned .* elements of 'layers.0.up"),
+        ({"scope": "row"}, ValueError, "scope='row' is none of"),
+        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"include": ["*.weigth"]}, ValueError, r"'\*.weigth' matches no parameter"),
+        ({"exclude": ["*.bias", "nothing"]}, ValueError, "'nothing' matches no parameter"),
+        ({"include": [3]}, TypeError, "a pattern is a string or a module"),
+        ({"exclude": ["*"]}, ValueError, "no parameter to prune"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_wrong_arguments(world_size: int, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    for error in failing(world_size, lambda *_: arguments):
+        assert type(error) is kind
+        assert re.search(text, str(error)), error
+
+
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+def test_nan_weights_are_named_and_counted(score: str) -> None:
+    def change(_: int, model: nn.Module) -> dict[str, Any]:
+        with torch.no_grad():
+            model.get_parameter("layers.1.down.weight")[2, :3] = torch.nan
+        return {"score": score, "seed": 0 if score == "random" else None}
+
+    for world_size in (0, 3):
+        for error in failing(world_size, change):
+            assert type(error) is ValueError
+            assert "'layers.1.down.weight' (3)" in str(error)
+
+
+def test_nan_on_one_rank_of_a_sharded_model() -> None:
+    def on_rank(rank: int) -> None:
+        model = decoder()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if rank == 1:
+            weight = model.get_parameter("layers.0.up.weight")
+            assert isinstance(weight, DTensor)
+            weight.to_local().data[0, 0] = torch.nan
+        prune_model(model, 0.5)
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "'layers.0.up.weight' (1)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("sparsity", (0.5, 0.6)), ("scope", ("global", "tensor")), ("seed", (1, 2)), ("score", ("magnitude", "random"))],
+)
+def test_ranks_called_with_different_arguments(key: str, values: tuple[Any, Any]) -> None:
+    for error in failing(2, lambda rank, _: {"seed": 0, key: values[rank]}):
+        assert type(error) is ValueError
+        assert f"{key}: " in str(error)
+        assert all(f"on rank {rank}" in str(error) for rank in range(2))
+
+
+def test_wrong_on_one_rank_only() -> None:
+    errors = failing(3, lambda rank, _: {"include": [3]} if rank == 1 else {})
+    assert [type(error) for error in errors] == [TypeError] * 3
+    assert "rank 1 of 3" in str(errors[0])
+
+
+def test_ranks_with_different_models() -> None:
+    def change(rank: int, model: nn.Module) -> dict[str, Any]:
+        if rank == 1:
+            with drawing(0):
+                model.get_submodule("layers.0").up = nn.Linear(8, 23)
+        return {}
+
+    for error in failing(2, change):
+        assert "disagree on parameter 'layers.0.up.weight'" in str(error)
+
+
+def test_ranks_with_parameters_in_different_order() -> None:
+    def change(rank: int, model: nn.Module) -> dict[str, Any]:
+        if rank == 1:
+            block = model.get_submodule("layers.0")
+            up = block.up
+            del block.up
+            block.up = up
+        return {}
+
+    for error in failing(2, change):
+        assert "different orders" in str(error)
+
+
+def test_replicas_that_differ() -> None:
+    def change(rank: int, model: nn.Module) -> dict[str, Any]:
+        if rank == 2:
+            with torch.no_grad():
+                model.get_parameter("layers.1.up.weight")[0, 0] += 1
+        return {}
+
+    for error in failing(3, change):
+        assert "hold the same values of 'layers.1.up.weight'" in str(error)
+
+
+def test_partial_placements() -> None:
+    def on_rank(_: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.ParameterList(
+            [nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False))]
+        )
+        prune_model(model, 0.5, include="*")
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, NotImplementedError)
+
+
+def test_integer_weights() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, 2, dtype=torch.int32), requires_grad=False)])
+    with pytest.raises(TypeError, match="no common order"):
+        prune_model(model, 0.5, include="*")
+
+
+def test_group_that_does_not_span_the_model() -> None:
+    def on_rank(_: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
+        prune_model(nn.ParameterList([weight]), 0.5, include="*", group=Alone())
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "of the 8 elements of '0' the ranks own 4" in str(error)

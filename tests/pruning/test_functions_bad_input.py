@@ -1,0 +1,390 @@
+"""What ``torch.nn.utils.prune``'s functions are given wrong raises on every rank and changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.utils.prune
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from typing_extensions import override
+
+import distprune
+import distprune.masks.fsdp2
+from distprune.collectives import Alone
+from distprune.masks import Fsdp2Params, reparametrize
+from tests import layouts
+from tests.worlds import ProcessPool, drawing, run_threads
+
+theirs: Any = torch.nn.utils.prune
+ours: Any = distprune
+Act = Callable[[Any, Any], object]  # on a rank and a network
+Mistake = tuple[Act, type[Exception], str]  # here on a library and a layer; a pattern of the text
+World = tuple[int, str]  # how many ranks (0: no process group), and the layout of every parameter
+WORLDS: list[World] = [(0, "plain"), (2, "plain"), (2, "shard0"), (3, "shard1"), (2, "fsdp2")]
+SCORES = torch.arange(24.0).view(6, 4) * 7 % 24 - 11
+
+
+def made(layout: str) -> Any:
+    """Return the same network everywhere, in that layout; 3 ranks cut its matrices unevenly."""
+    with drawing(0):
+        net: Any = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 5)))
+        other = nn.Embedding(6, 4)
+    net.up.register_buffer("scale", torch.ones(4))
+    makers: dict[str, Any] = {each.name: each.make for each in layouts.LAYOUTS if each.name != "plain"}
+    makers["partial"] = lambda n: lambda _, t: DTensor.from_local(t, init_device_mesh("cpu", (n,)), [Partial()])
+    spread = makers[layout](dist.get_world_size()) if layout in makers else lambda _, whole: whole
+    for i, (path, parameter) in enumerate(list(net.named_parameters())):
+        order = torch.randperm(parameter.numel(), generator=torch.Generator().manual_seed(i))
+        values = (order.view(parameter.shape) - 10.5) / 20
+        setattr(net.get_submodule(path.split(".")[0]), path.split(".")[1], nn.Parameter(spread(i, values)))
+    if "fsdp1" in layout:
+        return FullyShardedDataParallel(net, use_orig_params="original" in layout, device_id=torch.device("cpu"))
+    if "tied" in layout:
+        net.add_module("other", other)
+        net.other.weight = net.up.weight
+    if "fsdp2" in layout:
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    if "second" in layout:
+        net.up = net.other
+    return net
+
+
+def spread_over(tensor: torch.Tensor, *placements: Placement) -> DTensor:
+    return distribute_tensor(tensor, init_device_mesh("cpu", (dist.get_world_size(),)), placements, src_data_rank=None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def state(net: nn.Module) -> list[Any]:
+    """Return everything a call may change, to compare, and last the tensors, which keeps their ids theirs."""
+    seen: list[Any] = [list(net.state_dict())]
+    fsdp2, kept = Fsdp2Params()._found, []
+    for path, module in net.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        values = [(name, id(t), None if t is None else local(t).numpy().tobytes()) for name, t in tensors.items()]
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        methods = [[*getattr(hook, "_pruning_methods", ())] for _, hook in hooks]
+        params = [fsdp2.get((id(module), name)) for name in tensors]
+        managed = [(m.name, type(m.param), getattr(m.param, "_watch", None)) for m in params if m is not None]
+        always = [*module._forward_hooks_always_called], sorted(module._non_persistent_buffers_set)
+        seen += [path, type(module), sorted(module.__dict__), values, hooks, methods, managed, always]
+        kept.append(tensors)
+    return [*seen, kept]
+
+
+def raised(rank: int, net: Any, act: Act) -> Exception:
+    """Return what ``act`` raises, having seen that it changed nothing."""
+    before = state(net)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is checked for all ranks
+        act(rank, net)
+    assert state(net)[:-1] == before[:-1]
+    return caught.value
+
+
+def failing(world: World, act: Act, kind: type[Exception], text: str, prepare: Act = lambda *_: None) -> list[str]:
+    """See that every rank raises that, and that nothing changed; return the texts."""
+
+    def on_rank(rank: int) -> Exception:
+        net = made(world[1])
+        prepare(rank, net)
+        return raised(rank, net, act)
+
+    errors: list[Any] = run_threads(world[0], on_rank, draws=True) if world[0] else [on_rank(0)]
+    assert [type(error) for error in errors] == [kind] * len(errors), errors
+    assert all(re.search(text, str(error)) for error in errors), errors
+    return [str(error) for error in errors]
+
+
+class Method(distprune.BasePruningMethod):  # a user's, made of a function
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, compute: Callable[[Any, Any], Any] = lambda _, mask: mask) -> None:
+        self.compute = compute
+
+    @override
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        mask: torch.Tensor = self.compute(t, default_mask)
+        return mask
+
+
+UnknownType: Any = type("UnknownType", (Method,), {"PRUNING_TYPE": "wonder"})
+NoDim: Any = type("NoDim", (Method,), {"PRUNING_TYPE": "structured"})
+
+
+def l1(net: Any, amount: Any = 0.5, name: str = "weight", scores: Any = None) -> None:
+    ours.l1_unstructured(net.up, name, amount, scores)
+
+
+def both(net: Any, method: Any = distprune.L1Unstructured, pairs: Any = None, **kwargs: Any) -> None:
+    pairs = [(net.up, "weight"), (net.down, "weight")] if pairs is None else pairs
+    ours.global_unstructured(pairs, method, **({} if method is Method else {"amount": 0.5}), **kwargs)
+
+
+# What is done before: nothing, a first pruning, one that prunes nothing.
+ONCE, AGAIN, KEPT = lambda *_: None, lambda _, net: l1(net, 2), lambda _, net: ours.identity(net.up, "weight")
+MISTAKES: list[Mistake] = [  # the layer's weight is 6 x 4
+    (lambda p, m: p.l1_unstructured(m, "weight", "0.5"), TypeError, "'0.5'"),
+    (lambda p, m: p.random_unstructured(m, "weight", None), TypeError, "None"),
+    (lambda p, m: p.ln_structured(m, "weight", [1], 2, 0), TypeError, r"\[1\]"),
+    (lambda p, m: p.l1_unstructured(m, "weight", 1.5), ValueError, "amount=1.5"),
+    (lambda p, m: p.random_structured(m, "weight", -1, 0), ValueError, "amount=-1"),
+    (lambda p, m: p.l1_unstructured(m, "weight", 25), ValueError, "25.* (24|4) .*weight"),
+    (lambda p, m: p.ln_structured(m, "weight", 5, 2, 1), ValueError, "5.* [1-4] .*weight"),
+    (lambda p, m: p.l1_unstructured(m, "wieght", 1), AttributeError, "wieght"),
+    (lambda p, m: p.l1_unstructured(m, "scale", 1), TypeError, "scale"),
+    (lambda p, m: p.custom_from_mask(m, "weight", torch.ones(4, 6)), AssertionError, r"\[6, 4\].*\[4, 6\]"),
+    (lambda p, m: p.l1_unstructured(m, "weight", 1, torch.ones(24)), AssertionError, r"\[24\].*\[6, 4\]"),
+    (lambda p, m: p.remove(m, "bias"), ValueError, "'bias'"),
+    (lambda p, m: p.ln_structured(m, "bias", 1, 2, 0), ValueError, "shape.*6.*1 dim"),
+    (lambda p, m: p.ln_structured(m, "weight", 1, 2, 2), IndexError, "2 .*6, 4"),
+    (lambda p, m: p.random_structured(m, "weight", 1, -3), IndexError, "-3 .*6, 4"),
+    (lambda p, _: p.global_unstructured(3, p.L1Unstructured, amount=1), TypeError, "not an Iterable"),
+    (lambda p, m: p.global_unstructured([(m, "weight")], p.L1Unstructured, [1], amount=1), TypeError, "type dict"),
+    (lambda p, m: p.global_unstructured([(m, "weight")], p.RandomStructured, amount=1), TypeError, "RandomStructured"),
+]
+LATER: list[Mistake] = [  # 4 elements are left
+    (lambda p, m: p.l1_unstructured(m, "weight", 5), ValueError, "5.* 4 .*weight"),
+    (lambda p, m: p.random_structured(m, "weight", 5, 0), ValueError, "5.* [1-4] .*weight"),
+    (lambda p, m: p.global_unstructured([(m, "weight")], p.L1Unstructured, amount=5), ValueError, "5.* 4 "),
+    (lambda _, m: UnknownType.apply(m, "weight"), ValueError, "wonder"),
+    (lambda _, m: NoDim.apply(m, "weight"), AttributeError, "dim"),
+]
+OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
+    (lambda p, m: p.l1_unstructured(m, "weight", True), TypeError, "True"),
+    (lambda p, m: p.ln_structured(m, "weight", 1, "nuc", 0), NotImplementedError, "'nuc'"),
+    (lambda p, m: p.ln_structured(m, "weight", 1, "foo", 0), ValueError, "'foo'"),
+    (lambda p, m: p.random_unstructured(m, "weight", 1, seed=1.5), TypeError, "1.5"),
+    (lambda p, m: p.global_unstructured([(m, "weight")] * 2, p.Identity), ValueError, "'weight' of Linear is .*twice"),
+]
+
+
+@pytest.mark.parametrize(("act", "kind", "text"), MISTAKES + LATER + OURS)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_mistakes(world: World, again: bool, act: Act, kind: type[Exception], text: str) -> None:
+    again = again or (act, kind, text) in LATER
+    failing(world, lambda _, net: act(ours, net.up), kind, text, lambda _, net: l1(net, 20) if again else None)
+    if world == (0, "plain") and (act, kind, text) not in OURS:
+        layer = made("plain").up
+        if again:
+            theirs.l1_unstructured(layer, "weight", 20)
+        with pytest.raises(kind) as caught:
+            act(theirs, layer)
+        assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("prune", [ours, theirs], ids=["distprune", "torch"])
+def test_containers_take_methods_of_their_own_tensor(prune: Any) -> None:
+    one, other = prune.L1Unstructured(1), prune.L1Unstructured(1)
+    one._tensor_name, other._tensor_name = "weight", "bias"
+    container = prune.PruningContainer(one)
+    for wrong, kind, text in ((other, ValueError, "'weight'.*'bias'"), ("one", TypeError, "str")):
+        with pytest.raises(kind, match=text):
+            container.add_pruning_method(wrong)
+    assert list(container) == [one]
+
+
+DISAGREEMENTS: list[tuple[Act, str]] = [
+    (lambda rank, net: l1(net, (0.5, 0.25)[rank]), "method: .*0.5.* on rank 0; .*0.25.* on rank 1"),
+    (lambda rank, net: both(net, (ours.L1Unstructured, ours.RandomUnstructured)[rank]), "L1.* 0; .*Random.* rank 1"),
+    (lambda rank, net: ours.ln_structured(net.up, "weight", 1, rank, 0), '"n": "0".* rank 0; .* rank 1'),
+    (lambda rank, net: l1(net, name=("weight", "bias")[rank]), "weight|bias"),
+    (lambda rank, net: both(net, pairs=[((net.up, net.down)[i ^ rank], "weight") for i in (0, 1)]), "'0.weight'"),
+    (lambda rank, net: both(net, pairs=[(net.up, "weight"), (net.up, "bias")][rank:]), "pruned before by: "),
+    (lambda rank, net: both(net, pairs=[(net.up, "weight")][rank:]), "pruned before by: .*not given.* on rank 1"),
+    (lambda rank, net: ours.random_unstructured(net.up, "weight", 1, seed=(None, 3)[rank]), '"None".* 0; .*"3".* 1'),
+    (lambda rank, net: ours.random_structured(net.up, "weight", 1, 0, seed=rank), '"seed": "0".* rank 0; .* rank 1'),
+    (lambda rank, net: ours.custom_from_mask(net.up, "weight", rank < SCORES), "CustomFromMask.* rank 0; .* rank 1"),
+    (lambda rank, net: l1(net, scores=SCORES + rank), "importance scores: .* rank 0; .* rank 1"),
+]
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world[0] == 2], ids=str)
+@pytest.mark.parametrize(("act", "text"), DISAGREEMENTS)
+def test_ranks_that_disagree(act: Act, text: str, world: World) -> None:
+    failing(world, act, ValueError, text)
+    names = ("weight", "bias")
+    failing(world, act, ValueError, text, lambda _, net: [ours.identity(each, name) for each in net for name in names])
+    by_one: Act = lambda rank, net: rank and ours.identity(net.up, "weight", group=Alone())  # noqa: E731
+    failing(world, lambda _, net: l1(net), ValueError, r"pruned before by: \[\[\]\] on rank 0; .*Identity", by_one)
+
+
+def fail(bad: int, error: Exception) -> Callable[[Any, Any], Any]:
+    return lambda _, mask: (_ for _ in ()).throw(error) if bad else mask
+
+
+WRONG: list[Mistake] = [  # on 1 where the rank is wrong, else 0
+    (lambda bad, net: l1(net, (0.5, 1.5)[bad]), ValueError, "1.5"),
+    (lambda bad, net: both(net, pairs=3 if bad else None), TypeError, "Iterable"),
+    (lambda bad, net: l1(net, name=("weight", "wieght")[bad]), AttributeError, "wieght"),
+    (lambda bad, net: l1(net, scores=torch.ones(6 - bad, 4)), AssertionError, r"\[5, 4\]"),
+    (lambda bad, net: Method.apply(net.up, "weight", fail(bad, ValueError("mine"))), ValueError, "mine"),
+    (lambda bad, net: both(net, pairs=((net.up, ["weight"][i]) for i in [bad])), IndexError, "out of range"),
+    (lambda bad, net: both(net, Method, compute=fail(bad, RuntimeError("mine"))), RuntimeError, "mine"),
+]
+
+
+@pytest.mark.parametrize("world", WORLDS[1:], ids=str)
+@pytest.mark.parametrize(("act", "kind", "text"), WRONG)
+@pytest.mark.parametrize("prepare", [ONCE, AGAIN])
+def test_wrong_on_one_rank_only(prepare: Act, act: Act, kind: type[Exception], text: str, world: World) -> None:
+    if kind is RuntimeError and world[1] != "plain":
+        kind = NotImplementedError  # it is what a DTensor raises for what it cannot do
+    texts = failing(world, lambda rank, net: act(int(rank == 1), net), kind, text, prepare)
+    assert all((f"rank 1 of {world[0]}: " in each) == (rank != 1) for rank, each in enumerate(texts))
+
+
+CALLS: dict[str, Callable[..., object]] = {
+    "l1": lambda net, t=None: l1(net, 7, scores=t),
+    "rows": lambda net, t=None: ours.ln_structured(net.up, "weight", 2, 2, 0, t),
+    "columns": lambda net, t=None: ours.ln_structured(net.up, "weight", 2, float("inf"), 1, t),
+    "global": lambda net, t=None: both(net, importance_scores=None if t is None else {(net.up, "weight"): t}),
+    "mask": lambda net, t=SCORES: ours.custom_from_mask(net.up, "weight", t > 0),
+    "random rows": lambda net, _=None: ours.random_structured(net.up, "weight", 1, 0, seed=1),
+    "identity": lambda net, _=None: ours.identity(net.up, "weight"),
+    "user's": lambda net, _=None: Method.apply(net.up, "weight", lambda t, mask: mask * (t.abs() >= 0.3)),
+}
+GIVEN = list(CALLS)[:5]  # these take a tensor
+
+
+@pytest.mark.parametrize("by", GIVEN)
+@pytest.mark.parametrize("layout", ["shard0", "fsdp2", "plain", "replicate"])
+def test_a_layout_that_is_not_the_parameters(layout: str, by: str) -> None:
+    parameter = {"plain": "plain", "replicate": r"Replicate\(\)"}.get(layout, r"Shard\(dim=0\)")
+    for prepare in (ONCE, AGAIN):
+        act: Act = lambda _, net: CALLS[by](net, spread_over(SCORES, Shard(1)))  # noqa: E731
+        failing((2, layout), act, ValueError, rf"Shard\(dim=1\).*its parameter is .*{parameter}", prepare)
+
+
+def whole_masks(net: nn.Module) -> list[torch.Tensor]:
+    return [(b.full_tensor() if isinstance(b, DTensor) else b).bool() for n, b in net.named_buffers() if "_mask" in n]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("world", [*WORLDS[1:], (2, "replicate")], ids=str)
+def test_what_fits_gives_the_masks_of_one_process(world: World, call: str) -> None:
+    """Whole tensors, plain or DTensors that are replicated, and elementwise methods, twice."""
+
+    def on_rank(_: int, layout: str, replicated: bool) -> list[torch.Tensor]:
+        net = made(layout)
+        for scores in (SCORES, -SCORES):
+            CALLS[call](net, spread_over(scores, Replicate()) if replicated else scores)
+        return whole_masks(net)
+
+    for replicated in (False, True):
+        for masks in run_threads(world[0], on_rank, world[1], replicated):
+            assert all(map(torch.equal, masks, on_rank(0, "plain", False)))
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("call", GIVEN[:4])
+@pytest.mark.parametrize("prepare", [ONCE, KEPT])
+def test_nan(prepare: Act, call: str, world: World) -> None:
+    def poison(rank: int, net: Any) -> None:
+        if rank == 1 or world[1] == "plain":  # on one shard only, where there are shards
+            local(net.up.weight)[-1, -1] = torch.nan
+        prepare(rank, net)
+
+    scores, place = SCORES.clone(), Shard(int(world[1] == "shard1"))
+    scores[-1, 3 if world[0] < 3 else 2] = torch.nan
+    text = "NaN.*0.weight"
+    failing(world, lambda _, net: CALLS[call](net, scores), ValueError, text, prepare)
+    failing(world, lambda _, net: CALLS[call](net), ValueError, text, poison)
+    if world[1] != "plain":
+        failing(world, lambda _, net: CALLS[call](net, spread_over(scores, place)), ValueError, text, prepare)
+
+
+UNSUITABLE = {
+    "partial": "'0.weight' is a partial sum",
+    "fsdp2 tied, first": "shares parameter 'weight'.*distprune.prune_model",
+    "fsdp2 tied, second": "shares parameter 'weight'.*distprune.prune_model",
+    "fsdp2": "has no FSDPParam._sharded_param_data.*for FSDP2.*distprune.prune_model",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("layout", UNSUITABLE)
+def test_unsuitable_layouts(layout: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "fsdp2":
+        monkeypatch.setitem(vars(distprune.masks.fsdp2._INSIDE), "missing", ["FSDPParam._sharded_param_data"])
+    failing((2, layout), lambda _, net: CALLS[call](net), NotImplementedError, UNSUITABLE[layout])
+    CALLS[call](made("plain"))
+    run_threads(2, lambda _: CALLS[call](made("shard0")))
+
+
+def fsdp1_on_rank(rank: int, layout: str, call: str) -> Exception:
+    return raised(rank, made(layout), lambda _, net: CALLS[call](net))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("layout", "kind"), [("fsdp1 original", NotImplementedError), ("fsdp1 flat", TypeError)])
+def test_fsdp1(layout: str, kind: type[Exception], call: str, pool: ProcessPool) -> None:
+    errors = pool.run(2, fsdp1_on_rank, layout, call)
+    assert all(type(error) is kind and "distprune.prune_model" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("call", ["l1", "rows", "global", "user's"])
+@pytest.mark.parametrize("prepare", [ONCE, KEPT])
+@pytest.mark.parametrize("world", [(3, "plain"), (2, "replicate"), (4, "hsdp")], ids=str)
+def test_replicas_that_differ(world: World, prepare: Act, call: str) -> None:
+    def differ(rank: int, net: Any) -> None:
+        if rank == 1:
+            local(net.up.weight)[0, 0] = 0.01 if abs(local(net.up.weight)[0, 0]) >= 0.3 else 5
+        prepare(rank, net)
+
+    failing(world, lambda _, net: CALLS[call](net), ValueError, "same values of '0.weight'", differ)
+
+
+NOT_ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
+    "topk": lambda t, mask: mask * (t.abs() >= torch.topk(t.abs().flatten(), 10).values.min()),
+    "plain tensor": lambda t, _: torch.ones(t.shape),
+    "boolean index": lambda t, mask: mask.__setitem__(t.abs() < 0.3, 0) or mask,
+    "mean": lambda t, mask: mask * (t.abs() >= t.abs().mean()),
+    "mean as a number": lambda t, mask: mask * (t.abs() >= float(t.abs().mean())),
+    "branch": lambda t, mask: mask if bool((t.abs() > 0.55).any()) else mask * 0,
+}
+
+
+@pytest.mark.parametrize("what", NOT_ELEMENTWISE)
+@pytest.mark.parametrize("prepare", [ONCE, AGAIN])
+@pytest.mark.parametrize("layout", ["shard0", "fsdp2"])
+def test_methods_that_need_more_than_the_shard(layout: str, prepare: Act, what: str) -> None:
+    text = r"elementwise.*default_mask \* \(t\.abs\(\) >= threshold\).*importance_scores"
+    act: Act = lambda _, net: both(net, Method, compute=NOT_ELEMENTWISE[what])  # noqa: E731
+    failing((2, layout), act, NotImplementedError, text, prepare)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:], ids=str)
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_failing_commit_is_rolled_back(num_before: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(module: nn.Module, *args: Any) -> None:
+        reparametrize(module, *args)
+        if id(module) in breaks:
+            breaks.clear()
+            raise RuntimeError("mine")
+
+    def on_rank(rank: int, is_broken: bool) -> list[torch.Tensor]:
+        net = made(world[1])
+        for _ in range(num_before):  # one hook, or a container of them
+            l1(net, 2)
+        if is_broken:
+            breaks.extend([id(net.down)] if rank == 1 else [])
+            assert "mine" in str(raised(rank, net, lambda _, net: both(net)))
+        both(net)
+        return [*whole_masks(net), net(torch.ones(2, 4)).detach() if world[1] in ("plain", "fsdp2") else torch.ones(1)]
+
+    breaks: list[int] = []
+    monkeypatch.setattr("distprune.pruning.torch_api.call.reparametrize", break_down)
+    for wanted, got in zip(run_threads(world[0], on_rank, False), run_threads(world[0], on_rank, True), strict=True):
+        assert all(map(torch.equal, got, wanted))

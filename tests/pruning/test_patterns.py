@@ -1,0 +1,374 @@
+"""Patterns in place: every layout gives the plain answer, wherever shard edges cut groups, rows and blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import distprune as prune
+from distprune import Block, Channels, NByM, PerRow, Unstructured
+from distprune.patterns import Pattern, within_rows
+from distprune.selection import keep_highest_per_group
+from distprune.shards import Geometry, Matrix
+from tests.contract import FITTING, own_cases
+from tests.decoder import decoder
+from tests.layouts import LAYOUTS, Layout
+from tests.pattern_oracle import SEED, keep_in_pattern
+from tests.test_contract import Holder, local, whole_model
+from tests.worlds import ProcessPool, drawing, run_threads
+from tests.wrapped import whole
+
+KINDS = (("normal", torch.float32), ("ties", torch.bfloat16), ("same", torch.float32), ("infinite", torch.float16))
+# By pattern: score; each with the kinds of values in turn.
+CASES: list[tuple[Pattern, str]] = [
+    (NByM(2, 4), "magnitude"),
+    (NByM(1, 2), "random"),
+    (NByM(1, 4), "magnitude"),
+    (PerRow(0.4), "magnitude"),
+    (PerRow(0.1), "magnitude"),
+    (PerRow(0.55), "random"),
+    (Block(2, 0.5), "magnitude"),
+    (Block(2, 0.1, "tensor"), "magnitude"),
+    (Block(2, 0.3), "random"),
+    (Block(2, 0.3, "tensor"), "random"),
+    (Unstructured(0.3), "magnitude"),
+    (Channels(0.4, 0), "magnitude"),
+    (Channels(0.4, 1), "random"),
+    (Channels(0.3, -1, "global"), "magnitude"),
+]
+Values = dict[str, torch.Tensor]
+Made = tuple[Pattern, dict[str, Any], Values, Values]
+
+
+def made() -> list[Made]:
+    """Return (pattern, arguments, weights, what they are afterwards)."""
+    cases: list[Made] = []
+    for i, (pattern, score) in enumerate(CASES):
+        for kind, dtype in (KINDS[i % 4], KINDS[(i + 1) % 4]):
+            shapes = FITTING if isinstance(pattern, Block) else (*FITTING, (1, 8))
+            values = whole_model(kind, dtype, shapes)
+            left = [before.ne(0) for before in values.values()]
+            keep = keep_in_pattern(pattern, list(values), list(values.values()), left, method=score, zeros="first")
+            pruned = {n: before.masked_fill(~k, 0) for (n, before), k in zip(values.items(), keep, strict=True)}
+            cases.append((pattern, {"score": score, "seed": SEED}, values, pruned))
+    return cases
+
+
+def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Made]) -> None:
+    spread = layout.make(world_size)
+    for pattern, arguments, values, pruned in cases:
+        held = Holder({name: spread(i, before) for i, (name, before) in enumerate(values.items())})
+        report = prune.prune_model(held, pattern=pattern, include="*", **arguments)
+        counts = {parameter.name: parameter for parameter in report.parameters}
+        for i, (name, after) in enumerate(pruned.items()):
+            num_zeros, num_before = int((after == 0).sum()), int((values[name] == 0).sum())
+            assert (counts[name].num_zeros, counts[name].num_pruned) == (num_zeros, num_zeros - num_before)
+            if (wanted := spread(i, after)) is not None:
+                same = torch.equal(local(held.get_parameter(name)), local(wanted))
+                assert same, f"{layout.name} {world_size=} {rank=} {pattern} {arguments} {name} {after.dtype}"
+        assert report.pattern == repr(pattern)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes],
+)
+def test_equals_the_plain_answer(layout: Layout, world_size: int) -> None:
+    run_threads(world_size, check_rank, layout, world_size, made())
+
+
+def own_on_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[dict[str, Any], Values]]) -> None:
+    spread, values = layout.make(world_size), whole_model("ties", torch.float32, FITTING)
+    for arguments, pruned in cases:
+        held = Holder({name: spread(i, before) for i, (name, before) in enumerate(values.items())})
+        prune.prune_model(held, include="*", **arguments)
+        for i, (name, after) in enumerate(pruned.items()):
+            if (wanted := spread(i, after)) is not None:
+                assert torch.equal(local(held.get_parameter(name)), local(wanted)), (rank, layout.name, arguments, name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes if n < 5],
+)
+def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int) -> None:
+    cases = []
+    for arguments in own_cases():
+        model = Holder({name: value.clone() for name, value in whole_model("ties", torch.float32, FITTING).items()})
+        assert 0 < prune.prune_model(model, include="*", **arguments).sparsity < 1
+        cases.append((arguments, {name: parameter.detach() for name, parameter in model.named_parameters()}))
+    run_threads(world_size, own_on_rank, layout, world_size, cases)
+
+
+@pytest.mark.parametrize("name", ["shard1", "strided", "sharded-stages"])
+def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(within_rows, "_BATCH", 37)
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 3)])
+def test_groups_are_those_of_the_plain_function(n: int, m: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 20)
+    mask = keep_highest_per_group(layer.weight.detach().abs(), n, m)
+    prune.l1_pattern(layer, "weight", NByM(n, m))
+    assert torch.equal(layer.get_buffer("weight_mask"), mask.float())
+
+
+def test_pruning_again_keeps_n_of_m_in_all() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8)
+    prune.l1_pattern(layer, "weight", NByM(3, 4))
+    first = layer.get_buffer("weight_mask").clone()
+    prune.random_pattern(layer, "weight", NByM(2, 4), seed=1)
+    mask = layer.get_buffer("weight_mask")
+    assert bool((mask <= first).all())
+    assert bool((mask.view(-1, 4).sum(1) == 2).all())
+    prune.l1_pattern(layer, "weight", PerRow(0.25))  # of the 8 left in a row
+    assert layer.get_buffer("weight_mask").sum(1).tolist() == [6] * 8
+    assert isinstance(next(iter(layer._forward_pre_hooks.values())), prune.PruningContainer)
+
+
+def test_blocks_of_all_parameters_compete_globally() -> None:
+    large, small = nn.Linear(8, 8), nn.Linear(8, 8)
+    with torch.no_grad():
+        small.weight.mul_(1e-3)
+    prune.global_unstructured([(large, "weight"), (small, "weight")], prune.L1Pattern, pattern=Block(4, 0.5))
+    assert [int(layer.get_buffer("weight_mask").sum()) for layer in (large, small)] == [64, 0]
+    with pytest.raises(ValueError, match="scope='global' does not go with NByM"):
+        prune.global_unstructured([(large, "weight")], prune.L1Pattern, pattern=NByM(2, 4))
+
+
+class Turned(nn.Module):
+    """Every kind of weight that is not (out, in), all held as matrices of 8 inputs or 24."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.empty(3, 4, 8))
+        self.experts.down_proj = nn.Parameter(torch.empty(3, 2, 8))
+        with drawing(0):
+            self.conv, self.turned, self.linear = nn.Conv2d(6, 4, 2), Conv1D(6, 8), nn.Linear(8, 6)
+            for parameter in self.parameters():
+                parameter.data.normal_()
+
+
+def as_matrix(name: str, weight: torch.Tensor) -> torch.Tensor:
+    return weight.t() if name.startswith("turned") else weight.reshape(-1, 24 if name.startswith("conv") else 8)
+
+
+def turned_oracle(pattern: Pattern) -> dict[str, torch.Tensor]:
+    weights = {name: p.detach() for name, p in Turned().named_parameters() if p.ndim > 1}
+    matrices = [as_matrix(name, weight) for name, weight in weights.items()]
+    left = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices]
+    keep = keep_in_pattern(pattern, list(weights), matrices, left, zeros="first")
+    return {
+        name: as_matrix(
+            name, weight.masked_fill(~(of.t() if name.startswith("turned") else of.reshape(weight.shape)), 0)
+        )
+        for (name, weight), of in zip(weights.items(), keep, strict=True)
+    }
+
+
+TURNED_PATTERNS: tuple[Pattern, ...] = (NByM(2, 4), PerRow(0.3), Block(2, 0.4))
+
+
+def turned_on_rank(_: int, dim: int | None) -> None:
+    for pattern in TURNED_PATTERNS:
+        model, expected = Turned(), turned_oracle(pattern)
+        if dim is not None:
+            mesh = init_device_mesh("cpu", (3,))
+            for module in model.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    placement = Shard(min(dim, parameter.ndim - 1))
+                    sharded = distribute_tensor(parameter.detach().clone(), mesh, [placement], src_data_rank=None)
+                    setattr(module, name, nn.Parameter(sharded))
+        prune.prune_model(model, pattern=pattern)
+        for name, wanted in expected.items():
+            assert torch.equal(as_matrix(name, whole(model.get_parameter(name))), wanted), (pattern, name)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+def test_weights_kept_otherwise(dim: int | None) -> None:
+    run_threads(3, turned_on_rank, dim)
+
+
+def fsdp1_on_rank(_: int, use_orig_params: bool) -> None:
+    from distprune.shards import find_flat_parts
+
+    for pattern in (NByM(2, 4), PerRow(0.3), Block(2, 0.4)):
+        model, expected = nn.ModuleDict({"only": Turned()}), turned_oracle(pattern)
+        del model["only"].experts  # a flat parameter does not say that it holds experts
+        names = {id(module): name for name, module in model["only"].named_modules()}
+        sharded = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        by_itself = dataclasses.replace(pattern, scope="tensor") if isinstance(pattern, Block) else pattern
+        prune.prune_model(sharded, pattern=by_itself, include="*weight")
+        if isinstance(pattern, Block):
+            expected = by_tensor(dataclasses.replace(pattern, scope="tensor"))
+        for (key, parameter_name), part in find_flat_parts(sharded).items():
+            name = f"{names[key]}.{parameter_name}"
+            if parameter_name == "weight":
+                wanted = expected[name].t() if name.startswith("turned") else expected[name]
+                here = part.geometry.flat_indices(0, part.local.numel())
+                assert torch.equal(part.local, wanted.reshape(-1)[here]), (pattern, name)
+
+
+def by_tensor(pattern: Pattern) -> dict[str, torch.Tensor]:
+    weights = {name: p.detach() for name, p in Turned().named_parameters() if p.ndim > 1}
+    matrices = {name: as_matrix(name, weight) for name, weight in weights.items()}
+    left = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices.values()]
+    keep = keep_in_pattern(pattern, list(matrices), list(matrices.values()), left, zeros="first")
+    return {n: matrix.masked_fill(~of, 0) for (n, matrix), of in zip(matrices.items(), keep, strict=True)}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_flat_parameters(pool: ProcessPool, world_size: int, use_orig_params: bool) -> None:
+    pool.run(world_size, fsdp1_on_rank, use_orig_params)
+
+
+def test_shards_that_say_how_they_are_a_matrix() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 4)
+    geometry = Geometry.whole((8, 4))
+    shard = prune.LocalShard("w", weight.clone(), geometry, matrix=Matrix(4, 8, transposed=True))
+    prune.prune_shards([shard], pattern=NByM(2, 4))
+    assert torch.equal(shard.local.t() != 0, keep_highest_per_group(weight.t().abs(), 2, 4))
+    wrong = dataclasses.replace(shard, matrix=Matrix(4, 4))
+    with pytest.raises(ValueError, match=r"'w' of shape .*has not as many elements"):
+        prune.prune_shards([wrong], pattern=NByM(2, 4))
+
+
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({}, ValueError, "say how much: sparsity"),
+    ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"sparsity=0.5 and pattern=NByM\(n=2, m=4\) exclude"),
+    ({"pattern": "2:4", "sparsity": 0.5}, ValueError, "'2:4' says how much goes"),
+    ({"pattern": NByM(2, 4), "scope": "tensor"}, ValueError, "scope='tensor' does not go with NByM"),
+    ({"pattern": PerRow(0.5), "scope": "global"}, ValueError, "scope='global' does not go with PerRow"),
+    ({"pattern": "4:2"}, ValueError, "4:2 is no pattern"),
+    ({"pattern": "blocks"}, ValueError, "pattern='blocks' is none of 'unstructured'"),
+    ({"pattern": "row"}, ValueError, "say how much: sparsity, .* goes with 'row'"),
+    ({"pattern": 24}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 24"),
+    ({"pattern": Channels(0.5, 2)}, IndexError, "Invalid index 2"),
+    ({"pattern": NByM(2, 5)}, ValueError, "2:5 does not fit 'layers.0.up.weight': its 8 inputs"),
+    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'layers.0.up.weight'"),
+    ({"pattern": Block(2, 0.5), "scope": "row"}, ValueError, "scope='row' is none of"),
+    ({"pattern": NByM(2, 4), "include": ["layers.0.up.*"]}, ValueError, "'layers.0.up.bias' .*is no matrix"),
+    ({"pattern": NByM(2, 4), "include": ["odd"]}, NotImplementedError, "which dims of 'odd'.* are its inputs"),
+    ({"pattern": NByM(2, 4), "include": ["back.weight"]}, NotImplementedError, "'back.weight', .*ConvTranspose1d"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "text"), MISTAKES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mistakes(world_size: int, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    def on_rank(_: int) -> None:
+        model = decoder()
+        model.odd = nn.Parameter(torch.ones(4, 4, 4))
+        with drawing(0):
+            model.back = nn.ConvTranspose1d(4, 4, 4)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            prune.prune_model(model, **arguments)
+        finally:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    for error in run_threads(world_size, on_rank, catch=True):
+        assert type(error) is kind, error
+        assert re.search(text, str(error)), error
+
+
+def test_mistakes_of_the_functions() -> None:
+    p: Any = prune
+
+    def on_rank(rank: int, act: Any) -> None:
+        with drawing(0):
+            layer = nn.Linear(6, 4)
+        act(layer, rank)
+
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda m, _: p.l1_pattern(m, "weight", NByM(2, 4)), ValueError, "2:4 does not fit 'weight': its 6 inputs"),
+        (lambda m, _: p.l1_pattern(m, "bias", NByM(2, 4)), ValueError, "'bias' of shape .* is no matrix"),
+        (lambda m, _: p.l1_pattern(m, "weight", 0.5), TypeError, "pattern must be .*0.5"),
+        (lambda m, _: p.random_pattern(m, "weight", Block(2, 0.5), seed="x"), TypeError, "seed must be an int"),
+        (lambda m, r: p.l1_pattern(m, "weight", NByM(1, 2 + r)), ValueError, "NByM.*m=2.* 0; .*m=3.* rank 1"),
+    ]
+    for act, kind, text in mistakes:
+        for error in run_threads(2, on_rank, act, catch=True):
+            assert type(error) is kind, error
+            assert re.search(text, str(error)), error
+
+
+@pytest.mark.parametrize("pattern", TURNED_PATTERNS, ids=str)
+def test_nan_weights_are_named(pattern: Pattern) -> None:
+    def on_rank(rank: int) -> None:
+        model = decoder()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if rank == 1:
+            weight: Any = model.get_parameter("layers.0.up.weight")
+            weight.to_local().data[0, 0] = torch.nan
+        prune.prune_model(model, pattern=pattern)
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "'layers.0.up.weight' (1)" in str(error)
+
+
+def traffic_on_rank(_: int, pattern: Pattern, dim: int, width: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2,))
+    with drawing(0):
+        module, weight = nn.Linear(1, 1, bias=False), torch.randn(64, width)
+    module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)], src_data_rank=None))
+    report = prune.prune_model(module, pattern=pattern)
+    return report.num_rounds, report.num_bytes
+
+
+def traffic(pattern: Pattern, dim: int, width: int) -> tuple[int, int]:
+    """Return rounds, and the most bytes of a rank."""
+    both = run_threads(2, traffic_on_rank, pattern, dim, width)
+    assert both[0][0] == both[1][0]
+    return both[0][0], max(num_bytes for _, num_bytes in both)
+
+
+BASE = 64 + 32 + 32  # to agree, the census of one parameter, and to report
+
+
+def test_whole_groups_and_rows_are_not_communicated() -> None:
+    assert traffic(NByM(2, 4), 0, 48) == (3, BASE)
+    assert traffic(PerRow(0.5), 0, 48) == (3, BASE)
+    assert traffic(NByM(2, 4), 1, 48) == (3, BASE)  # cut between groups
+
+
+def test_only_cut_groups_travel() -> None:
+    rounds, num_bytes = traffic(NByM(2, 4), 1, 52)  # one group of each row is cut
+    assert rounds == 6
+    sizes, answers = 16, 64 * 2
+    counts, flags = 2 * 8, 2 * 8
+    assert num_bytes == BASE + sizes + counts + 2 * 64 + 64 * (16 + 4 * 2) + flags + answers
+    assert traffic(NByM(2, 4), 1, 5200 + 4)[1] == num_bytes  # wider rows, as many cut groups
+
+
+def test_cut_rows_move_at_most_a_shard() -> None:
+    rounds, num_bytes = traffic(PerRow(0.5), 1, 480)
+    shard = 64 * 240
+    assert rounds == 6
+    # Sizes, how many are asked about, keys, and a byte an element back, with a word that says whether all went well.
+    assert num_bytes == BASE + 16 + 16 + 2 * 64 + 64 * 16 + 4 * shard + 16 + shard
+
+
+def test_blocks() -> None:
+    whole, cut = traffic(Block(4, 0.5), 0, 48), traffic(Block(4, 0.5), 1, 52)
+    assert cut[0] == whole[0] + 3
+    assert whole[0] <= 1 + 1 + 1 + 10 + 1
+    assert 0 < cut[1] - whole[1] == 16 + 16 + 2 * 16 + 16 * 32 + 16 + 16  # 16 cut blocks, and what became of them

@@ -1,0 +1,127 @@
+"""What a call prunes, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distprune import LocalShard, PruneReport, prune_model, prune_shards
+from distprune.shards import local_shard
+from tests.decoder import BLOCK_WEIGHTS, decoder
+from tests.worlds import ProcessPool, run_threads
+
+
+def names(report: PruneReport) -> list[str]:
+    return [parameter.name for parameter in report.parameters]
+
+
+def test_default_targets_are_the_weights_inside_the_blocks() -> None:
+    assert names(prune_model(decoder(), 0.5)) == BLOCK_WEIGHTS
+
+
+def test_a_model_without_blocks_has_all_its_layers_pruned() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3))
+    assert names(prune_model(model, 0.5)) == ["1.weight", "3.weight"]
+
+
+def test_patterns_and_modules() -> None:
+    model = decoder()
+
+    def chosen(**arguments: Any) -> list[str]:
+        return names(prune_model(model, 0.0, **arguments))
+
+    assert chosen(include=["*.up.weight"]) == BLOCK_WEIGHTS[::2]
+    assert chosen(include=["*.up.*"], exclude=["*bias"]) == BLOCK_WEIGHTS[::2]
+    assert chosen(exclude=["layers.1.*"]) == BLOCK_WEIGHTS[:2]
+    assert chosen(include=["layers.?.norm.bias"]) == ["layers.0.norm.bias", "layers.1.norm.bias"]
+    assert chosen(include=[model.layers[1]]) == BLOCK_WEIGHTS[2:]
+    assert chosen(include=[model.layers], exclude=[model.layers[0]]) == BLOCK_WEIGHTS[2:]
+
+
+def test_a_tied_weight_counts_once_and_goes_by_any_of_its_names() -> None:
+    model = decoder()
+    report = prune_model(model, 0.5, include=["head.weight", "embed.*"])
+    assert names(report) == ["embed.weight"]
+    assert report.num_zeros == 44 == int((model.head.weight == 0).sum())
+    assert model.head.weight is model.embed.weight
+
+
+def test_the_report_counts_what_is_there() -> None:
+    model = decoder()
+    with torch.no_grad():
+        model.get_parameter("layers.0.up.weight")[0] = 0
+    report = prune_model(model, 0.25, scope="tensor")
+    for parameter in report.parameters:
+        weight = model.get_parameter(parameter.name).detach()
+        assert parameter.num_elements == weight.numel() == 192
+        assert parameter.num_zeros == int((weight == 0).sum()) == 48
+        assert parameter.num_pruned == (40 if parameter.name == BLOCK_WEIGHTS[0] else 48)
+        assert parameter.threshold is not None
+        assert parameter.threshold < float(weight[weight != 0].abs().min())
+    whole = report.to_dict()
+    assert (whole["num_elements"], whole["num_zeros"], whole["num_pruned"]) == (768, 192, 184)
+    assert len(whole["parameters"]) == 4
+
+
+def test_rounds_of_the_whole_call() -> None:
+    alone = prune_model(decoder(), 0.5)
+    assert alone.num_rounds == 1 + 1 + 4 + 1  # agree, census, select, count zeros
+    assert alone.num_bytes == 64 + (16 * 4 + 8) + 256 * 1024 + (8 + 16 * 4 + 8)
+    assert prune_model(decoder(), 0.5, scope="tensor").num_rounds == 7
+
+
+def pruned_without_seed(rank: int) -> tuple[int | None, list[int], float]:
+    torch.manual_seed(7)
+    torch.rand(rank)  # out of step: the first rank's draw counts
+    model = decoder()
+    report = prune_model(model, 0.5, score="random")
+    torch.manual_seed(7)
+    prune_model(decoder(), 0.5, score="random")  # in step: so they are afterwards
+    return (
+        report.seed,
+        model.get_parameter("layers.1.up.weight").flatten().nonzero().flatten().tolist(),
+        float(torch.rand(())),
+    )
+
+
+def test_no_seed_takes_the_first_ranks_and_leaves_generators_in_step(pool: ProcessPool) -> None:
+    first, second = pool.run(2, pruned_without_seed)
+    assert first == second
+    assert first[0] is not None
+
+
+def test_gradients_and_identity_stay() -> None:
+    model = decoder()
+    before = dict(model.named_parameters())
+    prune_model(model, 0.5)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    assert not [key for key in model.state_dict() if "mask" in key]
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(300, 700)
+    turned, straight = (
+        nn.ParameterList([nn.Parameter(values.t())]),
+        nn.ParameterList([nn.Parameter(values.t().clone())]),
+    )
+    assert not turned[0].is_contiguous()
+    for score, sparsity in (("magnitude", 0.3), ("random", 0.5)):
+        for model in (turned, straight):
+            prune_model(model, sparsity, score=score, seed=1, include="*")
+        assert torch.equal(turned[0], straight[0])
+
+
+def test_shards_an_mpi_program_spread_by_hand_are_checked_too() -> None:
+    good = local_shard("w", torch.ones(4))
+    twice = LocalShard("w", torch.ones(4), good.geometry, owned=True, num_replicas=1)
+
+    def on_rank(_: int) -> None:
+        prune_shards([twice], 0.5)
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError)
+        assert "of the 4 elements of 'w' the ranks own 8" in str(error)

@@ -1,0 +1,226 @@
+"""Whatever fails on one rank between two collectives, all ranks raise, at once, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typing_extensions import override
+
+import distprune as prune
+from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.collectives import communicator, sum_together
+from distprune.evaluation import perplexity
+from distprune.oneshot import prune_blocks
+from tests.decoder import Decoder, decoder
+from tests.faults import faults
+from tests.hf_models import make_model
+from tests.worlds import drawing
+
+Pairs = list[tuple[nn.Module, str]]
+Called = tuple[nn.Module, Callable[[], object]]  # what a rank holds, and what it calls
+Make = Callable[[int, Path], Called]
+TOKENS = torch.arange(4 * 6).view(4, 6) % 11
+
+
+class Language(Decoder):
+    """As transformers calls its models."""
+
+    @override
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+        return SimpleNamespace(logits=super().forward(input_ids))
+
+
+def language() -> Language:
+    with drawing(0):
+        return Language().eval()
+
+
+def cut(dim: int = 0) -> nn.Module:
+    """Two matrices over three ranks, whose edges cut rows, groups and blocks unevenly."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Module()
+    for name in ("a", "b"):
+        whole = torch.randn(8, 16, generator=generator).round(decimals=1)
+        module.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)))
+    return module
+
+
+def in_place(dim: int = 0, **arguments: Any) -> Make:
+    def make(*_: object) -> Called:
+        model = cut(dim)
+        return model, lambda: prune.prune_model(model, include=["*"], **arguments)
+
+    return make
+
+
+def on_pairs(call: Callable[[Pairs], object]) -> Make:
+    def make(*_: object) -> Called:
+        model = cut(1)
+        return model, lambda: call([(model, "a"), (model, "b")])
+
+    return make
+
+
+def masks_to_shard(*_: object) -> Called:
+    model = decoder()
+    prune.prune_each(
+        [(layer.get_submodule("up"), "weight") for layer in model.layers], prune.L1Unstructured, amount=0.5
+    )
+    fully_shard(model)
+    return model, lambda: prune.shard_masks(model)
+
+
+def one_shot(method: Any, pattern: Any) -> Make:
+    def make(*_: object) -> Called:
+        model = language()
+        return model, lambda: prune_blocks(model, TOKENS, method=method, pattern=pattern, on_block=lambda *_: None)
+
+    return make
+
+
+def loaded(_: int, folder: Path) -> Called:
+    mesh = init_device_mesh("cpu", (2,))
+    return nn.Module(), lambda: load_model(folder / "model", mesh=mesh)
+
+
+def saved(_: int, folder: Path) -> Called:
+    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
+    directory = open_directory(folder / "model")
+    return model, lambda: save_model(model, directory, folder / "out")
+
+
+def evaluated(*_: object) -> Called:
+    model = language()
+    return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
+
+
+CALLS: dict[str, tuple[int, Make]] = {
+    "prune_model magnitude": (2, in_place(sparsity=0.5)),
+    "prune_model magnitude per tensor": (2, in_place(sparsity=0.5, scope="tensor")),
+    "prune_model random": (2, in_place(score="random", sparsity=0.5, seed=1)),
+    "prune_model n:m": (3, in_place(1, pattern=prune.NByM(2, 4))),
+    "prune_model rows": (3, in_place(1, pattern=prune.PerRow(0.5))),
+    "prune_model blocks": (3, in_place(1, pattern=prune.Block(4, 0.5))),
+    "prune_each l1": (2, on_pairs(lambda pairs: prune.prune_each(pairs, prune.L1Unstructured, amount=0.5))),
+    "prune_each ln": (2, on_pairs(lambda pairs: prune.prune_each(pairs, prune.LnStructured, amount=0.5, n=2, dim=0))),
+    "prune_each random rows": (
+        2,
+        on_pairs(lambda pairs: prune.prune_each(pairs, prune.RandomStructured, amount=0.5, dim=1, seed=1)),
+    ),
+    "prune_each pattern": (
+        3,
+        on_pairs(lambda pairs: prune.prune_each(pairs, prune.L1Pattern, pattern=prune.NByM(2, 4))),
+    ),
+    "global_unstructured": (
+        2,
+        on_pairs(lambda pairs: prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)),
+    ),
+    "custom_from_mask": (2, on_pairs(lambda pairs: prune.custom_from_mask(*pairs[0], torch.ones(8, 16)))),
+    "shard_masks": (2, masks_to_shard),
+    "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
+    "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
+    "perplexity": (2, evaluated),
+    "load_model": (2, loaded),
+    "save_model": (2, saved),
+}
+
+
+def held(module: nn.Module) -> dict[str, Any]:
+    """Return a copy of what a rank holds: every attribute of every module, tensors as their local part."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, value in getattr(part, kind).items():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                found[f"{name}.{kind}.{key}"] = (type(value), None if local is None else local.detach().clone())
+        found[f"{name}()"] = (type(part), sorted(part._forward_pre_hooks), sorted(vars(part)))
+    return found
+
+
+def differs(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor):
+            return isinstance(other, torch.Tensor) and torch.equal(one, other)
+        if isinstance(one, tuple):
+            return isinstance(other, tuple) and all(map(same, one, other))
+        return bool(one == other)
+
+    return [name for name in sorted({*before, *after}) if not same(before.get(name), after.get(name))]
+
+
+def faults_of(num_ranks: int, make: Make, folder: Path, one_shot: bool) -> tuple[int, list[str]]:
+    models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+
+    def call(rank: int) -> Callable[[], object]:
+        model, run = make(rank, folder)
+        models[rank] = (model, held(model))
+        return run
+
+    def changes() -> list[str]:
+        return [
+            f"{name} on rank {rank}"
+            for rank, (model, before) in models.items()
+            for name in differs(before, held(model))
+            if not (one_shot and name.startswith("layers."))  # the blocks before stay pruned
+        ]
+
+    return faults(num_ranks, call, changes, gaps_per_line=1 if one_shot else 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model in it, and one to write another into."""
+    path = tmp_path_factory.mktemp("faults")
+    make_model(path / "model", num_hidden_layers=1)
+    (path / "out").mkdir()
+    return path
+
+
+# Calls in which local code still stands bare between two collectives, and the folders where it does.
+BARE = {
+    **dict.fromkeys([name for name in CALLS if name.startswith(("prune", "global", "custom"))], "methods, selection"),
+    "sparsegpt": "selection",
+    "load_model": "checkpoint",
+}
+
+
+def _calls() -> Iterator[Any]:
+    for name in CALLS:
+        marks = (
+            [pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"bare code in {BARE[name]}")]
+            if name in BARE
+            else []
+        )
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*_calls()])
+def test_all_ranks_raise(name: str, folder: Path) -> None:
+    num_places, wrong = faults_of(*CALLS[name], folder, one_shot=name in ("wanda", "sparsegpt"))
+    assert num_places > 0
+    assert not wrong, f"{len(wrong)} of {num_places} places:\n" + "\n".join(wrong)
+
+
+BARE_CODE = """
+def call(comm):
+    total = sum_together(comm, (1,), lambda words: words.copy_(torch.ones(1)))
+    twice = total * 2
+    return sum_together(comm, (1,), lambda words: words.copy_(twice)).tolist()
+"""
+
+
+def test_bare_code_is_found() -> None:
+    names: dict[str, Any] = {"torch": torch, "sum_together": sum_together}
+    exec(compile(BARE_CODE, str(Path(prune.__file__).with_name("bare.py")), "exec"), names)
+    num_places, wrong = faults(2, lambda _: lambda: names["call"](communicator()))
+    assert (num_places, wrong) == (2, ["gap 1 of 2, bare.py:4, mul: hangs"])
