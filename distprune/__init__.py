@@ -3,6 +3,8 @@
 ``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
 """
 
+from distprune.evaluation import perplexity
+from distprune.oneshot import OneShotReport, Solver, SparseGPT, prune_blocks
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
     Masks,
@@ -74,6 +76,7 @@ __all__ = [
     "Magnitude",
     "Masks",
     "NByM",
+    "OneShotReport",
     "ParameterReport",
     "Pattern",
     "PerRow",
@@ -84,6 +87,8 @@ __all__ = [
     "RandomStructured",
     "RandomUnstructured",
     "Score",
+    "Solver",
+    "SparseGPT",
     "Unstructured",
     "Wanda",
     "compute_masks",
@@ -94,6 +99,8 @@ __all__ = [
     "l1_pattern",
     "l1_unstructured",
     "ln_structured",
+    "perplexity",
+    "prune_blocks",
     "prune_each",
     "prune_model",
     "prune_shards",
