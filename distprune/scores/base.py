@@ -68,6 +68,11 @@ class Score(ABC):
     descending: bool = False  # a unit of which more adds up matters less
     of_zero: float = 0.0  # what an element that is gone adds to its unit
 
+    @override
+    def __repr__(self) -> str:
+        """Return its class and attributes, which ranks compare; two scores that do the same must have the same."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     @property
     def name(self) -> str:
         """What reports call it."""
@@ -100,11 +105,15 @@ class Score(ABC):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ElementwiseScore(Score):
     """A function of the weights as a score: it is given some of them, 1-D, and returns as many scores."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
+
+    @override
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     @property
     @override

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distprune import LocalShard, PruneReport, prune_model, prune_shards
+from distprune import LocalShard, PruneReport, Score, prune_model, prune_shards
+from distprune.scores import Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
+from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
 from tests.worlds import ProcessPool, run_threads
 
@@ -125,3 +130,32 @@ def test_shards_an_mpi_program_spread_by_hand_are_checked_too() -> None:
     for error in run_threads(2, on_rank, catch=True):
         assert isinstance(error, ValueError)
         assert "of the 4 elements of 'w' the ranks own 8" in str(error)
+
+
+@pytest.mark.parametrize("score", [OwnScore, lambda: lambda w: w**2, lambda: ElementwiseScore(lambda w: w**2)])
+def test_ranks_with_scores_of_their_own_agree(score: Callable[[], ScoreLike]) -> None:
+    """Each rank makes its own, at another place in memory, as in separate processes."""
+
+    def prune(rank: int) -> int:
+        del rank
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(torch.arange(16.0).view(4, 4) - 20)
+        return prune_model(layer, 0.5, score=score()).num_zeros
+
+    assert run_threads(2, prune, draws=True) == [8, 8]
+
+
+def test_scores_that_differ_between_ranks_are_refused() -> None:
+    class Scaled(Score):
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        @override
+        def values(self, elements: Elements) -> torch.Tensor:
+            return elements.weight * self.factor
+
+    def prune(rank: int) -> None:
+        prune_model(nn.Linear(4, 4), 0.5, score=Scaled(1.0 + rank))
+
+    with pytest.raises(ValueError, match=r"Scaled\(factor=1.0\).*Scaled\(factor=2.0\)"):
+        run_threads(2, prune, draws=True)
