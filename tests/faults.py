@@ -50,6 +50,13 @@ _READS = {
 }
 _READS |= {"is_complex", "is_contiguous", "is_floating_point", "item", "numel", "numpy", "size", "split", "stride"}
 _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_grad_enabled"}
+# They work on what all ranks hold alike, sums over ranks of a few KiB and dtypes, and say which round comes next, so
+# they cannot stand inside one. What one rank cannot do there, none can.
+_AGREED = {
+    "selection/competition.py": ("Undecided.narrow",),
+    "selection/order.py": ("Order.last", "Order.value"),
+    "selection/sampling.py": ("_bracket_of_slots", "_bracket_of_strides"),
+}
 _TEXT = "an injected error"
 
 
@@ -180,8 +187,10 @@ class _Tracer(TorchFunctionMode):
 
 
 def _is_place(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith(_LIBRARY) and not file.startswith(_COLLECTIVES)
+    file, name = frame.f_code.co_filename, frame.f_code.co_qualname
+    if not file.startswith(_LIBRARY) or file.startswith(_COLLECTIVES):
+        return False
+    return name not in _AGREED.get(file.removeprefix(_LIBRARY), ())
 
 
 def _of_the_library(frame: FrameType | None) -> FrameType | None:

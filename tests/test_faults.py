@@ -71,6 +71,54 @@ def on_pairs(call: Callable[[Pairs], object]) -> Make:
     return make
 
 
+def of_stages(rank: int, _: Path) -> Called:
+    """Ranks that hold different parameters."""
+    model = nn.Module()
+    with drawing(rank):
+        model.register_parameter(f"w{rank}", nn.Parameter(torch.randn(8, 16)))
+    return model, lambda: prune.prune_model(model, 0.5, include="*")
+
+
+def by_hand(rank: int, _: Path) -> Called:
+    rows = nn.Linear(4, 3, bias=False)
+    shard = prune.LocalShard("w", rows.weight.data, prune.Geometry.rows((6, 4), 3 * rank, 3 * rank + 3), True, 1)
+    return rows, lambda: prune.prune_shards([shard], 0.5)
+
+
+def once_more(*_: object) -> Called:
+    """On top of an earlier mask."""
+    model = cut()
+    pairs = [(model, "a"), (model, "b")]
+    prune.prune_each(pairs, prune.L1Unstructured, amount=0.3)
+    return model, lambda: prune.prune_each(pairs, prune.L1Unstructured, amount=3)
+
+
+class Threshold(prune.BasePruningMethod):
+    """A method of one's own."""
+
+    PRUNING_TYPE = "unstructured"
+
+    @override
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        return default_mask * (t.abs() >= 0.5)
+
+
+def on_masks(call: Callable[[nn.Module, prune.Masks], object], **arguments: Any) -> Make:
+    def make(*_: object) -> Called:
+        model = cut()
+        masks = prune.compute_masks(model, 0.5, include="*", **arguments)
+        return model, lambda: call(model, masks)
+
+    return make
+
+
+def masks_loaded(*_: object) -> Called:
+    model = cut()
+    masks = prune.Masks.of(model, include="*")
+    saved = prune.compute_masks(model, 0.5, include="*").state_dict()
+    return model, lambda: masks.load_state_dict(saved)
+
+
 def masks_to_shard(*_: object) -> Called:
     model = decoder()
     prune.prune_each(
@@ -111,8 +159,21 @@ CALLS: dict[str, tuple[int, Make]] = {
     "prune_model n:m": (3, in_place(1, pattern=prune.NByM(2, 4))),
     "prune_model rows": (3, in_place(1, pattern=prune.PerRow(0.5))),
     "prune_model blocks": (3, in_place(1, pattern=prune.Block(4, 0.5))),
+    "prune_model channels": (2, in_place(1, pattern="channels:0", sparsity=0.5)),
+    "prune_model channels of all": (2, in_place(1, pattern="channels:1", sparsity=0.5, scope="global")),
+    "prune_model no seed": (2, in_place(score="random", sparsity=0.5, scope="tensor")),
+    "prune_model a function": (2, in_place(score=torch.abs, sparsity=0.5)),
+    "prune_model random blocks": (2, in_place(1, score="random", pattern=prune.Block(4, 0.5), seed=1)),
+    "prune_model stages": (2, of_stages),
+    "prune_shards": (2, by_hand),
     "prune_each l1": (2, on_pairs(lambda pairs: prune.prune_each(pairs, prune.L1Unstructured, amount=0.5))),
     "prune_each ln": (2, on_pairs(lambda pairs: prune.prune_each(pairs, prune.LnStructured, amount=0.5, n=2, dim=0))),
+    "prune_each once more": (2, once_more),
+    "prune_each ln inf": (
+        2,
+        on_pairs(lambda pairs: prune.prune_each(pairs, prune.LnStructured, amount=0.5, n=-torch.inf, dim=1)),
+    ),
+    "prune_each a method of one's own": (2, on_pairs(lambda pairs: prune.prune_each(pairs, Threshold))),
     "prune_each random rows": (
         2,
         on_pairs(lambda pairs: prune.prune_each(pairs, prune.RandomStructured, amount=0.5, dim=1, seed=1)),
@@ -127,6 +188,15 @@ CALLS: dict[str, tuple[int, Make]] = {
     ),
     "custom_from_mask": (2, on_pairs(lambda pairs: prune.custom_from_mask(*pairs[0], torch.ones(8, 16)))),
     "shard_masks": (2, masks_to_shard),
+    "compute_masks": (2, on_masks(lambda model, _: prune.compute_masks(model, 0.5, include="*"))),
+    "Masks.of": (2, on_masks(lambda model, _: prune.Masks.of(model, include="*"))),
+    "Masks ==": (2, on_masks(lambda _, masks: masks == masks)),
+    "Masks &": (2, on_masks(lambda _, masks: masks & masks)),
+    "Masks.sparsity": (2, on_masks(lambda _, masks: masks.sparsity())),
+    "Masks.apply_": (2, on_masks(lambda _, masks: masks.apply_())),
+    "Masks.reparametrize": (2, on_masks(lambda _, masks: masks.reparametrize())),
+    "Masks.load_state_dict": (2, masks_loaded),
+    "sparsity": (2, on_masks(lambda model, _: prune.sparsity(model, include="*"))),
     "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
     "perplexity": (2, evaluated),
@@ -187,11 +257,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Calls in which local code still stands bare between two collectives, and the folders where it does.
-BARE = {
-    **dict.fromkeys([name for name in CALLS if name.startswith(("prune", "global", "custom"))], "methods, selection"),
-    "sparsegpt": "selection",
-    "load_model": "checkpoint",
-}
+BARE = {"sparsegpt": "selection"}
 
 
 def _calls() -> Iterator[Any]:

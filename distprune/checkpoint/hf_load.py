@@ -80,16 +80,16 @@ def load_model(
             "mesh": mesh and list(mesh.shape),
         }
     agree(comm, facts)
-    if mesh is not None:
-        # Communicates inside torch (mesh set-up): outside of together().
-        _shard(model, mesh)
     with together(comm):
+        if mesh is not None:
+            _shard(model, mesh)
         model.to_empty(device=device)
         _tie(model)
         _fill(model, directory, names, progress)
     with together(comm):
         compute_buffers(model)
-    return model.eval()
+        model.eval()
+    return model
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -73,8 +73,9 @@ class Channels(Pattern):
         num_channels = [member.global_shape[self.dim] for member in members]
         census = take_census(ranked.comm, ranked.roster, lambda: ranked.scores, counts_gone=True)
         tables: list[torch.Tensor] | None = None  # nothing is gone
-        extremes = torch.empty(0)
+        extremes: torch.Tensor | None = None
         is_sum = score.combined_by == "sum" and not score.scores_units
+        sign = -1.0 if score.combined_by == "min" else 1.0  # both extremes are found as a maximum
         if is_sum:
             sizes = [math.prod(m.global_shape) // max(n, 1) for m, n in zip(members, num_channels, strict=True)]
             scales = agree_on_scales(ranked, lambda: _owned(ranked), sizes, together=self.scope == "global")
@@ -83,7 +84,7 @@ class Channels(Pattern):
             if any(census.num_gone):
                 tables = self._sum(ranked, num_channels, None)
             if not score.scores_units:
-                extremes = self._extremes(ranked, num_channels)
+                extremes = self._extremes(ranked, num_channels, sign)
 
         def settle() -> list[Chosen]:
             if is_sum:
@@ -91,8 +92,9 @@ class Channels(Pattern):
             elif score.scores_units:
                 values = [score.of_units(m.name, torch.arange(n)) for m, n in zip(members, num_channels, strict=True)]
             else:
+                assert extremes is not None
                 bits = Order("value", torch.float64)
-                values = [bits.keys(each) for each in torch.split(extremes, num_channels)]
+                values = [bits.keys(each) for each in torch.split(extremes * sign, num_channels)]
             keys = [unit_order(score).keys(of_member) for of_member in values]
             left = [of_member[:, NUM_LEFT] > 0 for of_member in tables or ()]
             keep = self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
@@ -141,9 +143,8 @@ class Channels(Pattern):
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
         return list(torch.split(total, list(num_channels)))
 
-    def _extremes(self, ranked: Ranked, num_channels: Sequence[int]) -> torch.Tensor:
-        """Return the largest score of every channel, or the smallest, float64: one round."""
-        sign = -1.0 if ranked.score.combined_by == "min" else 1.0  # both are found as a maximum
+    def _extremes(self, ranked: Ranked, num_channels: Sequence[int], sign: float) -> torch.Tensor:
+        """Return the largest of every channel's scores times ``sign``, float64: one round."""
         num_nans: dict[str, int] = {}
 
         def fill(total: torch.Tensor) -> None:
@@ -163,9 +164,9 @@ class Channels(Pattern):
                 num_nans[scores.shard.name] = int((found[1] > 0).sum())
 
         total = max_together(ranked.comm, (sum(num_channels), 2), fill, torch.float64)
-        if (total[:, 1] > 0).any():
+        if max(total[:, 1].tolist(), default=0.0) > 0:
             raise_nans(ranked.comm, num_nans)
-        return total[:, 0] * sign
+        return total[:, 0]
 
     def _spread(self, scores: LocalScores, keep: torch.Tensor) -> Chosen:
         """Return what becomes of the elements, given which channels stay."""

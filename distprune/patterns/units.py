@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,12 +57,13 @@ def agree_on_scales(
             if nans:
                 num_nans[of_shard.shard.name], largest[member] = int(nans), torch.inf
 
-    found = max_together(ranked.comm, (len(num_addends),), fill, torch.float64)
-    if found.isinf().any():
+    found = max_together(ranked.comm, (len(num_addends),), fill, torch.float64).tolist()
+    of_all, most = max(found, default=0.0), max(num_addends, default=0)
+    if math.isinf(of_all):
         raise_nans(ranked.comm, num_nans)
-    of_member = [float(found.max())] * len(num_addends) if together and len(found) else found.tolist()
-    most = max(num_addends, default=0)
-    return [grid_scale(most if together else num, largest) for num, largest in zip(num_addends, of_member, strict=True)]
+    if together:
+        return [grid_scale(most, of_all)] * len(found)
+    return [grid_scale(num, largest) for num, largest in zip(num_addends, found, strict=True)]
 
 
 def columns_of(values: torch.Tensor, left: torch.Tensor | None, scale: int) -> torch.Tensor:

@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from distprune.collectives import Communicator, Member, Roster, agree, roster_of_all, roster_of_one, same_everywhere
+from distprune.collectives import (
+    Communicator,
+    Member,
+    Roster,
+    agree,
+    roster_of_all,
+    roster_of_one,
+    same_everywhere,
+    sum_together,
+)
 from distprune.models import Found, NamePattern
 from distprune.scores import Score
 from distprune.shards import LocalShard
 
-__all__ = ["Agreed", "agree_on", "check_seed", "shown"]
+__all__ = ["Agreed", "agree_on", "all_shown", "check_seed"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Agreed:
         """Raise, on every rank alike, a ``ValueError`` if a name pattern matches nothing, or nothing is meant."""
         for pattern, num in self.patterns:
             if num == 0:
-                raise ValueError(f"the pattern {shown(pattern)} matches no parameter of the model")
+                raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model")
         if not self.roster.members:
             raise ValueError("there is no parameter to prune; name some with include")
 
@@ -60,7 +70,11 @@ def agree_on(
         Exception: ``error``, where it arose, and elsewhere the same built-in type naming the rank.
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    drawn = int(torch.randint(1 << 62, ())) if error is None and score.needs_seed else 0
+    drawn = 0
+    try:
+        drawn = int(torch.randint(1 << 62, ())) if error is None and score.needs_seed else 0
+    except Exception as caught:
+        error = caught
     members, num_matches = _members(found.shards), [num for _, num in found.patterns]
     lacks_blocks = found.by_default and not found.has_blocks
     said = [facts, num_matches, lacks_blocks, [[m.name, list(m.global_shape), m.dtype] for m in members]]
@@ -69,7 +83,10 @@ def agree_on(
         roster = roster_of_one(comm, members)
     else:
         agree(comm, facts)
-        *num_matches, num_with_blocks = comm.sum(torch.tensor([*num_matches, int(found.has_blocks)])).tolist()
+        mine = [*num_matches, int(found.has_blocks)]
+        *num_matches, num_with_blocks = sum_together(
+            comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine))
+        ).tolist()
         if lacks_blocks and num_with_blocks:
             found = dataclasses.replace(found, shards=[])
         roster = roster_of_all(comm, _members(found.shards))
@@ -77,8 +94,13 @@ def agree_on(
     return Agreed(comm, roster, patterns, score.seeded(drawn) if score.needs_seed else score, found.shards)
 
 
-def shown(pattern: NamePattern) -> str:
-    """Return how ranks compare a name pattern: a module, which no two of them share, by its class."""
+def all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
+    """Return how ranks compare name patterns."""
+    return [*map(_shown, [patterns] if isinstance(patterns, str | nn.Module) else patterns)]
+
+
+def _shown(pattern: NamePattern) -> str:
+    """Return a name pattern as text: a module, which no two ranks share, by its class."""
     return repr(pattern) if isinstance(pattern, str) else f"({type(pattern).__name__})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -12,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, Roster, communicator, max_together, sum_together, together
-from distprune.masks import mask_of, zero_where_pruned
+from distprune.masks import Fsdp2Params, mask_of, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
-from distprune.pruning.agreement import agree_on
-from distprune.pruning.torch_api import custom_from_masks
+from distprune.patterns import check_parts
+from distprune.pruning.agreement import agree_on, all_shown
+from distprune.pruning.torch_api import put_masks
 from distprune.scores import Magnitude
-from distprune.shards import LocalShard, dtensor_like, flat_chunks
+from distprune.shards import LocalShard, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
 
 __all__ = ["Masks", "sparsity"]
 
@@ -42,8 +44,8 @@ class Masks(Mapping[str, torch.Tensor]):
         cls,
         model: nn.Module,
         *,
-        include: str | Sequence[NamePattern] = (),
-        exclude: str | Sequence[NamePattern] = (),
+        include: NamePattern | Sequence[NamePattern] = (),
+        exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> Masks:
         """Return the masks that ``model`` has: those of its reparametrized parameters, and elsewhere its zeros.
@@ -52,25 +54,35 @@ class Masks(Mapping[str, torch.Tensor]):
         four more.
         """
         comm, error = communicator(group), None
-        found = Found([], [], by_default=False, has_blocks=False)
+        found, facts = Found([], [], by_default=False, has_blocks=False), {}
         try:
+            facts = {"include": all_shown(include), "exclude": all_shown(exclude)}
             found = find_shards(model, include, exclude)
         except Exception as caught:
             error = caught
-        agreed = agree_on(comm, found, {}, Magnitude(), error)
+        agreed = agree_on(comm, found, {} if error else facts, Magnitude(), error)
         agreed.check_found()
-        return cls._made(comm, agreed.roster, agreed.shards(), _present)
+        return cls._made(comm, agreed.roster, agreed.shards, _present)
 
     @classmethod
     def _made(
         cls,
         comm: Communicator,
         roster: Roster,
-        shards: Sequence[LocalShard],
+        shards: Callable[[], Sequence[LocalShard]],
         make: Callable[[LocalShard], torch.Tensor],
     ) -> Masks:
-        with together(comm):
-            return cls(comm, roster, shards, [make(shard) for shard in shards])
+        """Return the masks that ``make`` makes of ``shards``, the same on replicas: one round, 16 bytes a parameter."""
+        held: list[LocalShard] = []
+        made: list[LocalShard] = []
+
+        def masked() -> Sequence[LocalShard]:
+            held[:] = shards()
+            made[:] = [dataclasses.replace(shard, local=make(shard)) for shard in held]
+            return made
+
+        check_parts(comm, roster, masked)
+        return cls(comm, roster, held, [shard.local for shard in made])
 
     @override
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -93,29 +105,42 @@ class Masks(Mapping[str, torch.Tensor]):
         """Return what both keep. Every rank must call it: one round.
 
         Raises:
-            ValueError: on every rank: masks of other parameters.
+            ValueError: on every rank: masks of other parameters, or laid out otherwise.
         """
-        self._check_alike(other)
-        return self._made(
-            self._comm, self._roster, list(self._shards.values()), lambda s: self._local[s.name] & other._local[s.name]
-        )
+
+        def both(shard: LocalShard) -> torch.Tensor:
+            if not self._is_like(other, shard.name):
+                raise ValueError(f"the masks of {shard.name!r} are laid out differently and cannot be combined")
+            return self._local[shard.name] & other._local[shard.name]
+
+        if other._roster.members != self._roster.members:  # the same on every rank
+            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+        return self._made(self._comm, self._roster, self._held, both)
 
     @override
     def __eq__(self, other: object) -> bool:
-        """Return whether both keep the same of the same parameters. Every rank must call it: one round."""
+        """Return whether both keep the same of the same parameters, laid out alike.
+
+        Every rank must call it: one round.
+        """
         if not isinstance(other, Masks) or other._roster.members != self._roster.members:
             return False
 
         def fill(differ: torch.Tensor) -> None:
-            differ[0] = not all(torch.equal(local, other._local[name]) for name, local in self._local.items())
+            differ[0] = not all(
+                self._is_like(other, name) and torch.equal(local, other._local[name])
+                for name, local in self._local.items()
+            )
 
         return not bool(max_together(self._comm, (1,), fill)[0])
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _check_alike(self, other: Masks) -> None:
-        if other._roster.members != self._roster.members:
-            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+    def _held(self) -> list[LocalShard]:
+        return list(self._shards.values())
+
+    def _is_like(self, other: Masks, name: str) -> bool:
+        return name in other and self._shards[name].geometry == other._shards[name].geometry
 
     def sparsity(self) -> float:
         """Return the share of what is pruned, over all ranks. Every rank must call it: one round of 16 bytes."""
@@ -132,25 +157,32 @@ class Masks(Mapping[str, torch.Tensor]):
         """Write zeros into the weights where the masks say so. Every rank must call it: one round.
 
         Raises:
-            ValueError: on every rank: a parameter is not where it was, or laid out otherwise, since they were chosen.
+            ValueError: on every rank, nothing changed: a parameter is gone, or laid out otherwise than its mask.
         """
+        work: list[tuple[torch.Tensor, torch.Tensor]] = []
         with together(self._comm):
-            for name, shard in self._shards.items():
-                if shard.local.shape != self._local[name].shape:
-                    raise ValueError(f"{name!r} has another local shape than its mask; choose the masks anew")
-        for name, shard in self._shards.items():
-            zero_where_pruned(shard.local, self._local[name])
+            fsdp2 = Fsdp2Params()
+            for shard, mask in zip(self._held(), self._local.values(), strict=True):
+                weights = _values_now(fsdp2, shard)
+                work.append((weights, mask.to(weights.device)))
+        for weights, mask in work:
+            zero_where_pruned(weights, mask)
 
     def reparametrize(self) -> None:
         """Make every parameter the product of itself and its mask, as ``torch.nn.utils.prune`` does.
 
-        Every rank must call it; rounds and errors are those of :func:`distprune.custom_from_mask` once for all.
+        Every rank must call it: one round. A mask that is there stays, and this one comes on top.
+
+        Raises:
+            NotImplementedError: on every rank: FSDP1, rows spread by hand, or what FSDP2 shares between modules.
+            ValueError: on every rank: a parameter is laid out otherwise than its mask.
         """
-        targets = [(shard.module or nn.Module(), shard.attribute) for shard in self._shards.values()]
-        custom_from_masks(self._comm, targets, [self[name] for name in self])
+        put_masks(self._comm, self._held, self._local)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name: mask, as ``torch.distributed.checkpoint`` saves and loads it, at another world size too. Local.
+
+        To load: ``state = masks.state_dict()``, ``load(state, ...)``, ``masks.load_state_dict(state)``.
 
         Raises:
             NotImplementedError: FSDP1 and rows spread by hand: their place is nothing a checkpoint knows.
@@ -158,7 +190,8 @@ class Masks(Mapping[str, torch.Tensor]):
         for name, shard in self._shards.items():
             if shard.tensor is None:
                 raise NotImplementedError(
-                    f"the mask of {name!r} is a part of a flat parameter; save the pruned weights"
+                    f"the mask of {name!r} has a place that no checkpoint knows (FSDP1, rows spread by hand); save the "
+                    "pruned weights, and read the masks from their zeros"
                 )
         return dict(self.items())
 
@@ -168,23 +201,27 @@ class Masks(Mapping[str, torch.Tensor]):
         Raises:
             ValueError: on every rank: other names, shapes or layouts; nothing is taken over.
         """
-        with together(self._comm):
-            if set(state_dict) != set(self):
-                raise ValueError(f"masks of other parameters: {sorted(set(state_dict) ^ set(self))[:4]}")
-            loaded = {}
-            for name, own in self.items():
-                mask = state_dict[name]
-                if type(mask) is not type(own) or mask.shape != own.shape or mask.dtype is not torch.bool:
-                    raise ValueError(f"the mask of {name!r} is {type(mask).__name__} {tuple(mask.shape)} {mask.dtype}")
-                loaded[name] = (mask.to_local() if isinstance(mask, DTensor) else mask).clone()
-        self._local = {name: local.reshape(self._local[name].shape) for name, local in loaded.items()}
+
+        def taken(shard: LocalShard) -> torch.Tensor:
+            if state_dict.keys() != self.keys():
+                raise ValueError(f"masks of other parameters: {sorted(state_dict.keys() ^ self.keys())[:4]}")
+            mask, own = state_dict[shard.name], self[shard.name]
+            if isinstance(own, DTensor):
+                is_like = is_laid_out_like(mask, own)
+            else:
+                is_like = isinstance(mask, torch.Tensor) and not isinstance(mask, DTensor)
+            if not is_like or mask.shape != own.shape or mask.dtype is not torch.bool:
+                raise ValueError(f"the mask of {shard.name!r} must be {_described(own)}, not {_described(mask)}")
+            return local_of(mask).to(own.device).reshape(shard.geometry.local_shape).clone()
+
+        self._local = self._made(self._comm, self._roster, self._held, taken)._local
 
 
 def sparsity(
     model: nn.Module,
     *,
-    include: str | Sequence[NamePattern] = (),
-    exclude: str | Sequence[NamePattern] = (),
+    include: NamePattern | Sequence[NamePattern] = (),
+    exclude: NamePattern | Sequence[NamePattern] = (),
     group: Group = None,
 ) -> float:
     """Return the share of zeros, in any layout: of what :func:`distprune.prune_model` prunes, or of what is named.
@@ -198,8 +235,30 @@ def _present(shard: LocalShard) -> torch.Tensor:
     """Return what is left of a shard, bool: by its mask, where it is reparametrized, else by its zeros."""
     mask = mask_of(shard)
     if mask is not None:
-        return mask.clone()
+        return mask
     present = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
     for start, values in flat_chunks(shard.local):
         torch.ne(values, 0, out=present.view(-1)[start : start + values.numel()])
     return present
+
+
+def _values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
+    """Return the local part of the shard's parameter, which another may have replaced. What FSDP2 left whole is cut."""
+    if shard.module is None or shard.tensor is None:  # rows spread by hand, FSDP1
+        return shard.local
+    parameters = shard.module._parameters
+    name = next((n for n in (shard.attribute, f"{shard.attribute}_orig") if n in parameters), None)
+    managed = None if name is None else fsdp2.find(shard.module, name)
+    if managed is not None:
+        managed.release()
+    tensor = None if name is None else parameters[name]
+    now = None if tensor is None else local_shard(shard.name, tensor)
+    if now is None or now.geometry != shard.geometry:
+        raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
+    return now.local
+
+
+def _described(mask: object) -> str:
+    if isinstance(mask, DTensor):
+        return f"a DTensor {mask.dtype} {list(mask.shape)} {mask.placements} on {mask.device_mesh}"
+    return f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__

@@ -15,7 +15,7 @@ from distprune.collectives import Communicator, Group, Traffic, communicator, su
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Pattern, Ranked, Scope, as_pattern
-from distprune.pruning.agreement import Agreed, agree_on, check_seed, shown
+from distprune.pruning.agreement import Agreed, agree_on, all_shown, check_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
@@ -163,7 +163,7 @@ class _Request:
             **{name: repr(getattr(self, name)) for name in arguments},
             "score": repr(score),
             "evidence": sorted(self.evidence or ()),
-            **{name: _all_shown(getattr(self, name)) for name in ("include", "exclude")},
+            **{name: all_shown(getattr(self, name)) for name in ("include", "exclude")},
         }
 
     def checked(self) -> tuple[Score, Pattern]:
@@ -271,7 +271,3 @@ def _evidence(request: _Request, shards: Sequence[LocalShard]) -> dict[str, Evid
         }
         for shard in shards
     }
-
-
-def _all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
-    return [*map(shown, [patterns] if isinstance(patterns, str | nn.Module) else patterns)]

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from distprune.collectives import Communicator
+from distprune.collectives import Communicator, together
 from distprune.selection.competition import Competition, Range, Undecided, Words
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.rows import Part, counted_rows, fetched, on_host
@@ -203,9 +203,11 @@ def _narrow_keys(states: Sequence[Undecided], counts: Words) -> bool:
 def _check(comm: Communicator, own: _OwnPart, states: Sequence[Undecided], counts: Words) -> None:
     """Raise, on every rank alike, if the scanned elements are not what the caller said."""
     if any(state.needs_scan and row[3] for state, row in zip(states, counts, strict=True)):
-        raise_nans(comm, own.num_nans())
+        with together(comm):
+            num_nans = own.num_nans()
+        raise_nans(comm, num_nans)
     for state, row in zip(states, counts, strict=True):
-        competition, num_scanned = state.competition, int(row[:3].sum())
+        competition, num_scanned = state.competition, sum(row[:3].tolist())
         if state.needs_scan and not state.only_gone and num_scanned != competition.num_positions:
             raise ValueError(
                 f"{competition.name}: {num_scanned} elements compete, {competition.num_positions} were announced; "

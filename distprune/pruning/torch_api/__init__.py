@@ -3,7 +3,6 @@
 from distprune.pruning.torch_api.base import BasePruningMethod, PruningContainer
 from distprune.pruning.torch_api.functions import (
     custom_from_mask,
-    custom_from_masks,
     global_unstructured,
     identity,
     is_pruned,
@@ -11,6 +10,7 @@ from distprune.pruning.torch_api.functions import (
     l1_unstructured,
     ln_structured,
     prune_each,
+    put_masks,
     random_pattern,
     random_structured,
     random_unstructured,
@@ -40,7 +40,6 @@ __all__ = [
     "RandomStructured",
     "RandomUnstructured",
     "custom_from_mask",
-    "custom_from_masks",
     "global_unstructured",
     "identity",
     "is_pruned",
@@ -48,6 +47,7 @@ __all__ = [
     "l1_unstructured",
     "ln_structured",
     "prune_each",
+    "put_masks",
     "random_pattern",
     "random_structured",
     "random_unstructured",

@@ -26,7 +26,7 @@ from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen, raise_nans
 from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_shard
 
-__all__ = ["BasePruningMethod", "PruningContainer", "Selecting", "prune_pairs"]
+__all__ = ["BasePruningMethod", "PruningContainer", "Selecting", "changed", "prune_pairs"]
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):
@@ -348,7 +348,7 @@ class _ByMethods(Plan):
 
     def _changes(self, targets: Sequence[Target], masks: Sequence[torch.Tensor]) -> list[Change]:
         hooks = self._methods if self._hook_of_mask is None else [self._hook_of_mask(mask) for mask in masks]
-        return [_change(target, mask, hook) for target, mask, hook in zip(targets, masks, hooks, strict=True)]
+        return [changed(target, mask, hook) for target, mask, hook in zip(targets, masks, hooks, strict=True)]
 
     def _computed(self, agreed: Agreed, targets: Sequence[Target]) -> list[torch.Tensor]:
         """Let the user's own method compute the masks, and see that replicas agree on them."""
@@ -369,7 +369,7 @@ class _ByMethods(Plan):
         return masks
 
 
-def _change(target: Target, mask: torch.Tensor, method: Hook) -> Change:
+def changed(target: Target, mask: torch.Tensor, method: Hook) -> Change:
     """Say which hook goes with ``mask``: the method itself, or a container of it and what was there before."""
     method._tensor_name = target.name
     old = next(iter(target.old_hooks.values()), None)

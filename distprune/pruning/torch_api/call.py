@@ -17,7 +17,7 @@ from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, fac
 from distprune.scores import Magnitude, Score
 from distprune.selection import raise_nans
 
-__all__ = ["Change", "Decision", "Plan", "prune_targets"]
+__all__ = ["Change", "Decision", "Plan", "commit", "prune_targets"]
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,14 @@ def prune_targets(
     shards = [shard for target in targets if error is None and (shard := target.ranked) is not None]
     found = Found(shards, [], by_default=False, has_blocks=False)
     agreed = agree_on(comm, found, said, plan.score, error)
-    return _commit(comm, plan.decide(agreed, targets)) if targets else []
+    return commit(comm, plan.decide(agreed, targets)) if targets else []
 
 
-def _commit(comm: Communicator, decide: Callable[[], Decision]) -> list[Hook]:
-    """Put the masks and hooks in place; if that fails on one rank, every rank puts everything back. One round."""
+def commit(comm: Communicator, decide: Callable[[], Decision]) -> list[Hook]:
+    """Put the masks and hooks in place, and return the hooks; ``decide`` is local. One round of 16 bytes.
+
+    If any of it fails on one rank, every rank puts everything back.
+    """
     undo: list[Callable[[], None]] = []
     num_nans: dict[str, int] = {}
     hooks: list[Hook] = []

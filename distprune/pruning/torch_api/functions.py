@@ -8,7 +8,7 @@ or, if they raise, on none, and return it where PyTorch's do. What they raise is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,10 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator
-from distprune.masks import pruning_hooks, undo_reparametrization
+from distprune.masks import Fsdp2Params, pruning_hooks, undo_reparametrization
 from distprune.patterns import Pattern, Scope
-from distprune.pruning.torch_api.base import BasePruningMethod, prune_pairs
+from distprune.pruning.torch_api.base import BasePruningMethod, changed, prune_pairs
+from distprune.pruning.torch_api.call import Decision, commit
 from distprune.pruning.torch_api.methods import (
     CustomFromMask,
     Identity,
@@ -30,12 +31,13 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
     seeded,
 )
-from distprune.pruning.torch_api.targets import Pairs, Scores
+from distprune.pruning.torch_api.targets import Pairs, Scores, find_target, next_mask
 from distprune.scores import Norm
+from distprune.selection import Chosen
+from distprune.shards import LocalShard
 
 __all__ = [
     "custom_from_mask",
-    "custom_from_masks",
     "global_unstructured",
     "identity",
     "is_pruned",
@@ -43,6 +45,7 @@ __all__ = [
     "l1_unstructured",
     "ln_structured",
     "prune_each",
+    "put_masks",
     "random_pattern",
     "random_structured",
     "random_unstructured",
@@ -219,10 +222,28 @@ def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group:
     return module
 
 
-def custom_from_masks(comm: Communicator, pairs: Pairs, masks: Sequence[torch.Tensor]) -> None:
-    """Do :func:`custom_from_mask` for many parameters in the rounds of one. Every rank of ``comm`` must call it."""
-    left = iter(masks)
-    prune_pairs(comm, pairs, lambda: CustomFromMask(next(left)), None)
+def put_masks(
+    comm: Communicator, shards: Callable[[], Sequence[LocalShard]], masks: Mapping[str, torch.Tensor]
+) -> None:
+    """Do what :func:`custom_from_mask` does with the local ``masks`` (bool) of ``shards``, agreed on already.
+
+    Every rank of ``comm`` must call it, with its own: one round of 16 bytes.
+    """
+
+    def decide() -> Decision:
+        fsdp2, changes = Fsdp2Params(), []
+        for index, shard in enumerate(shards()):
+            if shard.module is None:
+                raise NotImplementedError(f"rows of {shard.name!r} that were spread by hand are in no module")
+            target = find_target(fsdp2, shard.module, shard.attribute, index, None)
+            if target.shard is None or target.shard.geometry != shard.geometry:
+                raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
+            chosen = Chosen(masks[shard.name].to(target.shard.local.device), 0, 0)
+            mask = next_mask(target, chosen, CustomFromMask.PRUNING_TYPE)
+            changes.append(changed(target, mask, CustomFromMask(mask)))
+        return Decision(changes, {})
+
+    commit(comm, decide)
 
 
 def remove(module: nn.Module, name: str) -> nn.Module:
