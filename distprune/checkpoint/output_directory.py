@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Group, agree, communicator, together
+from distprune.collectives import Group, agree, communicator, is_raised_together, together
 
 __all__ = ["publish", "writing"]
 
@@ -55,8 +55,9 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         try:
             yield staging
         except Exception as error:
-            # torch reports a lost rank as a RuntimeError; to ask it would be to wait for it once more.
-            if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            # torch and MPI report a lost rank as a RuntimeError; to ask it would be to wait for it once more.
+            is_lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+            if is_lost and not is_raised_together(comm, error):
                 raise
             failed = error
         agree(comm, {}, failed)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from distprune.collectives.agree import (
     agree,
+    is_raised_together,
     max_together,
     same_everywhere,
     sum_together,
@@ -47,6 +48,7 @@ __all__ = [
     "exchange",
     "gather_features",
     "gather_pairwise",
+    "is_raised_together",
     "lookup_rows",
     "max_together",
     "roster_of_all",

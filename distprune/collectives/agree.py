@@ -13,7 +13,15 @@ import torch
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["agree", "max_together", "same_everywhere", "sum_together", "swap_together", "together"]
+__all__ = [
+    "agree",
+    "is_raised_together",
+    "max_together",
+    "same_everywhere",
+    "sum_together",
+    "swap_together",
+    "together",
+]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.
 _CARRIED: tuple[type[Exception], ...] = (
@@ -166,16 +174,27 @@ def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None)
     """Raise this rank's ``error``, or that of the first rank which has one; two rounds, of its text."""
     if not any_failed:
         return
-    texts = comm.gather(None if error is None else [_carried_type(error).__name__, str(error) or repr(error)])
-    if error is not None:
-        raise error
-    source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
-    kind = next(kind for kind in _CARRIED if kind.__name__ == name)
-    raise kind(f"rank {source} of {comm.size}: {text}")
+    texts = comm.gather(None if error is None else [_carried_type(error).__name__, _text(error)])
+    if error is None:
+        source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
+        kind = next(kind for kind in _CARRIED if kind.__name__ == name)
+        error = kind(f"rank {source} of {comm.size}: {text}")
+    error._raised_on = comm.size  # type: ignore[attr-defined]
+    raise error
+
+
+def is_raised_together(comm: Communicator, error: Exception) -> bool:
+    """Return whether every rank of ``comm`` raises ``error``, or what it became there, after they agreed on that."""
+    return getattr(error, "_raised_on", 0) == comm.size
 
 
 def _carried_type(error: Exception) -> type[Exception]:
     return next((kind for kind in _CARRIED if isinstance(error, kind)), RuntimeError)
+
+
+def _text(error: Exception) -> str:
+    """Return what ``error`` says, and its type where that is not carried or is all it says."""
+    return str(error) if isinstance(error, _CARRIED) and str(error) else repr(error)
 
 
 def _short(value: Any) -> Any:

@@ -63,7 +63,18 @@ def test_overwrite_replaces_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_nothing_changes_when_the_body_fails(tmp_path: Path, failing_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (OSError("disk full"), OSError),
+        (KeyError("disk full"), RuntimeError),
+        (RuntimeError("disk full"), RuntimeError),
+        (NotImplementedError("disk full"), NotImplementedError),
+    ],
+)
+def test_nothing_changes_when_the_body_fails(
+    tmp_path: Path, failing_rank: int, error: Exception, elsewhere: type[Exception]
+) -> None:
     make_old(tmp_path / "out")
 
     def write(rank: int) -> None:
@@ -71,10 +82,12 @@ def test_nothing_changes_when_the_body_fails(tmp_path: Path, failing_rank: int) 
             with together(communicator()):
                 (staging / f"half{rank}").write_text("half")
                 if rank == failing_rank:
-                    raise OSError("disk full")
+                    raise error
 
     results = run_threads(2, write, catch=True)
-    assert [type(result) for result in results] == [OSError, OSError]
+    assert results[failing_rank] is error
+    assert type(results[1 - failing_rank]) is elsewhere
+    assert all("disk full" in str(result) for result in results)
     assert content(tmp_path) == OLD
 
 
