@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,21 +256,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Calls in which local code still stands bare between two collectives, and the folders where it does.
-BARE = {"sparsegpt": "selection"}
-
-
-def _calls() -> Iterator[Any]:
-    for name in CALLS:
-        marks = (
-            [pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"bare code in {BARE[name]}")]
-            if name in BARE
-            else []
-        )
-        yield pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [*_calls()])
+@pytest.mark.parametrize("name", CALLS)
 def test_all_ranks_raise(name: str, folder: Path) -> None:
     num_places, wrong = faults_of(*CALLS[name], folder, one_shot=name in ("wanda", "sparsegpt"))
     assert num_places > 0
