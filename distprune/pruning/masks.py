@@ -113,7 +113,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the masks of {shard.name!r} are laid out differently and cannot be combined")
             return self._local[shard.name] & other._local[shard.name]
 
-        if other._roster.members != self._roster.members:  # the same on every rank
+        if other._whole_shapes != self._whole_shapes:  # the same on every rank
             raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
         return self._made(self._comm, self._roster, self._held, both)
 
@@ -123,7 +123,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
         Every rank must call it: one round.
         """
-        if not isinstance(other, Masks) or other._roster.members != self._roster.members:
+        if not isinstance(other, Masks) or other._whole_shapes != self._whole_shapes:
             return False
 
         def fill(differ: torch.Tensor) -> None:
@@ -135,6 +135,11 @@ class Masks(Mapping[str, torch.Tensor]):
         return not bool(max_together(self._comm, (1,), fill)[0])
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def _whole_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """By name, over all ranks."""
+        return [(member.name, member.global_shape) for member in self._roster.members]
 
     def _held(self) -> list[LocalShard]:
         return list(self._shards.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import LocalShard, PruneReport, Score, prune_model, prune_shards
+from distprune import Geometry, LocalShard, PruneReport, Score, prune_model, prune_shards
 from distprune.scores import Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
@@ -68,6 +69,43 @@ def test_the_report_counts_what_is_there() -> None:
     whole = report.to_dict()
     assert (whole["num_elements"], whole["num_zeros"], whole["num_pruned"]) == (768, 192, 184)
     assert len(whole["parameters"]) == 4
+
+
+def test_a_report_shows_itself() -> None:
+    lines = str(prune_model(decoder(), 0.5)).splitlines()
+    assert re.fullmatch(
+        r"Unstructured\(sparsity=0.5, scope='global'\) by magnitude: 384 of 768 weights are zero \(50.00%\), 384 of "
+        r"them new, in \d+\.\d\d s",
+        lines[0],
+    )
+    assert [line.split()[0] for line in lines[1:]] == BLOCK_WEIGHTS
+    assert all(re.fullmatch(r"  \S+ +\d+\.\d\d% of 192", line) for line in lines[1:])
+    many = nn.ModuleList([nn.Linear(4, 4) for _ in range(10)])
+    lines = str(prune_model(many, 0.25, scope="tensor", include="*.weight")).splitlines()
+    assert len(lines) == 10
+    assert lines[1:3] == ["  0.weight   25.00% of 16", "  1.weight   25.00% of 16"]
+    assert lines[-1] == "  and 2 more"
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.0])
+def test_a_stage_without_blocks_prunes_nothing_by_default(sparsity: float) -> None:
+    """One process leaves the norm and the head alone, and so do stages."""
+
+    def on_rank(rank: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+        stage = decoder()
+        stage.head.weight = nn.Parameter(stage.head.weight.detach().clone())
+        for i, part in enumerate(("embed", "layers", "head")):
+            if i != rank:
+                delattr(stage, part)
+        report = prune_model(stage, sparsity)
+        return names(report), {name: p.detach() for name, p in stage.named_parameters()}
+
+    alone = decoder()
+    wanted = names(prune_model(alone, sparsity))
+    stages = run_threads(3, on_rank)
+    assert [held for held, _ in stages] == [wanted] * 3
+    for _, parameters in stages:
+        assert all(torch.equal(value, alone.get_parameter(name)) for name, value in parameters.items())
 
 
 def test_rounds_of_the_whole_call() -> None:
@@ -159,3 +197,30 @@ def test_scores_that_differ_between_ranks_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Scaled\(factor=1.0\).*Scaled\(factor=2.0\)"):
         run_threads(2, prune, draws=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(0, 3), (2, 4)], "own 10:"),  # a row twice
+        ([(0, 2), (0, 2)], "own 8, some of them twice:"),  # as many as there are, in wrong places
+        ([(0, 3), (1, 2)], "own 8, some of them twice:"),
+        ([(0, 1), (2, 4)], "own 6:"),  # a row that nobody owns
+    ],
+)
+@pytest.mark.parametrize("pattern", [None, "row", "1:2", "block:2", "channels:0"])
+def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pattern: str | None) -> None:
+    held = [torch.ones(stop - start, 2) for start, stop in rows]
+
+    def on_rank(rank: int) -> None:
+        geometry = Geometry.rows((4, 2), *rows[rank])
+        prune_shards(
+            [LocalShard("w", held[rank], geometry, owned=True, num_replicas=1)],
+            None if pattern == "1:2" else 0.5,
+            pattern=pattern,
+        )
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert type(error) is ValueError
+        assert f"of the 8 elements of 'w' the ranks {said}" in str(error)
+    assert all(bool(part.all()) for part in held)

@@ -1,0 +1,280 @@
+"""Masks as values: their layouts, what is done with them, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import distprune as prune
+from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
+from tests.worlds import ProcessPool, run_threads
+
+TOKENS = torch.arange(6).view(1, 6)
+
+
+def plain() -> Decoder:
+    return decoder()
+
+
+def fsdp2() -> Decoder:
+    model = decoder()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def tensor_parallel() -> Decoder:
+    model, mesh = decoder(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+LAYOUTS = (plain, fsdp2, tensor_parallel)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weight(model: nn.Module, name: str) -> torch.Tensor:
+    module, _, attribute = name.rpartition(".")
+    return whole(getattr(model.get_submodule(module), attribute)).detach()
+
+
+ALONE = {name: mask.clone() for name, mask in prune.compute_masks(decoder(), 0.5).items()}
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_what_is_computed_is_what_pruning_does(make: Callable[[], Decoder]) -> None:
+    def on_rank(_: int) -> None:
+        model, dense = make(), decoder()
+        masks = prune.compute_masks(model, 0.5)
+        assert list(masks) == BLOCK_WEIGHTS
+        assert all(torch.equal(weight(model, name), weight(dense, name)) for name in masks)
+        report = prune.prune_model(model, 0.5)
+        assert report.masks == masks == prune.Masks.of(model)
+        assert report.sparsity == masks.sparsity() == prune.sparsity(model) == 0.5
+        for name, mask in masks.items():
+            parameter = model.get_parameter(name)
+            assert type(mask) is (DTensor if isinstance(parameter, DTensor) else torch.Tensor)
+            assert mask.dtype is torch.bool
+            if isinstance(mask, DTensor) and isinstance(parameter, DTensor):
+                assert (mask.placements, mask.device_mesh) == (parameter.placements, parameter.device_mesh)
+            assert torch.equal(whole(mask), ALONE[name])
+            assert torch.equal(weight(model, name) != 0, ALONE[name])
+
+    run_threads(3 if make is fsdp2 else 2, on_rank)
+
+
+def test_fsdp1_has_local_parts() -> None:
+    def on_rank(_: int) -> int:
+        model = FullyShardedDataParallel(decoder(), use_orig_params=True, device_id=torch.device("cpu"))
+        masks = prune.compute_masks(model, 0.5)
+        assert all(type(mask) is torch.Tensor and mask.ndim == 1 for mask in masks.values())
+        with pytest.raises(NotImplementedError, match="no checkpoint knows"):
+            masks.state_dict()
+        with pytest.raises(NotImplementedError, match="FSDP1"):
+            masks.reparametrize()
+        masks.apply_()
+        assert prune.Masks.of(model) == masks
+        return sum(int(mask.sum()) for mask in masks.values())
+
+    assert sum(run_threads(2, on_rank)) == sum(int(mask.sum()) for mask in ALONE.values())
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_apply_to_what_is_there_now(make: Callable[[], Decoder]) -> None:
+    def on_rank(_: int) -> None:
+        model = make()
+        masks = prune.compute_masks(model, 0.5)
+        model(TOKENS)  # FSDP2 leaves the root's parameters gathered
+        model.double()  # other tensors
+        masks.apply_()
+        assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
+        assert prune.Masks.of(model) == masks
+
+    run_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_reparametrize(make: Callable[[], Decoder]) -> None:
+    def on_rank(_: int) -> None:
+        model, zeroed = make(), decoder()
+        masks = prune.compute_masks(model, 0.5)
+        prune.prune_model(zeroed, 0.5)
+        masks.reparametrize()
+        assert prune.sparsity(model) == 0.5
+        assert prune.Masks.of(model) == masks
+        torch.testing.assert_close(whole(model(TOKENS)), zeroed(TOKENS))
+        prune.compute_masks(model, 0.75).reparametrize()
+        assert prune.sparsity(model) == 0.75
+        for name in masks:
+            prune.remove(model.get_submodule(name.rpartition(".")[0]), "weight")
+        assert not prune.is_pruned(model)
+        assert prune.sparsity(model) == 0.75
+
+    run_threads(2, on_rank)
+
+
+def stage(rank: int) -> Decoder:
+    """Return the stage of a pipeline: the embedding and the first block, or the second."""
+    model = decoder()
+    if rank:
+        del model.embed, model.head, model.layers[0]
+        model.layers = nn.ModuleDict({"1": model.layers[0]})  # type: ignore[assignment]
+    else:
+        del model.head, model.layers[1]
+    return model
+
+
+def test_pipeline_stages() -> None:
+    def on_rank(rank: int) -> None:
+        model = stage(rank)
+        masks = prune.compute_masks(model, 0.5)
+        assert list(masks) == BLOCK_WEIGHTS[2 * rank : 2 * rank + 2]
+        assert masks.sparsity() == 0.5
+        masks.reparametrize()
+        assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
+        assert prune.Masks.of(model) == masks
+
+    run_threads(2, on_rank)
+
+
+def test_together_and_alike() -> None:
+    def on_rank(rank: int) -> None:
+        model = fsdp2()
+        first, second = (prune.compute_masks(model, 0.5, score=score, seed=1) for score in ("magnitude", "random"))
+        both = first & second
+        assert all(torch.equal(whole(both[n]), whole(first[n]) & whole(second[n])) for n in both)
+        assert first != second
+        assert both == second & first
+        assert first.sparsity() < both.sparsity() < 1
+        other = prune.compute_masks(model, 0.5, include="*.up.weight")
+        assert first != other
+        assert first != "masks"
+        with pytest.raises(ValueError, match="different parameters"):
+            first & other
+        again = prune.compute_masks(model, 0.5)
+        assert first == again
+        if rank == 1:
+            again[BLOCK_WEIGHTS[0]]._local_tensor[0, 0] ^= True  # type: ignore[attr-defined]
+        assert first != again
+
+    run_threads(2, on_rank)
+
+
+def test_layouts_of_one_local_shape() -> None:
+    def on_rank(_: int) -> None:
+        model = nn.ParameterList(
+            [nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))]
+        )
+        rows = prune.Masks.of(model, include="*")
+        model[0] = nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(1)]))
+        for wrong in (rows.apply_, rows.reparametrize):
+            with pytest.raises(ValueError, match=r"'0' .*laid out otherwise"):
+                wrong()
+        columns = prune.Masks.of(model, include="*")
+        assert rows != columns
+        with pytest.raises(ValueError, match="laid out differently"):
+            rows & columns
+        with pytest.raises(ValueError, match="must be a DTensor"):
+            rows.load_state_dict(columns.state_dict())
+
+    run_threads(2, on_rank)
+
+
+def save(_: int, folder: Path) -> None:
+    state_dict_saver.save(prune.compute_masks(fsdp2(), 0.5).state_dict(), checkpoint_id=folder)
+
+
+def load(_: int, folder: Path, sharded: bool) -> dict[str, torch.Tensor]:
+    model = fsdp2() if sharded else decoder()
+    masks = prune.Masks.of(model)
+    assert masks.sparsity() == 0
+    state = masks.state_dict()
+    state_dict_loader.load(state, checkpoint_id=folder)
+    masks.load_state_dict(state)
+    masks.apply_()
+    assert prune.sparsity(model) == 0.5
+    return {name: whole(mask).clone() for name, mask in masks.items()}
+
+
+def test_saved_and_loaded_at_another_world_size(pool: ProcessPool, tmp_path: Path) -> None:
+    pool.run(4, save, tmp_path)
+    for num_ranks, sharded in ((2, True), (1, True), (1, False)):
+        for loaded in pool.run(num_ranks, load, tmp_path, sharded):
+            assert loaded.keys() == ALONE.keys()
+            assert all(torch.equal(loaded[name], ALONE[name]) for name in ALONE)
+
+
+def other_names(state: dict[str, Any]) -> None:
+    state["other"] = state.pop(BLOCK_WEIGHTS[0])
+
+
+def other_layout(state: dict[str, Any]) -> None:
+    state[BLOCK_WEIGHTS[1]] = state[BLOCK_WEIGHTS[1]].full_tensor()
+
+
+def other_dtype(state: dict[str, Any]) -> None:
+    state[BLOCK_WEIGHTS[1]] = state[BLOCK_WEIGHTS[1]].float()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(other_names, "other parameters: .*'other'"), (other_layout, "must be a DTensor"), (other_dtype, "float32")],
+)
+def test_nothing_is_taken_over_from_another_state(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
+    def on_rank(rank: int) -> None:
+        model = fsdp2()
+        masks, before = (prune.compute_masks(model, 0.5) for _ in range(2))
+        state = prune.compute_masks(model, 0.75).state_dict()
+        if spoil is other_layout:
+            spoil(state)  # communicates
+        elif rank == 1:
+            spoil(state)
+        with pytest.raises(ValueError, match=message):
+            masks.load_state_dict(state)
+        assert masks == before
+
+    run_threads(2, on_rank)
+
+
+def test_replicas_that_differ() -> None:
+    def on_rank(rank: int) -> None:
+        masks = prune.Masks.of(decoder())
+        state = masks.state_dict()
+        if rank == 1:
+            state[BLOCK_WEIGHTS[0]] = ~state[BLOCK_WEIGHTS[0]]
+        with pytest.raises(ValueError, match=BLOCK_WEIGHTS[0]):
+            masks.load_state_dict(state)
+
+    run_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("call", ["global_unstructured", "custom_from_mask"])
+def test_a_module_keeps_one_mask(call: str) -> None:
+    module = nn.Linear(64, 64, bias=False)
+    for i in range(100):
+        if call == "global_unstructured":
+            prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.01)
+        else:
+            prune.custom_from_mask(module, "weight", (torch.arange(64 * 64) % 101 != i).view(64, 64))
+    (hook,) = module._forward_pre_hooks.values()
+    assert len(hook) == 100  # type: ignore[arg-type]
+    masks = [method.mask for method in hook if method.mask is not None]  # type: ignore[attr-defined]
+    mask = module.get_buffer("weight_mask")
+    storages = [each.untyped_storage() for each in (*masks, mask)]
+    assert sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) == 64 * 64 * 4
+    assert 0 < int((mask == 0).sum()) < 64 * 64
