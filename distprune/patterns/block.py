@@ -33,8 +33,8 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Entry, fetched
-from distprune.shards import Geometry, LocalMatrix, Matrix
+from distprune.selection import Chosen, Entry
+from distprune.shards import Geometry, LocalMatrix, Matrix, fetched, sent
 
 __all__ = ["Block"]
 
@@ -150,16 +150,17 @@ class _Part:
             columns, column_slot, num_columns = np.unique(
                 self._local.columns // size, return_inverse=True, return_counts=True
             )
-            self._row_slot = torch.from_numpy(row_slot * len(columns)).to(scores.device)
-            self._column_slot = torch.from_numpy(column_slot).to(scores.device)
+            self._row_slot = sent(torch.from_numpy(row_slot * len(columns)), scores.device)
+            self._column_slot = sent(torch.from_numpy(column_slot), scores.device)
             self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
             num_elements = (num_rows[:, None] * num_columns).reshape(-1)
         else:
-            chunks = [np.unique(fetched(self._blocks(*chunk)).numpy()) for chunk in scores.chunks()]
-            self.ids = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *chunks]))
-            num_elements = np.zeros(len(self.ids), dtype=np.int64)
-            for chunk in scores.chunks():
-                num_elements += np.bincount(fetched(self._slots(*chunk)).numpy(), minlength=len(self.ids))
+            # Which blocks are here follows from the geometry alone: nothing is read on a device.
+            host = torch.device("cpu")
+            found = [np.unique(self._blocks(*chunk, host).numpy(), return_counts=True) for chunk in scores.chunks()]
+            none = np.empty(0, dtype=np.int64)
+            self.ids, slot = np.unique(np.concatenate([none, *(ids for ids, _ in found)]), return_inverse=True)
+            num_elements = np.bincount(slot, np.concatenate([none, *(num for _, num in found)]), len(self.ids))
         self.is_whole: BoolArray = num_elements == size * size
 
     @property
@@ -168,33 +169,33 @@ class _Part:
 
     @cached_property
     def _ids(self) -> torch.Tensor:
-        return torch.from_numpy(self.ids).to(self.scores.device)
+        return sent(torch.from_numpy(self.ids), self.scores.device)
 
-    def _blocks(self, start: int, stop: int) -> torch.Tensor:
-        flat = self.scores.shard.geometry.flat_indices(start, stop, self.scores.device)
+    def _blocks(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        flat = self.scores.shard.geometry.flat_indices(start, stop, device)
         rows, columns = self._matrix.place(flat)
         return rows // self._size * self._num_across + columns // self._size
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
         """Return the place in ``ids`` of the block of every local element from ``start`` to ``stop``."""
         if self._local is None:
-            return torch.searchsorted(self._ids, self._blocks(start, stop))
+            return torch.searchsorted(self._ids, self._blocks(start, stop, self.scores.device))
         rows, columns = self._local.split(torch.arange(start, stop, device=self.scores.device))
         return self._row_slot[rows] + self._column_slot[columns]
 
     def table(self, scale: int) -> torch.Tensor:
-        """Return what the local blocks add up to, (blocks, NUM_COLUMNS), on the CPU."""
+        """Return what the local blocks add up to, (blocks, NUM_COLUMNS)."""
         table = torch.zeros((len(self.ids), NUM_COLUMNS), dtype=torch.int64, device=self.scores.device)
         for start, stop in self.scores.chunks():
             if self.scores.score.scores_units:
                 gone = self.scores.is_gone(slice(start, stop))
-                left = torch.ones(stop - start, dtype=torch.int64) if gone is None else (~gone).to(torch.int64)
-                table[:, NUM_LEFT].index_add_(0, self._slots(start, stop), left.to(table.device))
+                left = table.new_ones(stop - start) if gone is None else (~gone).to(torch.int64)
+                table[:, NUM_LEFT].index_add_(0, self._slots(start, stop), left)
             else:
                 table.index_add_(
                     0, self._slots(start, stop), columns_of(*addends(self.scores, slice(start, stop)), scale)
                 )
-        return fetched(table)
+        return table
 
     def cut_homes(self, num_ranks: int) -> list[tuple[int, IntArray]]:
         """Return (home, places in ``ids``) of the cut blocks, by home."""
@@ -202,21 +203,20 @@ class _Part:
         home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
         return [(int(rank), cut[home == rank]) for rank in np.unique(home)]
 
-    def spread(self, keep: BoolArray) -> Chosen:
-        """Return what becomes of the elements, given which of the local blocks stay."""
+    def spread(self, keep: BoolArray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what becomes of the elements, given which of the local blocks stay: the mask, and its counts."""
         shard, device = self.scores.shard, self.scores.device
-        stays = torch.from_numpy(keep).to(device)
+        stays = sent(torch.from_numpy(keep), device)
         mask = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=device)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)  # kept, gone
+        counts = torch.zeros(2, dtype=torch.int64, device=device)  # gone, pruned
         for start, stop in self.scores.chunks():
             chunk = torch.take(stays, self._slots(start, stop), out=mask.view(-1)[start:stop])
             gone = self.scores.is_gone(slice(start, stop))
             if gone is not None:
                 chunk.logical_and_(~gone)
-                counts[1] += gone.sum()
-            counts[0] += chunk.sum()
-        num_kept, num_gone = fetched(counts).tolist()
-        return Chosen(mask, num_gone, mask.numel() - num_kept)
+                counts[0] += gone.sum()
+            counts[1] += (~chunk).sum()
+        return mask, counts
 
 
 class _OwnBlocks:
@@ -242,7 +242,8 @@ class _OwnBlocks:
 
     @cached_property
     def _tables(self) -> dict[int, torch.Tensor]:
-        return {member: part.table(self.scales[member]) for member, part in self._parts.items()}
+        tables = fetched([part.table(self.scales[member]) for member, part in self._parts.items()])
+        return dict(zip(self._parts, tables, strict=True))
 
     def questions(self) -> tuple[list[list[bytes]], list[int]]:
         """Tell the homes of this rank's cut blocks what its parts add up to."""
@@ -331,7 +332,8 @@ class _OwnBlocks:
                 keep[member][places] = said[passed : passed + len(places)]
                 passed += len(places)
         parts = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
-        return [self._parts[member].spread(keep[member]) for member in parts]
+        found = [self._parts[member].spread(keep[member]) for member in parts]
+        return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
 
 def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from distprune.collectives import Communicator, Roster, sum_together
 from distprune.scores import LocalScores
-from distprune.shards import Geometry, LocalShard, checksum, flat_chunks
+from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched
 
 __all__ = ["Census", "check_parts", "take_census"]
 
@@ -41,13 +41,14 @@ def take_census(
     place = roster.index()
 
     def fill(words: torch.Tensor) -> None:
-        for of_shard in scores():
-            shard, row = of_shard.shard, words[place[of_shard.shard.name]]
-            _fill_parts(row, shard, of_shard.reads)
-            if counts_gone and shard.owned and of_shard.gone is not None:
-                row[2] = _num_zeros(of_shard.gone)
-            if num_cut is not None:
-                row[-1] = num_cut(of_shard)
+        _fill_parts(words, place, [(of_shard.shard, of_shard.reads) for of_shard in scores()])
+        if counts_gone:
+            gone = {s.shard.name: s.gone for s in scores() if s.shard.owned and s.gone is not None}
+            for name, num in zip(gone, count_zeros([*gone.values()]), strict=True):
+                words[place[name], 2] = num
+        if num_cut is not None:
+            for of_shard in scores():
+                words[place[of_shard.shard.name], -1] = num_cut(of_shard)
 
     num_words = 2 + counts_gone + (num_cut is not None)
     words = sum_together(comm, (len(roster.members), num_words), fill)
@@ -65,25 +66,22 @@ def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequenc
     place = roster.index()
 
     def fill(words: torch.Tensor) -> None:
-        for shard in shards():
-            _fill_parts(words[place[shard.name]], shard, [shard.local])
+        _fill_parts(words, place, [(shard, [shard.local]) for shard in shards()])
 
     _check(comm, roster, sum_together(comm, (len(roster.members), 2), fill), shards)
 
 
-def _fill_parts(row: torch.Tensor, shard: LocalShard, reads: Sequence[torch.Tensor]) -> None:
-    """Say where the shard's elements are, and how far the replicas of what is read differ."""
-    if shard.owned:
-        row[0] = shard.geometry.fingerprint()
-    if shard.num_replicas != 1:
+def _fill_parts(
+    words: torch.Tensor, place: Mapping[str, int], parts: Sequence[tuple[LocalShard, Sequence[torch.Tensor]]]
+) -> None:
+    """Say where each shard's elements are, and how far the replicas of what is read differ."""
+    for shard, _ in parts:
+        if shard.owned:
+            words[place[shard.name], 0] = shard.geometry.fingerprint()
+    copied = [(shard, checksum(reads)) for shard, reads in parts if shard.num_replicas != 1]
+    for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
         # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-        weight = (shard.num_replicas or 1) - 1 if shard.owned else -1
-        row[1] = (weight * checksum(reads) + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _num_zeros(tensor: torch.Tensor) -> int:
-    counts = [values.numel() - torch.count_nonzero(values) for _, values in flat_chunks(tensor)]
-    return int(torch.stack(counts).sum()) if counts else 0
+        words[place[shard.name], 1] = of_reads * ((shard.num_replicas or 1) - 1 if shard.owned else -1)
 
 
 def _check(comm: Communicator, roster: Roster, words: torch.Tensor, shards: Callable[[], Sequence[LocalShard]]) -> None:

@@ -15,8 +15,8 @@ from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share,
 from distprune.patterns.census import take_census
 from distprune.patterns.units import NUM_COLUMNS, NUM_LEFT, addends, agree_on_scales, columns_of, sums_of, unit_order
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Order, fetched, raise_nans
-from distprune.shards import chunk_size
+from distprune.selection import Chosen, Order, raise_nans
+from distprune.shards import chunk_size, fetched, sent
 
 __all__ = ["Channels"]
 
@@ -98,7 +98,8 @@ class Channels(Pattern):
             keys = [unit_order(score).keys(of_member) for of_member in values]
             left = [of_member[:, NUM_LEFT] > 0 for of_member in tables or ()]
             keep = self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
-            return [self._spread(scores, keep[ranked.place[scores.shard.name]]) for scores in ranked.scores]
+            found = [self._spread(scores, keep[ranked.place[scores.shard.name]]) for scores in ranked.scores]
+            return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
         return Choice([None] * len(members), settle)
 
@@ -125,8 +126,9 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total, list(num_channels))
+            there = []
             for member, scores in _owned(ranked).items():
-                table = torch.zeros_like(tables[member], device=scores.device)
+                there.append(torch.zeros_like(tables[member], device=scores.device))
                 for at, channels, shape in _slices(scores, self.dim):
                     if scales is None:
                         gone = scores.is_gone(at)
@@ -137,8 +139,9 @@ class Channels(Pattern):
                     if shape is not None:
                         others = [dim for dim in range(len(shape)) if dim != self.dim % len(shape)]
                         columns = columns.view(*shape, NUM_COLUMNS).sum(others)
-                    table.index_add_(0, channels, columns)
-                tables[member].copy_(fetched(table))
+                    there[-1].index_add_(0, channels, columns)
+            for member, table in zip(_owned(ranked), fetched(there), strict=True):
+                tables[member].copy_(table)
 
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
         return list(torch.split(total, list(num_channels)))
@@ -149,8 +152,10 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total.fill_(-torch.inf), list(num_channels))
+            there = []
             for member, scores in _owned(ranked).items():
                 best = torch.full((2, num_channels[member]), -torch.inf, dtype=torch.float64, device=scores.device)
+                there.append(best)
                 for at, channels, shape in _slices(scores, self.dim):
                     values, _ = addends(scores, at)
                     is_nan = values.isnan()
@@ -159,7 +164,7 @@ class Channels(Pattern):
                         others = [dim + 1 for dim in range(len(shape)) if dim != self.dim % len(shape)]
                         pair = pair.view(2, *shape).amax(others)
                     best.scatter_reduce_(1, channels.expand(2, -1), pair, "amax")
-                found = fetched(best)
+            for (member, scores), found in zip(_owned(ranked).items(), fetched(there), strict=True):
                 tables[member].copy_(found.t())
                 num_nans[scores.shard.name] = int((found[1] > 0).sum())
 
@@ -168,10 +173,10 @@ class Channels(Pattern):
             raise_nans(ranked.comm, num_nans)
         return total[:, 0]
 
-    def _spread(self, scores: LocalScores, keep: torch.Tensor) -> Chosen:
-        """Return what becomes of the elements, given which channels stay."""
+    def _spread(self, scores: LocalScores, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what becomes of the elements, given which channels stay: the mask, and how many are gone and go."""
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
-        stays, counts = keep.to(scores.device), torch.zeros(2, dtype=torch.int64, device=scores.device)  # kept, gone
+        stays, counts = sent(keep, scores.device), torch.zeros(2, dtype=torch.int64, device=scores.device)
         for at, channels, shape in _slices(scores, self.dim):
             chunk = mask.view(-1)[at]
             if shape is None:
@@ -182,10 +187,9 @@ class Channels(Pattern):
             gone = scores.is_gone(at)
             if gone is not None:
                 chunk.logical_and_(~gone)
-                counts[1] += gone.sum()
-            counts[0] += chunk.sum()
-        num_kept, num_gone = fetched(counts).tolist()
-        return Chosen(mask, num_gone, mask.numel() - num_kept)
+                counts[0] += gone.sum()
+            counts[1] += (~chunk).sum()
+        return mask, counts
 
 
 def _owned(ranked: Ranked) -> dict[int, LocalScores]:

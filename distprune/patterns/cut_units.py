@@ -52,9 +52,9 @@ class LocalUnits:
         """Whether the matrix is one stretch of local elements, row by row, and none of it is cut."""
         return self.matrix.num_local_out is None and len(self.cut) == 0
 
-    def offsets(self, start: int, stop: int) -> IntArray:
-        """Return the local offsets of the whole units' elements in local rows ``start`` to ``stop``, 2-D."""
-        return self.begin + self.matrix.offsets(np.arange(start, stop), self.whole)
+    def offsets(self, rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Return the local offsets of the whole units' elements in local ``rows``, 2-D; ``whole`` where those are."""
+        return self.begin + self.matrix.offsets(rows, whole)
 
     def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
         """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""

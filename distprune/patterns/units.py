@@ -11,8 +11,8 @@ import torch
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
-from distprune.selection import Order, fetched, raise_nans
-from distprune.shards import Geometry
+from distprune.selection import Order, raise_nans
+from distprune.shards import Geometry, fetched
 
 __all__ = ["NUM_COLUMNS", "NUM_INFINITE", "NUM_LEFT", "SUM", "UnitKeys", "addends", "agree_on_scales", "unit_order"]
 
@@ -47,13 +47,15 @@ def agree_on_scales(
     num_nans: dict[str, int] = {}
 
     def fill(largest: torch.Tensor) -> None:
-        for member, of_shard in scores().items():
-            found = torch.zeros(2, dtype=torch.float64, device=of_shard.device)  # largest, NaNs
+        found = []
+        for of_shard in scores().values():
+            found.append(torch.zeros(2, dtype=torch.float64, device=of_shard.device))  # largest, NaNs
             for start, stop in of_shard.chunks():
                 values, _ = addends(of_shard, slice(start, stop))
-                found[1] += values.isnan().sum()
-                torch.maximum(found[0], values.nan_to_num_(0.0, 0.0, 0.0).abs_().max(), out=found[0])
-            largest[member], nans = fetched(found).tolist()
+                found[-1][1] += values.isnan().sum()
+                found[-1][0] = found[-1][0].maximum(values.nan_to_num_(0.0, 0.0, 0.0).abs_().max())
+        for (member, of_shard), numbers in zip(scores().items(), fetched(found), strict=True):
+            largest[member], nans = numbers.tolist()
             if nans:
                 num_nans[of_shard.shard.name], largest[member] = int(nans), torch.inf
 

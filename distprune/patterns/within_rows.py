@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -17,14 +17,12 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutPart, LocalUnits, find_units, settle_cut
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Order, fetched, keep_highest_per_group, keep_highest_per_row
-from distprune.shards import Matrix, chunk_size
+from distprune.selection import Chosen, Order, keep_highest_per_group, keep_highest_per_row
+from distprune.shards import Matrix, chunk_size, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
 
-IntArray = npt.NDArray[np.int64]
-
-_CHUNK = 1 << 18  # elements whose keys and places are in memory at a time
+_NUM_CHUNKS = 2  # whose keys are in memory at a time, on the host
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
@@ -61,7 +59,8 @@ class _WithinRows(Pattern):
             return parts[member]
 
         def settle() -> list[Chosen]:
-            return [part_of(scores).settle() for scores in ranked.scores]
+            found = [part_of(scores).settle() for scores in ranked.scores]
+            return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
         if ranked.checks:
             census = take_census(
@@ -75,7 +74,7 @@ class _WithinRows(Pattern):
                 held = [(parts[member], stretch, num) for member, stretch, num in batch if member in parts]
                 kept = settle_cut(
                     ranked.comm,
-                    partial(lambda of_batch: [part.cut(stretch, num) for part, stretch, num in of_batch], held),
+                    partial(_cut_parts, held),
                     lambda member, keys: self._keep(keys, orders[member], of_left=ranked.of_left),
                 )
                 for i, (part, _, _) in enumerate(held):
@@ -193,48 +192,60 @@ class _Part:
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
         self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
-        self._cut: list[IntArray] = []
+        self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
 
-    def cut(self, stretch: int, num_stretches: int) -> CutPart:
-        """Return the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows, as they travel."""
+    def cut(self, stretch: int, num_stretches: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], CutPart]]:
+        """Return the keys of the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows.
+
+        And what makes of them, once they are on the host, what travels.
+        """
         shard, num_rows = self._scores.shard, self._matrix.num_rows
         rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
-        self._cut.append(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
-        at = self._at(self._cut[-1])
-        keys = fetched(self._scores.keys_at(self._order, at)).numpy()
-        flat = fetched(shard.geometry.flat_indices_at(at)).numpy()
-        return CutPart(self._member, self._matrix, self._length, rows, flat, keys, bool(shard.owned))
+        offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
+        self._cut.append(offsets)
 
-    def settle(self) -> Chosen:
-        """Decide the whole units, and take over what became of the cut ones."""
+        def travelling(keys: torch.Tensor) -> CutPart:
+            flat = shard.geometry.flat_indices_at(offsets).numpy()
+            return CutPart(self._member, self._matrix, self._length, rows, flat, keys.numpy(), bool(shard.owned))
+
+        return self._scores.keys_at(self._order, sent(offsets, self._scores.device)), travelling
+
+    def settle(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decide the whole units, and take over what became of the cut ones: the mask, and its counts."""
         scores, units, device = self._scores, self.units, self._scores.device
         mask = torch.ones(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
         flat_mask = mask.view(-1)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)  # NaNs, gone
+        counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
 
         def keys_at(at: slice | torch.Tensor) -> torch.Tensor:
             keys = scores.keys_of(self._order, at)
-            counts.add_(torch.stack([(keys > self._order.last).sum(), (keys < self._order.first).sum()]))
+            counts[0] += (keys < self._order.first).sum()
+            counts[2] += (keys > self._order.last).sum()
             return keys
 
         num_rows, width = len(units.matrix.rows), len(units.whole)
-        step = max(1, max(_CHUNK, chunk_size(device)) // max(width, 1))
+        columns = sent(torch.from_numpy(units.whole), device)
+        step = max(1, chunk_size(device) * (_NUM_CHUNKS if on_host(device) else 1) // max(width, 1))
         for start in range(0, num_rows if width else 0, step):
             stop = min(start + step, num_rows)
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
-                at = self._at(units.offsets(start, stop).reshape(-1))
+                at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
             flat_mask[at] = self._keep(keys_at(at).view(-1, width)).view(-1)
         for offsets, stays in zip(self._cut, self.answers, strict=True):
-            at = self._at(offsets)
+            at = sent(offsets, device)
             keys_at(at)
-            flat_mask[at] = torch.from_numpy(stays()).to(device)
-        num_nans, num_gone, num_kept = fetched(torch.cat([counts, mask.sum().view(1)])).tolist()
-        return Chosen(mask, num_gone, mask.numel() - num_kept, num_nans)
+            flat_mask[at] = sent(torch.from_numpy(stays()), device)
+        counts[1] = mask.numel() - mask.sum()
+        return mask, counts
 
-    def _at(self, offsets: IntArray) -> torch.Tensor:
-        return torch.from_numpy(offsets).to(self._scores.device)
+
+def _cut_parts(held: Sequence[tuple[_Part, int, int]]) -> list[CutPart]:
+    """Return what of each part travels; the keys of all are fetched at once."""
+    found = [part.cut(stretch, num) for part, stretch, num in held]
+    keys = fetched([there for there, _ in found])
+    return [travelling(here) for (_, travelling), here in zip(found, keys, strict=True)]
 
 
 def check_fraction(fraction: object) -> None:

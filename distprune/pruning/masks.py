@@ -19,7 +19,7 @@ from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on, all_shown
 from distprune.pruning.torch_api import put_masks
 from distprune.scores import Magnitude
-from distprune.shards import LocalShard, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
+from distprune.shards import LocalShard, count_zeros, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
 
 __all__ = ["Masks", "sparsity"]
 
@@ -151,9 +151,7 @@ class Masks(Mapping[str, torch.Tensor]):
         """Return the share of what is pruned, over all ranks. Every rank must call it: one round of 16 bytes."""
 
         def fill(num_pruned: torch.Tensor) -> None:
-            for name, local in self._local.items():
-                if self._shards[name].owned:
-                    num_pruned[0] += local.numel() - sum(int(torch.count_nonzero(c)) for _, c in flat_chunks(local))
+            num_pruned[0] = sum(count_zeros([mask for name, mask in self._local.items() if self._shards[name].owned]))
 
         num_elements = sum(math.prod(member.global_shape) for member in self._roster.members)
         return int(sum_together(self._comm, (1,), fill)[0]) / max(num_elements, 1)

@@ -19,7 +19,7 @@ from distprune.pruning.agreement import Agreed, agree_on, all_shown, check_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
-from distprune.scores import Evidence, Magnitude, Random, Score, ScoreLike, as_score, local_scores
+from distprune.scores import Evidence, Magnitude, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
 from distprune.selection import Chosen, raise_nans
 from distprune.shards import LocalShard, local_part
 
@@ -218,10 +218,11 @@ def _choose(comm: Communicator, request: _Request, find: Callable[[], Found]) ->
     def count(words: torch.Tensor) -> None:
         chosen[:] = choice.settle()
         totals = words[1:].view(-1, 2)
-        for scores, each in zip(ranked.scores, chosen, strict=True):
+        unread_nans = count_unread_nans(ranked.scores)
+        for scores, each, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
             if scores.shard.owned:
                 totals[ranked.place[scores.shard.name]] = torch.tensor([each.num_pruned, each.num_gone])
-                num_nans[scores.shard.name] = each.num_nans + scores.num_unread_nans()
+                num_nans[scores.shard.name] = each.num_nans + num_unread
                 words[0] += num_nans[scores.shard.name]
 
     words = sum_together(comm, (1 + 2 * len(agreed.roster.members),), count)

@@ -4,7 +4,15 @@ from collections.abc import Callable
 
 import torch
 
-from distprune.scores.base import Elements, ElementwiseScore, Evidence, LocalScores, Score, local_scores
+from distprune.scores.base import (
+    Elements,
+    ElementwiseScore,
+    Evidence,
+    LocalScores,
+    Score,
+    count_unread_nans,
+    local_scores,
+)
 from distprune.scores.channel_norm import ChannelNorm, Norm
 from distprune.scores.exact_sum import grid_scale, on_grid
 from distprune.scores.magnitude import Magnitude
@@ -25,6 +33,7 @@ __all__ = [
     "ScoreLike",
     "Wanda",
     "as_score",
+    "count_unread_nans",
     "grid_scale",
     "local_scores",
     "on_grid",

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from typing_extensions import override
 
-from distprune.shards import LocalShard, chunk_size, flat_chunk, flat_chunks
+from distprune.shards import LocalShard, chunk_size, fetched, flat_chunk, flat_chunks
 
-__all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "local_scores"]
+__all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "count_unread_nans", "local_scores"]
 
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
 
@@ -149,13 +149,6 @@ class LocalScores:
         read = self.score.reads(self.shard, self.evidence)
         return read if self.gone is None or any(self.gone is each for each in read) else [*read, self.gone]
 
-    def num_unread_nans(self) -> int:
-        """Return how many weights are NaN of those that the score itself does not read."""
-        if any(self.shard.local is read for read in self.score.reads(self.shard, self.evidence)):
-            return 0
-        counts = [values.isnan().sum() for _, values in flat_chunks(self.shard.local) if values.is_floating_point()]
-        return int(torch.stack(counts).sum()) if counts else 0
-
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield the stretches of local offsets that are in memory at a time."""
         numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
@@ -213,6 +206,17 @@ def local_scores(
             raise ValueError(f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given")
         found.append(LocalScores(shard, score, of_shard, shard.local if in_place else None))
     return found
+
+
+def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
+    """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
+    counts = []
+    for each in scores:
+        counts.append(torch.zeros((), dtype=torch.int64))
+        reads = each.score.reads(each.shard, each.evidence)
+        if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
+            counts[-1] = sum((values.isnan().sum() for _, values in flat_chunks(each.shard.local)), counts[-1])
+    return [int(count) for count in fetched(counts)]
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final
 
-import numpy as np
 import torch
 from typing_extensions import override
 
@@ -18,8 +17,6 @@ from distprune.scores.base import Elements, Score
 __all__ = ["ChannelNorm", "Norm"]
 
 Norm = int | float | str
-
-_MAX_PRODUCT = 8  # integer powers up to this are products, whose bits do not depend on a libm
 
 
 @final
@@ -74,17 +71,22 @@ class ChannelNorm(Score):
 
 
 def _power(sizes: torch.Tensor, exponent: float) -> torch.Tensor:
-    """Return sizes**exponent (float64, sizes >= 0), whose bits depend on nothing but the size."""
+    """Return sizes**exponent (float64, sizes >= 0) by products and square roots, which every device rounds alike."""
     if exponent == 0:
         return (sizes != 0).to(torch.float64).masked_fill(sizes.isnan(), torch.nan)
     if exponent < 0:
         return _power(sizes, -exponent).reciprocal()
-    if exponent == 0.5:
-        return sizes.sqrt()
-    if exponent.is_integer() and exponent <= _MAX_PRODUCT:
-        result = sizes
-        for _ in range(int(exponent) - 1):
-            result = result * sizes
-        return result
-    # One implementation for every device and every alignment.
-    return torch.from_numpy(np.power(sizes.cpu().numpy(), exponent)).to(sizes.device)
+    result: torch.Tensor | None = None
+    whole, fraction = int(exponent), exponent % 1
+    square, root = sizes, sizes
+    while whole or fraction:  # one bit of each, from the point outwards
+        if whole & 1:
+            result = square if result is None else result * square
+        whole >>= 1
+        square = square * square if whole else square
+        if fraction:
+            root, fraction = root.sqrt(), fraction * 2
+        if fraction >= 1:
+            result, fraction = root if result is None else result * root, fraction - 1
+    assert result is not None  # a bit was set
+    return result

@@ -3,7 +3,6 @@
 from distprune.selection.competition import Competition
 from distprune.selection.kth_value import Chosen, Selection, raise_nans, select_lowest
 from distprune.selection.order import Order, OrderedBy, common_order
-from distprune.selection.rows import fetched, on_host
 from distprune.selection.scan import Entry, Keyed
 from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
 
@@ -16,10 +15,8 @@ __all__ = [
     "OrderedBy",
     "Selection",
     "common_order",
-    "fetched",
     "keep_highest_per_group",
     "keep_highest_per_row",
-    "on_host",
     "raise_nans",
     "select_lowest",
 ]

@@ -46,15 +46,12 @@ class Range:
 
 
 def add_histogram(row: torch.Tensor, values: torch.Tensor, within: Range) -> None:
-    """Add the counts of ``values``, all of them inside ``within``, to the bins ``row`` (int64), on its device."""
+    """Add the counts of ``values``, all of them inside ``within``, to the bins ``row`` (int64); all on the host."""
     width = within.bin_width(len(row))
-    if row.device.type == "cpu":
-        # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
-        above_low = values.numpy().astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
-        bins = above_low if width == 1 else above_low // np.uint64(width)
-        row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
-        return
-    add_histogram_on_device(row, values, within, torch.ones_like(values, dtype=torch.bool))
+    # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
+    above_low = values.numpy().astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
+    bins = above_low if width == 1 else above_low // np.uint64(width)
+    row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
 
 
 def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Range, counted: torch.Tensor) -> None:

@@ -19,14 +19,18 @@ __all__ = ["DeviceTally"]
 
 
 class DeviceTally:
-    """Counts of one entry on its device; ``num_nans``, ``num_gone`` and ``num_pruned`` are tensors there."""
+    """Counts of one entry on its device."""
 
     def __init__(self, entry: Entry, state: Undecided) -> None:
         self.entry = entry
         device = entry.scores.device
-        self.num_nans, self.num_gone, self.num_pruned = torch.zeros(3, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.mask = torch.empty(entry.geometry.local_shape, dtype=torch.bool, device=device)
         self._state = state
+
+    def counts(self) -> torch.Tensor:
+        """Return NaNs, gone and pruned, int64, on the device."""
+        return self._counts
 
     def count_keys(self, row: torch.Tensor) -> None:
         """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
@@ -35,17 +39,16 @@ class DeviceTally:
             return
         order, within = state.competition.order, state.keys
         if state.needs_scan:
-            self.num_nans, self.num_gone = torch.zeros_like(self.num_nans), torch.zeros_like(self.num_gone)
+            self._counts.zero_()
         for _, _, keys in self._chunks():
             below, above = keys < within.low, keys > within.high
             if state.needs_scan:
                 num_below, num_above = below.sum(), above.sum()
-                num_nans, num_gone = (keys > order.last).sum(), (keys < order.first).sum()
-                self.num_nans += num_nans
-                self.num_gone += num_gone
+                beyond = torch.stack([(keys > order.last).sum(), (keys < order.first).sum()])  # NaNs, gone
+                self._counts[:2] += beyond
                 if self.entry.owned:
-                    num_inside = len(keys) - num_below - num_above
-                    row[:NUM_HEADER_WORDS] += torch.stack([num_below, num_inside, num_above, num_nans, num_gone])
+                    within_or_not = torch.stack([num_below, len(keys) - num_below - num_above, num_above])
+                    row[:NUM_HEADER_WORDS] += torch.cat([within_or_not, beyond])
             if self.entry.owned:
                 add_histogram_on_device(row[NUM_HEADER_WORDS:], keys, within, ~(below | above))
 
@@ -70,7 +73,7 @@ class DeviceTally:
             keep = torch.gt(keys, kth, out=flat[start:stop])
             if state.positions.low < state.competition.num_positions - 1:  # else all that tie with the k-th go
                 keep |= (keys == kth) & (self._positions(start, stop) > state.positions.low)
-            self.num_pruned += (~keep).sum()
+            self._counts[2] += (~keep).sum()
 
     def _positions(self, start: int, stop: int) -> torch.Tensor:
         return self.entry.geometry.flat_indices(start, stop, self.entry.scores.device) + self.entry.first_position

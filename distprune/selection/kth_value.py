@@ -24,10 +24,11 @@ import torch
 from distprune.collectives import Communicator, together
 from distprune.selection.competition import Competition, Range, Undecided, Words
 from distprune.selection.device_tally import DeviceTally
-from distprune.selection.rows import Part, counted_rows, fetched, on_host
+from distprune.selection.rows import Part, counted_rows
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry
 from distprune.selection.tally import NUM_HEADER_WORDS, Keep, Tally
+from distprune.shards import fetched, on_host
 
 __all__ = ["Chosen", "Selection", "raise_nans", "select_lowest"]
 
@@ -49,6 +50,11 @@ class Chosen:
     num_gone: int
     num_pruned: int
     num_nans: int = 0
+
+    @staticmethod
+    def all_of(masks: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> list[Chosen]:
+        """Return what was chosen, given ``counts`` where they were counted, int64: gone, pruned and, if any, NaNs."""
+        return [Chosen(mask, *num.tolist()) for mask, num in zip(masks, fetched(counts), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -150,22 +156,15 @@ class _OwnPart:
             yield tally.entry.competition, tally.entry.scores.device, tally.count_positions
 
     def num_nans(self) -> dict[str, int]:
-        return {tally.entry.name: int(tally.num_nans) for tally in self.tallies if tally.entry.owned}
+        owned = [tally for tally in self.tallies if tally.entry.owned]
+        found = fetched([tally.counts() for tally in owned])
+        return {tally.entry.name: int(counts[0]) for tally, counts in zip(owned, found, strict=True)}
 
     def settle(self) -> list[Chosen]:
         for tally in self.tallies:
             tally.settle_keys()
             tally.settle_positions()
-        return [Chosen(tally.mask, *numbers) for tally, numbers in zip(self.tallies, self._numbers(), strict=True)]
-
-    def _numbers(self) -> list[tuple[int, int]]:
-        """Return (gone, pruned) of every tally; what counts on a device is fetched at once."""
-        there = [torch.stack([t.num_gone, t.num_pruned]) for t in self.tallies if isinstance(t, DeviceTally)]
-        found = iter(fetched(torch.stack(there)).tolist() if there else ())
-        return [
-            tuple(next(found)) if isinstance(tally, DeviceTally) else (tally.num_gone, tally.num_pruned)
-            for tally in self.tallies
-        ]
+        return Chosen.all_of([tally.mask for tally in self.tallies], [tally.counts()[1:] for tally in self.tallies])
 
 
 def _threshold(state: Undecided) -> float | int | None:

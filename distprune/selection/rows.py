@@ -8,20 +8,11 @@ import torch
 
 from distprune.collectives import Communicator, sum_together
 from distprune.selection.competition import Words
+from distprune.shards import fetched, on_host
 
-__all__ = ["Part", "counted_rows", "fetched", "on_host"]
+__all__ = ["Part", "counted_rows"]
 
 Part = tuple[int, torch.device, Callable[[torch.Tensor], None]]  # competition, device, what adds to its row there
-
-
-def on_host(device: torch.device) -> bool:
-    """Return whether what lies on ``device`` is counted by the host."""
-    return device.type == "cpu"
-
-
-def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` on the CPU. The only way from a device: the host waits for all that was asked of it."""
-    return tensor.cpu()
 
 
 def counted_rows(comm: Communicator, num_rows: int, num_words: int, parts: Callable[[], Iterable[Part]]) -> Words:
@@ -36,8 +27,8 @@ def counted_rows(comm: Communicator, num_rows: int, num_words: int, parts: Calla
             if not on_host(device) and device not in there:
                 there[device] = torch.zeros_like(rows, device=device)
             count((rows if on_host(device) else there[device])[index])
-        for counted in there.values():
-            rows += fetched(counted)
+        for counted in fetched([*there.values()]):
+            rows += counted
 
     summed: Words = sum_together(comm, (num_rows, num_words), fill).numpy()
     return summed

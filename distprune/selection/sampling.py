@@ -17,8 +17,9 @@ import torch
 
 from distprune.collectives import Communicator
 from distprune.selection.competition import Range, Undecided, Words, add_histogram, add_histogram_on_device
-from distprune.selection.rows import Part, counted_rows, on_host
+from distprune.selection.rows import Part, counted_rows
 from distprune.selection.scan import Entry
+from distprune.shards import on_host, sent
 
 __all__ = ["sample_brackets"]
 
@@ -54,12 +55,12 @@ def _fill_slots(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
     flat = position - entry.first_position
     within = (flat >= 0) & (flat < entry.geometry.global_numel)
     offsets, held = entry.geometry.local_offsets_at(flat[within])
-    keys = _keys_at(entry, state, torch.from_numpy(offsets[held]))
-    row[torch.from_numpy(slot[within][held]).to(row.device)] = _encode(keys, state)
+    keys = _keys_at(entry, state, sent(torch.from_numpy(offsets[held]), row.device))
+    row[sent(torch.from_numpy(slot[within][held]), row.device)] = _encode(keys, state)
 
 
 def _keys_at(entry: Entry, state: Undecided, offsets: torch.Tensor) -> torch.Tensor:
-    return entry.scores.keys_at(state.competition.order, offsets.to(entry.scores.device)).to(torch.int64)
+    return entry.scores.keys_at(state.competition.order, offsets).to(torch.int64)
 
 
 def _shift(state: Undecided) -> int:
@@ -103,7 +104,7 @@ def _count_strides(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
     step = stride * _STRIDE_SAMPLE
     bins = row[_NUM_STRIDE_HEADER:]
     for start in range(0, numel, step):
-        keys = _keys_at(entry, state, torch.arange(start, min(start + step, numel), stride))
+        keys = _keys_at(entry, state, torch.arange(start, min(start + step, numel), stride, device=row.device))
         inside = (keys >= state.keys.low) & (keys <= state.keys.high)
         row[:_NUM_STRIDE_HEADER] += torch.stack([torch.ones_like(keys).sum(), (keys < state.keys.low).sum()])
         if on_host(row.device):

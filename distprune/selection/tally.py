@@ -47,6 +47,10 @@ class Tally:
         self._survivors: Survivors | None = None
         self._positions: torch.Tensor | None = None
 
+    def counts(self) -> torch.Tensor:
+        """Return NaNs, gone and pruned, int64."""
+        return torch.tensor([self.num_nans, self.num_gone, self.num_pruned])
+
     @property
     def _bracket(self) -> tuple[int, int]:
         return self._state.keys.low, self._state.keys.high

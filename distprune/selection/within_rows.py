@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.shards import chunk_size, fetched, on_host
+
 __all__ = ["keep_highest_per_group", "keep_highest_per_row"]
 
 Array = npt.NDArray[Any]
 
-_HOST_CHUNK = 1 << 16  # elements: the temporaries stay in a core's second-level cache
-_DEVICE_CHUNK = 1 << 20  # elements: a stable sort takes some 30 bytes of temporaries for each
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond
 
 
@@ -27,7 +27,7 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): ``n`` of every ``m`` columns.
 
     Groups are columns 0 to m - 1, m to 2 m - 1, and so on. Local; temporaries stay under 64 MiB
-    whatever the size, except that a single row is not cut.
+    whatever the size, except that a single row is not cut. On a device one wait, none for integers.
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, not 0 <= n <= m, or m does not divide the columns.
@@ -38,68 +38,62 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
         raise ValueError(f"{n}:{m} is no pattern: n of every m are kept, 0 <= n <= m and m >= 1")
     if num_columns % m:
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
-    if n in (0, m):
-        return _all_alike(scores, n == m)
 
-    def on_host(rows: Array) -> Array:
-        groups = rows.reshape(-1, m)
+    def there(rows: torch.Tensor, _: slice) -> torch.Tensor:
+        return _by_sorting(rows.reshape(-1, m), m - n).view(rows.shape)
+
+    def here(rows: torch.Tensor, _: slice) -> torch.Tensor:
+        groups = rows.numpy().reshape(-1, m)
+        if n in (0, m):
+            return torch.full(rows.shape, n == m)
         if m <= _MAX_PAIRED:
-            return (_ranks(np.ascontiguousarray(groups.T)) >= m - n).T.reshape(rows.shape)
+            return torch.from_numpy((_ranks(np.ascontiguousarray(groups.T)) >= m - n).T.reshape(rows.shape))
         keep = np.ones(groups.shape, dtype=np.bool_)
         np.put_along_axis(keep, np.argsort(groups, axis=1, kind="stable")[:, : m - n], False, axis=1)
-        return keep.reshape(rows.shape)
+        return torch.from_numpy(keep.reshape(rows.shape))
 
-    def on_device(rows: torch.Tensor) -> torch.Tensor:
-        return _keep_by_sorting(rows.reshape(-1, m), m - n).view(rows.shape)
-
-    return _by_rows(scores, on_host, on_device)
+    return _by_rows(scores, here if on_host(scores.device) else there)
 
 
 def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): all but ``num_pruned`` of every row.
 
-    ``num_pruned``: one number for all rows, or (rows,) int64. Local; temporaries stay under 64 MiB whatever
-    the size, except that a single row is not cut (and, with a number for each row, that the caller bounds them).
+    ``num_pruned``: one number for all rows, or (rows,) int64 on their device, each of which the caller knows to be
+    in [0, columns]. Local; temporaries stay under 64 MiB whatever the size, except that a single row is not cut.
+    On a device one wait, none for integers.
 
     Raises:
-        ValueError: ``scores`` is not 2-D or holds NaN, or ``num_pruned`` is not in [0, columns].
+        ValueError: ``scores`` is not 2-D or holds NaN, or the one ``num_pruned`` is not in [0, columns].
     """
     _check_2d(scores)
+    is_here = on_host(scores.device)
     if isinstance(num_pruned, torch.Tensor):
-        distinct = sorted(set(num_pruned.tolist()))
-        if len(distinct) > 1:
-            keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-            for number in distinct:
-                rows = num_pruned == number
-                keep[rows] = keep_highest_per_row(scores[rows], number)
-            return keep
-        num_pruned = distinct[0] if distinct else 0
-    if not 0 <= num_pruned <= scores.shape[1]:
+        numbers = num_pruned
+        if not is_here or not (numbers == numbers[:1]).all():
+            return _by_rows(scores, lambda rows, at: _by_sorting(rows, numbers[at, None]))
+        num_pruned = int(numbers[0]) if len(numbers) else 0
+    number = num_pruned
+    if not 0 <= number <= scores.shape[1]:
         raise ValueError(f"{num_pruned=} is not between 0 and the {scores.shape[1]} columns of a row")
-    if num_pruned in (0, scores.shape[1]):
-        return _all_alike(scores, num_pruned == 0)
 
-    def on_host(rows: Array) -> Array:
-        kth = np.partition(rows, num_pruned - 1, axis=1)[:, num_pruned - 1 : num_pruned]
-        keep = rows > kth
-        num_undecided = np.count_nonzero(rows <= kth, axis=1) - num_pruned  # more than are to go: ties with the k-th
+    def here(rows: torch.Tensor, _: slice) -> torch.Tensor:
+        if number in (0, scores.shape[1]):
+            return torch.full(rows.shape, number == 0)
+        values = rows.numpy()
+        kth = np.partition(values, number - 1, axis=1)[:, number - 1 : number]
+        keep = values > kth
+        num_undecided = np.count_nonzero(values <= kth, axis=1) - number  # more than are to go: ties with the k-th
         for row in np.flatnonzero(num_undecided):
-            tied = np.flatnonzero(rows[row] == kth[row])
+            tied = np.flatnonzero(values[row] == kth[row])
             keep[row, tied[len(tied) - num_undecided[row] :]] = True
-        return keep
+        return torch.from_numpy(keep)
 
-    return _by_rows(scores, on_host, lambda rows: _keep_by_sorting(rows, num_pruned))
+    return _by_rows(scores, here if is_here else lambda rows, _: _by_sorting(rows, number))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
     if scores.ndim != 2:
         raise ValueError(f"rows and columns are called for, not {scores.shape=}")
-
-
-def _all_alike(scores: torch.Tensor, keep: bool) -> torch.Tensor:
-    if scores.is_floating_point() and bool(scores.isnan().any()):
-        _raise_nans(int(scores.isnan().sum()))
-    return torch.full(scores.shape, keep, dtype=torch.bool, device=scores.device)
 
 
 def _ranks(columns: Array) -> Array:
@@ -114,34 +108,29 @@ def _ranks(columns: Array) -> Array:
     return ranks
 
 
-def _keep_by_sorting(rows: torch.Tensor, num_pruned: int) -> torch.Tensor:
+def _by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
+    """Return what stays of ``rows``; ``num_pruned``: of each, or (rows, 1)."""
     # A device's stable sort may go by bits; adding 0.0 makes a -0.0 a 0.0.
     order = (rows + 0.0 if rows.is_floating_point() else rows).sort(dim=1, stable=True).indices
-    keep = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
-    return keep.scatter_(1, order[:, :num_pruned], False)
+    stays = torch.arange(rows.shape[1], device=rows.device) >= num_pruned
+    return torch.empty(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, order, stays.expand(rows.shape))
 
 
-def _by_rows(
-    scores: torch.Tensor,
-    on_host: Callable[[Array], Array],
-    on_device: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Return ``on_host`` or ``on_device`` of all rows, so many at a time that temporaries stay small."""
+def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, slice], torch.Tensor]) -> torch.Tensor:
+    """Return ``keep_rows`` of all rows, so many at a time that temporaries stay small."""
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    is_host = scores.device.type == "cpu"
-    num_rows = max(1, (_HOST_CHUNK if is_host else _DEVICE_CHUNK) // max(1, scores.shape[1]))
+    num_nans = torch.zeros((), dtype=torch.int64, device=scores.device)
+    # A stable sort on a device takes some 30 bytes of temporaries for each element.
+    size = chunk_size(scores.device) // (1 if on_host(scores.device) else 2)
+    num_rows = max(1, size // max(1, scores.shape[1]))
     for start in range(0, len(scores), num_rows):
-        rows = scores[start : start + num_rows].detach()
+        at = slice(start, start + num_rows)
+        rows = scores[at].detach()
+        if rows.is_floating_point():
+            num_nans += rows.isnan().sum()
         if rows.dtype in (torch.bfloat16, torch.float16):
             rows = rows.float()  # exact
-        if rows.is_floating_point() and bool(rows.isnan().any()):
-            _raise_nans(int(scores.isnan().sum()))
-        if is_host:
-            keep[start : start + num_rows] = torch.from_numpy(on_host(rows.contiguous().numpy()))
-        else:
-            keep[start : start + num_rows] = on_device(rows)
+        keep[at] = keep_rows(rows.contiguous(), at)
+    if scores.is_floating_point() and (num := int(fetched([num_nans])[0])):
+        raise ValueError(f"{num} scores are NaN; NaN has no place in the order, mend the values first")
     return keep
-
-
-def _raise_nans(num_nans: int) -> None:
-    raise ValueError(f"{num_nans} scores are NaN; NaN has no place in the order, mend the values first")

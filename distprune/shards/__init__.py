@@ -1,10 +1,11 @@
 """Where my elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.checksum import checksum
+from distprune.shards.device import chunk_size, fetched, on_host, sent
 from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
 from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_part, local_shard
-from distprune.shards.local_shard import LocalShard, chunk_size, cut, flat_chunk, flat_chunks
+from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.torch_private import Inside, StridedShard, private
 
@@ -21,8 +22,10 @@ __all__ = [
     "checksum",
     "chunk_runs",
     "chunk_size",
+    "count_zeros",
     "cut",
     "dtensor_like",
+    "fetched",
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
@@ -32,6 +35,8 @@ __all__ = [
     "local_of",
     "local_part",
     "local_shard",
+    "on_host",
     "private",
     "runs_of_splits",
+    "sent",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -11,24 +11,16 @@ from distprune.shards.local_shard import flat_chunks
 __all__ = ["checksum"]
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTOR = 0x5851F42D4C957F2D  # between tensors: Knuth's, of MMIX; int64 wraps
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number below 2**61 that follows from the bits of ``tensors``; local, one wait for a device each."""
-    total = 0
+def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a number, int64 on their device, that follows from the bits of ``tensors``; local, waits for nothing."""
+    total = torch.ones((), dtype=torch.int64, device=tensors[0].device if tensors else "cpu")
     for tensor in tensors:
-        found = [(start, _weighed(values)) for start, values in flat_chunks(tensor.detach())]
-        sums = torch.stack([weighed for _, weighed in found]).tolist() if found else []
-        for (start, _), of_chunk in zip(found, sums, strict=True):
-            total = (total * 31 + of_chunk % (1 << 61) + start) % (1 << 61)
+        total = total * _FACTOR + tensor.numel()
+        for start, values in flat_chunks(tensor.detach()):
+            bits = values.contiguous().view(_INTEGER[values.element_size()]).to(torch.int64)
+            # Every element's bits are weighed by its place.
+            total += (bits * torch.arange(2 * start + 3, 2 * (start + len(bits)) + 3, 2, device=bits.device)).sum()
     return total
-
-
-def _weighed(values: torch.Tensor) -> torch.Tensor:
-    """Weigh every element's bits by its place."""
-    values = values.contiguous()
-    bits = (values if values.dtype is not torch.bool else values.view(torch.uint8)).view(
-        _INTEGER[values.element_size()]
-    )
-    place = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return (bits.to(torch.int64) * (2 * place + 1)).sum()

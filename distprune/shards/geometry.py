@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from distprune.shards.device import sent
 
 __all__ = ["Geometry", "Runs", "Split", "chunk_runs", "runs_of_splits"]
 
@@ -213,9 +215,16 @@ def _global_index(runs: Runs, local: torch.Tensor) -> torch.Tensor:
     """Return the global index along a dim of every local one."""
     if len(runs) == 1:
         return local + runs[0][0]
+    firsts, shifts = _table(runs, local.device)
+    return local + shifts[torch.searchsorted(firsts, local, right=True) - 1]
+
+
+@lru_cache(maxsize=256)
+def _table(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first local index of each of ``runs`` and how far it is from its global one; made once a device."""
     firsts = list(itertools.accumulate((high - low for low, high in runs), initial=0))[:-1]
-    shifts = torch.tensor([low - first for (low, _), first in zip(runs, firsts, strict=True)], device=local.device)
-    return local + shifts[torch.searchsorted(torch.tensor(firsts, device=local.device), local, right=True) - 1]
+    shifts = [low - first for (low, _), first in zip(runs, firsts, strict=True)]
+    return sent(torch.tensor(firsts), device), sent(torch.tensor(shifts), device)
 
 
 def _find(runs: Runs, index: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -8,19 +8,17 @@ owners count.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from distprune.shards.device import chunk_size, fetched
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
-__all__ = ["LocalShard", "chunk_size", "cut", "flat_chunk", "flat_chunks"]
-
-_CPU_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
-_DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
+__all__ = ["LocalShard", "count_zeros", "cut", "flat_chunk", "flat_chunks"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ class LocalShard:
         return dataclasses.replace(self, owned=owned, num_replicas=self.num_replicas * num_copies, mesh_ranks=None)
 
 
-def chunk_size(device: torch.device) -> int:
-    """Return how many elements one pass works on at a time on ``device``."""
-    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-
-
 def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements ``start`` to ``stop`` of ``tensor`` in row-major order: a view where it is contiguous."""
     if tensor.is_contiguous():
@@ -101,6 +94,15 @@ def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     size = chunk_size(tensor.device)
     for start in range(0, tensor.numel(), size):
         yield start, flat_chunk(tensor, start, min(start + size, tensor.numel()))
+
+
+def count_zeros(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many elements of each are zero; local, one wait for a device."""
+    counts = [
+        sum((torch.count_nonzero(values) for _, values in flat_chunks(tensor)), torch.zeros((), dtype=torch.int64))
+        for tensor in tensors
+    ]
+    return [t.numel() - int(num) for t, num in zip(tensors, fetched(counts), strict=True)]
 
 
 def cut(whole: torch.Tensor, geometry: Geometry) -> torch.Tensor:

@@ -79,7 +79,7 @@ class LocalMatrix:
         lead = next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == matrix.num_rows)
         return LocalMatrix(_indices(geometry, 0, lead), _indices(geometry, lead, len(shape)), None)
 
-    def offsets(self, rows: IntArray, columns: IntArray) -> IntArray:
+    def offsets(self, rows: Ints, columns: Ints) -> Ints:
         """Return the local offsets (rows, columns) of local rows and columns."""
         if self.num_local_out is None:
             return rows[:, None] * len(self.columns) + columns[None, :]

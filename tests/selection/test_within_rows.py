@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
-from distprune.selection.within_rows import _keep_by_sorting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
-SHAPES = [(1, 4), (3, 8), (5, 16), (40, 2048), (0, 8), (3, 0)]  # 32 rows of 2048 are one chunk
+SHAPES = [(1, 4), (3, 8), (5, 16), (70, 2048), (0, 8), (3, 0)]  # 64 rows of 2048 are one chunk
 
 
 def by_loop(scores: torch.Tensor, num_pruned: int, group_size: int) -> torch.Tensor:
@@ -45,7 +44,7 @@ def test_large_groups(n: int, m: int) -> None:
 
 
 def test_a_row_longer_than_a_chunk() -> None:
-    scores = tied_scores((2, (1 << 16) + 4), torch.float32)
+    scores = tied_scores((2, (1 << 17) + 4), torch.float32)
     assert torch.equal(keep_highest_per_group(scores, 2, 4), by_loop(scores, 2, 4))
     assert torch.equal(keep_highest_per_row(scores, 30_000), by_loop(scores, 30_000, scores.shape[1]))
 
@@ -69,7 +68,7 @@ def test_any_row(values: list[float], num_pruned: int) -> None:
     wanted = by_loop(scores, num_pruned, len(values))
     assert torch.equal(keep_highest_per_row(scores, num_pruned), wanted)
     assert torch.equal(keep_highest_per_group(scores, len(values) - num_pruned, len(values)), wanted)
-    assert torch.equal(_keep_by_sorting(scores, num_pruned), wanted)  # what runs on a device
+    assert torch.equal(keep_highest_per_row(scores, torch.tensor([num_pruned, 0]))[0], wanted[0])
 
 
 def test_strided_scores() -> None:
@@ -112,5 +111,3 @@ def test_a_number_for_each_row() -> None:
     for row, count in enumerate(counts.tolist()):
         assert torch.equal(keep[row : row + 1], keep_highest_per_row(scores[row : row + 1], count))
     assert torch.equal(keep_highest_per_row(scores, torch.full((6,), 2)), keep_highest_per_row(scores, 2))
-    with pytest.raises(ValueError, match="num_pruned=10"):
-        keep_highest_per_row(scores, torch.tensor([0, 10, 0, 0, 0, 0]))

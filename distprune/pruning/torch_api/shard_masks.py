@@ -15,7 +15,7 @@ from distprune.pruning.agreement import Agreed
 from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened
 from distprune.pruning.torch_api.call import Change, Decision, Plan, prune_targets
 from distprune.pruning.torch_api.targets import Target, check_binary, sharded_mask
-from distprune.shards import checksum, local_of
+from distprune.shards import checksum, fetched, local_of
 
 __all__ = ["shard_masks"]
 
@@ -69,7 +69,7 @@ def _is_whole(mask: torch.Tensor) -> bool:
 
 def _checksum(mask: torch.Tensor | None) -> int:
     assert mask is not None  # it is pruned
-    return 0 if mask.is_meta else checksum([local_of(mask)])
+    return 0 if mask.is_meta else int(fetched([checksum([local_of(mask)])])[0])
 
 
 def _brought_over(target: Target) -> Change:

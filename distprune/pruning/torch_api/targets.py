@@ -25,6 +25,7 @@ from distprune.shards import (
     LocalShard,
     checksum,
     dtensor_like,
+    fetched,
     is_flattened,
     is_held,
     local_of,
@@ -146,7 +147,7 @@ def _plain(value: object) -> object:
     if isinstance(value, DTensor):
         return ["DTensor", list(value.shape), str(value.dtype), str(value.placements)]
     if isinstance(value, torch.Tensor):
-        return ["Tensor", list(value.shape), str(value.dtype), checksum([value])]
+        return ["Tensor", list(value.shape), str(value.dtype), int(fetched([checksum([value])])[0])]
     if value is None or isinstance(value, bool | int | float | str | Pattern | Score):
         return repr(value)
     if isinstance(value, list | tuple):

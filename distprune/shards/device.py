@@ -1,0 +1,42 @@
+"""Work on a device: chunk by chunk, and never waiting for it within a loop over chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["chunk_size", "fetched", "on_host", "sent"]
+
+_HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
+_HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
+_DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
+
+
+def on_host(device: torch.device) -> bool:
+    """Return whether what lies on ``device`` is worked on by the host."""
+    return device.type in _HOST_TYPES
+
+
+def chunk_size(device: torch.device) -> int:
+    """Return how many elements one pass works on at a time on ``device``."""
+    return _HOST_CHUNK if on_host(device) else _DEVICE_CHUNK
+
+
+def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``tensors`` on the CPU. The only way from a device: one wait for all of a dtype."""
+    there: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        there.setdefault((tensor.device, tensor.dtype), []).append(i)
+    found = list(tensors)
+    for (device, _), places in there.items():
+        if device.type != "cpu":
+            flat = torch.cat([tensors[i].reshape(-1) for i in places]).cpu()
+            for i, values in zip(places, torch.split(flat, [tensors[i].numel() for i in places]), strict=True):
+                found[i] = values.view(tensors[i].shape)
+    return found
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor``, which lies on the CPU, on ``device``. The only way there: the host does not wait."""
+    return tensor.to(device, non_blocking=True)  # what is not pinned is copied aside before this returns

@@ -1,0 +1,233 @@
+"""The code for devices, on CPU tensors: the masks are the host's, and the host waits as often for 1 chunk as for 64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.collectives import Alone
+from distprune.masks import zero_where_pruned
+from distprune.scores import LocalScores, Magnitude
+from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.shards import Geometry, LocalShard, checksum
+from tests.device_path import Waits, as_on_a_device, counted_waits
+from tests.layouts import LAYOUTS, Layout
+from tests.pruning.test_patterns import check_rank, made
+from tests.selection.test_kth_value import Selected, select
+from tests.worlds import run_threads
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def values_of(kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(numel, generator=generator)
+    if kind == "ties":
+        values = values.round()
+    elif kind == "infinite":
+        values = values.where(values.abs() < 1, values.sign() * torch.inf)
+    elif kind == "same":
+        values = torch.full((numel,), -0.5)
+    elif kind == "wide":
+        values = values.mul(20).exp()
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinite", "same", "wide"])
+def test_selection_equals_the_hosts(kind: str, dtype: torch.dtype) -> None:
+    numel = 3000
+    values, gone = values_of(kind, numel, dtype), torch.arange(numel) % 7
+    for ks, of in (([1000, 0, 3000], None), ([1000, 300, 2999], gone)):  # fewer than are gone in one
+        parts = [values, values.flip(0), values.roll(11)]
+        here: Selected = select(Alone(), parts, numel, 0, ks, of)
+        with as_on_a_device():
+            there: Selected = select(Alone(), parts, numel, 0, ks, of)
+        assert here.thresholds == there.thresholds
+        assert all(torch.equal(one, other) for one, other in zip(here.masks, there.masks, strict=True))
+
+
+def test_nan_is_counted() -> None:
+    values = torch.randn(2000)
+    values[[3, 1999]] = torch.nan
+    with as_on_a_device(), pytest.raises(ValueError, match=r"'c0' \(2\)"):
+        select(Alone(), [values], 2000, 0, [5])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
+def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype) -> None:
+    for kind in ("normal", "ties", "infinite"):
+        scores = values_of(kind, 40 * 96, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 96)
+        numbers = torch.arange(40) * 2
+        here = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
+        here += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
+        with as_on_a_device():
+            there = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
+            there += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    nan = torch.ones(60, 96)
+    nan[[2, 59]] = torch.nan
+    with as_on_a_device(), pytest.raises(ValueError, match="192 scores are NaN"):
+        keep_highest_per_group(nan, 2, 4)
+
+
+CHOSEN = [layout for layout in LAYOUTS if layout.name in ("plain", "shard1", "strided")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [pytest.param(each, each.world_sizes[1], id=each.name) for each in CHOSEN]
+)
+def test_patterns_equal_the_plain_answer(layout: Layout, world_size: int) -> None:
+    with as_on_a_device(16):
+        run_threads(world_size, check_rank, layout, world_size, made())
+
+
+@pytest.mark.parametrize("pattern", [prune.Block(4, 0.5), prune.NByM(2, 4), prune.PerRow(0.5)], ids=str)
+def test_a_stretch_of_the_flattened_weight(pattern: prune.Pattern) -> None:
+    """As FSDP1 cuts it: anywhere."""
+    whole = values_of("ties", 24 * 16, torch.float32).view(24, 16)
+    wanted = nn.Linear(16, 24, bias=False)
+    wanted.weight = nn.Parameter(whole.clone())
+    prune.prune_model(wanted, pattern=pattern)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        runs = ((0, 101), (101, 250), (250, 384))[rank]
+        geometry = Geometry((384,), ((runs,),))
+        local = whole.view(-1)[slice(*runs)].clone()
+        matrix = LocalShard("w", whole, Geometry.whole((24, 16))).as_matrix()
+        prune.prune_shards([LocalShard("w", local, geometry, True, 1, matrix=matrix)], pattern=pattern)
+        return local
+
+    with as_on_a_device(16):
+        parts = run_threads(3, on_rank)
+    assert torch.equal(torch.cat(parts).view(24, 16), wanted.weight)
+
+
+Call = Callable[[nn.Module, Alone], object]
+
+
+def on_the_weight(function: Callable[..., object], *arguments: object, **named: object) -> Call:
+    """Call ``function`` on a weight of which some is pruned before."""
+
+    def call(module: nn.Module, comm: Alone) -> object:
+        shape = module.get_parameter("weight").shape
+        prune.custom_from_mask(module, "weight", (torch.arange(shape.numel()).view(shape) % 5 > 0).float(), group=comm)
+        return function(module, "weight", *arguments, **named, group=comm)
+
+    return call
+
+
+def in_place(**arguments: object) -> Call:
+    return lambda module, comm: prune.prune_model(module, group=comm, **arguments)  # type: ignore[arg-type]
+
+
+CALLS: dict[str, Call] = {
+    "unstructured": in_place(sparsity=0.5),
+    "by value": in_place(sparsity=0.5, score=torch.square),
+    "random": in_place(sparsity=0.5, score="random", seed=3),
+    "row": in_place(sparsity=0.5, pattern="row"),
+    "2:4": in_place(pattern="2:4"),
+    "block": in_place(sparsity=0.5, pattern="block:4"),
+    "random block": in_place(sparsity=0.5, pattern="block:4", score="random", seed=3),
+    "channels 0": in_place(sparsity=0.5, pattern="channels:0"),
+    "channels 1": in_place(sparsity=0.5, pattern="channels:1"),
+    "l1_unstructured": on_the_weight(prune.l1_unstructured, 0.5),
+    "random_unstructured": on_the_weight(prune.random_unstructured, 0.5, seed=3),
+    "ln_structured": on_the_weight(prune.ln_structured, 0.5, 2, 0),
+    "ln_structured 2.5": on_the_weight(prune.ln_structured, 0.5, 2.5, 1),
+    "ln_structured inf": on_the_weight(prune.ln_structured, 0.5, float("inf"), 1),
+    "random_structured": on_the_weight(prune.random_structured, 0.5, 1, seed=3),
+    "row of what is left": on_the_weight(prune.l1_pattern, prune.PerRow(0.5)),
+    "2:4 of what is left": on_the_weight(prune.l1_pattern, "2:4"),
+    "block of what is left": on_the_weight(prune.l1_pattern, prune.Block(4, 0.5)),
+    "sparsity": lambda module, comm: prune.sparsity(module, group=comm),
+}
+
+
+def linear(kind: str = "normal") -> nn.Linear:
+    module = nn.Linear(64, 128, bias=False)
+    module.weight = nn.Parameter(values_of(kind, 64 * 128, torch.float32).view(128, 64))
+    return module
+
+
+def waits_of(call: Call, module: nn.Module, chunk: int) -> tuple[Waits, int]:
+    """Return the waits and the rounds of a call."""
+    comm = Alone()
+    with as_on_a_device(chunk), counted_waits() as waits:
+        call(module, comm)
+    return waits, comm.traffic.num_rounds
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_mask_and_as_many_waits_for_64_chunks_as_for_one(name: str, kind: str) -> None:
+    here, one_chunk, many_chunks = linear(kind), linear(kind), linear(kind)
+    CALLS[name](here, Alone())
+    one, num_rounds = waits_of(CALLS[name], one_chunk, 64 * 128)
+    many, _ = waits_of(CALLS[name], many_chunks, 128)
+    assert torch.equal(here.weight, one_chunk.weight)
+    assert torch.equal(here.weight, many_chunks.weight)
+    assert many.calls == one.calls
+    assert many.num_fetches == one.num_fetches <= num_rounds + 2
+
+
+@pytest.mark.parametrize("name", ["unstructured", "by value", "random", "row", "2:4", "block", "channels 1"])
+def test_many_parameters_take_the_waits_of_one(name: str) -> None:
+    one, eight = (nn.Sequential(*(linear() for _ in range(num))) for num in (1, 8))
+    assert waits_of(CALLS[name], eight, 512)[0].num_fetches == waits_of(CALLS[name], one, 512)[0].num_fetches
+
+
+def test_what_waits_is_seen() -> None:
+    values, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
+    for wait in (
+        lambda: values[mask],
+        lambda: values.clone().__setitem__(mask, 0.0),
+        lambda: mask.nonzero(),
+        lambda: values.sum().item(),
+        lambda: bool(mask.any()),
+        lambda: values.tolist(),
+        lambda: values.numpy(),
+        lambda: values.cpu(),
+        lambda: torch.unique(values),
+        lambda: torch.masked_select(values, mask),
+        lambda: torch.equal(values, values),
+        lambda: torch.tensor([1, 2]),
+    ):
+        with counted_waits() as waits:
+            wait()
+        assert waits.calls, wait.__code__.co_names
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.complex64], ids=str)
+def test_zeros_are_written(dtype: torch.dtype) -> None:
+    for shape in ((2000,), (50, 40)):
+        values = torch.randn(2000).mul(9).to(dtype).view(shape)
+        mask = (torch.arange(2000) % 3 == 0).view(shape)
+        wanted = values.masked_fill(~mask, 0)
+        for tensor in (values.clone(), values.t().clone().t()):
+            with as_on_a_device():
+                zero_where_pruned(tensor, mask)
+            assert torch.equal(tensor, wanted)
+
+
+def test_checksums_are_the_hosts() -> None:
+    tensors = [torch.randn(900), torch.arange(2000).bool()]
+    here = checksum(tensors)
+    with as_on_a_device(), counted_waits() as waits:
+        there = checksum(tensors)
+    assert not waits.calls
+    assert torch.equal(here, there)
+
+
+def test_no_wait_for_the_scores_of_a_chunk() -> None:
+    values = torch.randn(2000)
+    scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), True, 1), Magnitude(), {}, values)
+    with counted_waits() as waits:
+        for start, stop in scores.chunks():
+            scores.values(slice(start, stop))
+            scores.is_gone(slice(start, stop))
+    assert not waits.calls
