@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distprune.methods import prune_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
+from distprune import prune_model
 from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model, save_model, writing
 from distprune.collectives import communicator
 
@@ -41,7 +41,7 @@ def job(rank: int, source: str, target: str, dtype_name: str) -> dict[str, Any]:
         if name == "load":
             state["model"] = load_model(directory, mesh=mesh, dtype=dtype, group=comm)
         elif name == "prune":
-            state["report"] = prune_model(state["model"], method="magnitude", amount=0.3, group=comm)
+            state["report"] = prune_model(state["model"], 0.3, group=comm)
         else:
             with writing(target, inputs=[source], group=comm) as staging:
                 save_model(state["model"], directory, staging, group=comm)

@@ -1,187 +1,186 @@
-"""Selecting the lowest half of |w| over ranks, against what one would use instead and against the floor.
+"""Pruning half of the weights in one call: the floor, in place, and torch's own function beside ours.
 
-python -m benchmarks.bench_selection [--elements 33554432] [--output benchmarks/results/FILE.md]
+python -m benchmarks.bench_selection [--elements 33554432] [--turns 7] [--output benchmarks/results/FILE.md]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import prune as torch_prune
 
-from benchmarks.measure import heading, median_seconds, on_ranks, peak_memory, table
-from distprune.collectives import Communicator, communicator
-from distprune.scores import Magnitude
-from distprune.selection import Competition, Entry, common_order, select_lowest
-from distprune.shards import Geometry, LocalShard
+import distprune as prune
+from benchmarks.measure import heading, on_ranks, peak_memory, table
+from distprune.shards import chunk_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FLOOR_CHUNK = 1 << 18  # elements; the fastest of 2**15 to 2**20 here
-
-Run = Callable[[], Any]
-
-
-def ours(local: torch.Tensor, first: int, numel: int, comm: Communicator) -> Run:
-    geometry = Geometry((numel,), (((first, first + local.numel()),),))
-    scores = Magnitude(LocalShard("w", local, geometry, True, 1))
-    order = common_order([(scores.ordered_by, scores.dtype)])
-    competition = Competition("w", order, numel, numel, numel // 2)
-    return lambda: select_lowest(comm, [competition], [Entry("w", scores, geometry, True, 0, 0)]).masks[0]
+COLUMNS = 4096
+SLOW_TURNS = 1  # of torch's own function
 
 
-def floor(local: torch.Tensor, threshold: float) -> Run:
-    """One chunked pass that counts |w| < t, and one that writes |w| > t into a new mask."""
+@dataclass(frozen=True)
+class Contender:
+    """A call on a module whose weights are as drawn, or (``on_pruned``) pruned in place before."""
 
-    def run() -> torch.Tensor:
-        magnitude = torch.empty(FLOOR_CHUNK, dtype=local.dtype)
-        below = torch.empty(FLOOR_CHUNK, dtype=torch.bool)
-        num_below = 0
-        for part in torch.split(local, FLOOR_CHUNK):
-            size = part.numel()
-            torch.abs(part, out=magnitude[:size])
-            num_below += int(torch.count_nonzero(torch.lt(magnitude[:size], threshold, out=below[:size])))
-        mask = torch.empty(local.shape, dtype=torch.bool)
-        for part, written in zip(torch.split(local, FLOOR_CHUNK), torch.split(mask, FLOOR_CHUNK), strict=True):
-            torch.abs(part, out=magnitude[: part.numel()])
-            torch.gt(magnitude[: part.numel()], threshold, out=written)
-        return mask
-
-    return run
+    what: str
+    call: Callable[[nn.Module], object]
+    undo: Callable[[nn.Module], object] = lambda _: None
+    on_pruned: bool = False
+    max_ranks: int = 2
 
 
-def torch_global(local: torch.Tensor) -> Run:
-    def run() -> torch.Tensor:
-        layer = nn.Linear(1, 1, bias=False)
-        layer.weight = nn.Parameter(local)
-        torch_prune.global_unstructured([(layer, "weight")], torch_prune.L1Unstructured, amount=0.5)
-        return torch.as_tensor(layer.weight_mask)
-
-    return run
-
-
-def topk(local: torch.Tensor) -> Run:
-    def run() -> torch.Tensor:
-        mask = torch.ones(local.shape, dtype=torch.bool)
-        mask[torch.topk(local.abs(), local.numel() // 2, largest=False).indices] = False
-        return mask
-
-    return run
-
-
-def kthvalue(local: torch.Tensor) -> Run:
-    """Ties at the threshold all go: not an exact count, but what people write."""
-    return lambda: local.abs() > torch.kthvalue(local.abs(), local.numel() // 2).values
-
-
-def gather(local: torch.Tensor, numel: int) -> Run:
-    def run() -> torch.Tensor:
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, local)
-        magnitude = torch.cat(parts).abs()
-        return local.abs() > torch.kthvalue(magnitude, numel // 2).values
-
-    return run
+def floor(module: nn.Module) -> None:
+    """Count |w| < t, chunk by chunk, and write zeros there: both over the bits as integers."""
+    weight = module.get_parameter("weight").detach()
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    is_wide = local.dtype is torch.float32
+    bits = local.view(-1).view(torch.int32 if is_wide else torch.int16).numpy()
+    median = torch.tensor(0.6745, dtype=local.dtype)
+    threshold = median.view(torch.int32 if is_wide else torch.int16).numpy()[()]
+    step = chunk_size(torch.device("cpu"))
+    keys, keep = np.empty(step, bits.dtype), np.empty(step, np.bool_)
+    num_below = 0
+    for writes in (False, True):
+        for start in range(0, len(bits), step):
+            part = bits[start : start + step]
+            np.bitwise_and(part, bits.dtype.type(np.iinfo(bits.dtype).max), out=keys[: len(part)])
+            kept = np.greater_equal(keys[: len(part)], threshold, out=keep[: len(part)])
+            if writes:
+                np.multiply(part, kept.view(np.int8), out=part)
+            else:
+                num_below += len(part) - int(np.count_nonzero(kept))
+    assert abs(num_below / max(len(bits), 1) - 0.5) < 0.05
 
 
-def measure(rank: int, name: str, dtype_name: str, numel: int, repeats: int) -> dict[str, Any]:
-    """Time one contender on this rank's part of the same values, and its memory beyond the mask."""
-    num_ranks = dist.get_world_size()
-    local_numel = numel // num_ranks
-    generator = torch.Generator().manual_seed(rank)
-    local = torch.randn(local_numel, generator=generator).to(DTYPES[dtype_name])
-    comm = communicator()
-    runs: dict[str, Run] = {
-        "distprune": ours(local, rank * local_numel, numel, comm),
-        "floor": floor(local, 0.6745),
-        "global_unstructured": torch_global(local),
-        "topk": topk(local),
-        "kthvalue": kthvalue(local),
-        "gather": gather(local, numel),
-    }
-    run = runs[name]
-    with peak_memory() as peak:
-        run()
-    traffic = comm.traffic.copy()
-    seconds = median_seconds(run, repeats, before=dist.barrier)
-    calls = repeats + (repeats > 1)
-    used = comm.traffic - traffic
-    return {
-        "seconds": seconds,
-        "beyond_mask": max(0, peak.num_bytes - local_numel),
-        "rounds": used.num_rounds // calls,
-        "bytes": used.num_bytes // calls,
-    }
+def ours(module: nn.Module) -> None:
+    prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.5)
+
+
+def torchs(module: nn.Module) -> None:
+    cast(Any, torch_prune).global_unstructured([(module, "weight")], torch_prune.L1Unstructured, amount=0.5)
 
 
 CONTENDERS = {
-    "floor": "the floor: a pass counting \\|w\\| < t, a pass writing \\|w\\| > t",
-    "distprune": "distprune",
-    "kthvalue": "torch.kthvalue (ties not split)",
-    "topk": "torch.topk",
-    "gather": "gather all, then kthvalue",
-    "global_unstructured": "torch.nn.utils.prune.global_unstructured",
+    "floor": Contender("the floor: a pass that counts, a pass that writes", floor),
+    "in place": Contender("`prune_model(module, 0.5)`", lambda module: prune.prune_model(module, 0.5)),
+    "again": Contender("the same on the pruned weights", lambda m: prune.prune_model(m, 0.5), on_pruned=True),
+    "global": Contender("`distprune.global_unstructured`", ours, lambda m: prune.remove(m, "weight")),
+    "torch": Contender(
+        "`torch.nn.utils.prune.global_unstructured`",
+        torchs,
+        lambda m: cast(Any, torch_prune).remove(m, "weight"),
+        max_ranks=1,
+    ),
 }
-SLOW = {"global_unstructured": 1, "topk": 3, "kthvalue": 3, "gather": 3}
+
+
+def drawn(dtype: torch.dtype, numel: int) -> nn.Linear:
+    """Return a layer of ``numel`` normal weights, a DTensor of rows where there are several ranks."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    local = torch.randn(numel // COLUMNS // num_ranks, COLUMNS, generator=generator).to(dtype)
+    module = nn.Linear(1, 1, bias=False)
+    whole = DTensor.from_local(local, init_device_mesh("cpu", (num_ranks,)), [Shard(0)]) if num_ranks > 1 else local
+    module.weight = nn.Parameter(whole)
+    return module
+
+
+def measure(rank: int, dtype_name: str, numel: int, turns: int) -> dict[str, list[float]]:
+    """Return the seconds of every turn, by contender. Contenders take turns, so that what drifts hits all."""
+    module = drawn(DTYPES[dtype_name], numel)
+    local = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+    as_drawn = local.detach().clone()
+    prune.prune_model(module, 0.5)
+    pruned = local.detach().clone()
+    names = [name for name, each in CONTENDERS.items() if dist.get_world_size() <= each.max_ranks]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns + 1):  # the first one warms up
+        for name in names:
+            contender = CONTENDERS[name]
+            if name == "torch" and turn > SLOW_TURNS:
+                continue
+            with torch.no_grad():  # outside of the timing, as is the undoing
+                local.copy_(pruned if contender.on_pruned else as_drawn)
+            dist.barrier()
+            started = time.perf_counter()
+            contender.call(module)
+            took = time.perf_counter() - started
+            contender.undo(module)
+            local = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+            if name == "torch":  # which of those that tie go is its own matter
+                assert abs(int((local == 0).sum()) - numel // 2) <= numel // 10_000
+            elif name != "floor":
+                assert torch.equal(local.detach(), pruned), f"{name} prunes other weights on rank {rank}"
+            if turn:
+                seconds[name].append(took)
+    return seconds
+
+
+def memory(rank: int, dtype_name: str, numel: int, name: str) -> int:
+    """Return the extra bytes at the peak of the first call of ``name`` in this process."""
+    del rank
+    # Imports and first uses are no memory of a call.
+    small = drawn(DTYPES[dtype_name], COLUMNS * dist.get_world_size())
+    CONTENDERS[name].call(small)
+    module = drawn(DTYPES[dtype_name], numel)
+    if CONTENDERS[name].on_pruned:
+        prune.prune_model(module, 0.5)
+    with peak_memory() as peak:
+        CONTENDERS[name].call(module)
+    return peak.num_bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=32 << 20)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     numel = arguments.elements
-    rows, seconds = [], {}
+    rows: list[tuple[Any, ...]] = []
+    lines = []
     for dtype in DTYPES:
-        for num_ranks in (1, 2, 4):
-            for name in ("floor", "distprune", "gather") if num_ranks > 1 else CONTENDERS:
-                if name == "gather" and num_ranks == 1:
-                    continue
-                repeats = SLOW.get(name, arguments.repeats)
-                results = on_ranks(num_ranks, measure, name, dtype, numel, repeats)
-                slowest = max(result["seconds"] for result in results)
-                seconds[dtype, num_ranks, name] = slowest
-                rows.append(
-                    (
-                        dtype,
-                        num_ranks,
-                        CONTENDERS[name],
-                        f"{slowest * 1e3:.1f}",
-                        f"{slowest / numel * 1e9:.2f}",
-                        f"{slowest / seconds[dtype, num_ranks, 'floor']:.2f}",
-                        f"{statistics.mean(result['beyond_mask'] for result in results) / 2**20:.0f}",
-                        results[0]["rounds"] if name == "distprune" else "-",
-                        f"{results[0]['bytes']:,}" if name == "distprune" else "-",
-                    )
-                )
+        medians: dict[tuple[int, str], float] = {}
+        for num_ranks in (1, 2):
+            results = on_ranks(num_ranks, measure, dtype, numel, arguments.turns)
+            for name in results[0]:
+                # Of each turn the slowest rank's; of these the median.
+                slowest = [max(of_turn) for of_turn in zip(*(result[name] for result in results), strict=True)]
+                medians[num_ranks, name] = statistics.median(slowest)
+                extra = max(on_ranks(num_ranks, memory, dtype, numel, name))
+                nanoseconds = medians[num_ranks, name] / numel * 1e9
+                ratio = medians[num_ranks, name] / medians[num_ranks, "floor"]
+                what = CONTENDERS[name].what
+                rows.append((dtype, num_ranks, what, f"{nanoseconds:.2f}", f"{ratio:.2f}", f"{extra / 2**20:.0f}"))
                 print(*rows[-1], sep="  ", flush=True)
-    columns = (
-        "dtype",
-        "ranks",
-        "what",
-        "ms",
-        "ns an element",
-        "x floor",
-        "MiB beyond the mask",
-        "rounds",
-        "bytes a rank",
-    )
-    fp32 = {name: seconds["float32", 1, name] for name in CONTENDERS if ("float32", 1, name) in seconds}
+        faster, scaling = medians[1, "torch"] / medians[1, "global"], medians[1, "in place"] / medians[2, "in place"]
+        lines.append(
+            f"{dtype}, one thread: in place {medians[1, 'in place'] / numel * 1e9:.2f} ns an element; "
+            f"`global_unstructured` {faster:.0f} times as fast as torch's same call; in place 2 ranks are "
+            f"{scaling:.2f} times as fast as 1.\n"
+        )
+    columns = ("dtype", "ranks", "what", "ns an element", "x floor", "extra MiB at the peak")
     text = (
-        heading(f"Selecting half of {numel:,} weights", "python -m benchmarks.bench_selection")
-        + "\nThe slowest rank's median; memory is RssAnon sampled every millisecond in a fresh process, the mask\n"
-        "taken off, the mean over ranks. The same number of elements in all, whatever the number of ranks.\n\n"
+        heading(f"Pruning half of {numel:,} weights", "python -m benchmarks.bench_selection")
+        + "\nThe slowest rank's median of alternating turns; the same number of elements in all, whatever the number\n"
+        "of ranks. Weights are put back between turns, outside of the timing, and every result is compared. Memory is\n"
+        "RssAnon sampled every millisecond, of a first call in a fresh process, with what it leaves (the mask).\n"
+        "`global_unstructured` leaves a mask of the weights' dtype and a product, in place nothing but the report.\n\n"
         + table(columns, rows)
-        + f"\nOne thread, float32: {fp32['global_unstructured'] / fp32['distprune']:.0f} times as fast as "
-        f"`torch.nn.utils.prune.global_unstructured`, {fp32['distprune'] / fp32['floor']:.2f} times the floor; "
-        f"2 ranks {fp32['distprune'] / seconds['float32', 2, 'distprune']:.2f} times as fast as 1.\n"
+        + "\n"
+        + "".join(lines)
     )
     print("\n" + text)
     if arguments.output is not None:
