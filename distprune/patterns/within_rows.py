@@ -22,7 +22,6 @@ from distprune.shards import Matrix, chunk_size, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
 
-_NUM_CHUNKS = 2  # whose keys are in memory at a time, on the host
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
@@ -39,8 +38,11 @@ class _WithinRows(Pattern):
         """Return how many inputs a unit has."""
 
     @abstractmethod
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
-        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs), with what is gone."""
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs).
+
+        ``is_gone`` is ``None`` where nothing is.
+        """
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
@@ -75,15 +77,15 @@ class _WithinRows(Pattern):
                 kept = settle_cut(
                     ranked.comm,
                     partial(_cut_parts, held),
-                    lambda member, keys: self._keep(keys, orders[member], of_left=ranked.of_left),
+                    lambda member, keys: self._keep(keys, _gone(orders[member], keys), of_left=ranked.of_left),
                 )
                 for i, (part, _, _) in enumerate(held):
                     part.answers.append(partial(lambda stays, of_part: stays()[of_part], kept, i))
         return Choice([None] * len(orders), settle)
 
-    def _keep(self, keys: torch.Tensor, order: Order, *, of_left: bool) -> torch.Tensor:
-        is_gone = keys < order.first
-        return self.keep_units(keys, is_gone, of_left=of_left).logical_and_(~is_gone)
+    def _keep(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
+        keep = self.keep_units(keys, is_gone, of_left=of_left)
+        return keep if is_gone is None else keep.logical_and_(~is_gone)
 
 
 @final
@@ -125,7 +127,7 @@ class NByM(_WithinRows):
         return self.m
 
     @override
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
         return self.keep(keys)
 
     @override
@@ -169,8 +171,8 @@ class PerRow(_WithinRows):
         return max(matrix.num_in, 1)
 
     @override
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor, *, of_left: bool) -> torch.Tensor:
-        if not of_left:
+    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
+        if not of_left or is_gone is None:
             return self.keep(keys)
         num_gone = is_gone.sum(1)
         wanted = (self.sparsity * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
@@ -186,7 +188,7 @@ class _Part:
 
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
         self._scores = scores
-        self._keep = partial(pattern._keep, order=order, of_left=of_left)
+        self._keep = partial(pattern._keep, of_left=of_left)
         self._order = order
         self._member = member
         self._matrix = scores.shard.as_matrix()
@@ -218,27 +220,39 @@ class _Part:
         flat_mask = mask.view(-1)
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
 
-        def keys_at(at: slice | torch.Tensor) -> torch.Tensor:
+        def keys_at(at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             keys = scores.keys_of(self._order, at)
-            counts[0] += (keys < self._order.first).sum()
-            counts[2] += (keys > self._order.last).sum()
-            return keys
+            is_gone = _gone(self._order, keys)
+            if is_gone is not None:
+                counts[0] += is_gone.sum()
+            if not on_host(device) or (len(keys) and int(keys.max()) > self._order.last):
+                counts[2] += (keys > self._order.last).sum()
+            return keys, is_gone
 
         num_rows, width = len(units.matrix.rows), len(units.whole)
         columns = sent(torch.from_numpy(units.whole), device)
-        step = max(1, chunk_size(device) * (_NUM_CHUNKS if on_host(device) else 1) // max(width, 1))
+        step = max(1, chunk_size(device) // max(width, 1))
         for start in range(0, num_rows if width else 0, step):
             stop = min(start + step, num_rows)
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
                 at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
-            flat_mask[at] = self._keep(keys_at(at).view(-1, width)).view(-1)
+            keys, is_gone = keys_at(at)
+            is_gone = None if is_gone is None else is_gone.view(-1, width)
+            flat_mask[at] = self._keep(keys.view(-1, width), is_gone).view(-1)
         for offsets, stays in zip(self._cut, self.answers, strict=True):
             at = sent(offsets, device)
             keys_at(at)
             flat_mask[at] = sent(torch.from_numpy(stays()), device)
         counts[1] = mask.numel() - mask.sum()
         return mask, counts
+
+
+def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
+    """Return which of ``keys`` are of what is gone, bool; ``None``, on the host, where none is."""
+    if on_host(keys.device) and (keys.numel() == 0 or int(keys.min()) >= order.first):
+        return None
+    return keys < order.first
 
 
 def _cut_parts(held: Sequence[tuple[_Part, int, int]]) -> list[CutPart]:
