@@ -1,8 +1,10 @@
-"""On a CUDA device the masks are those of the CPU."""
+"""On a CUDA device the masks are those of the CPU, and no call waits for it but where it fetches."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,25 +12,64 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.patterns import Pattern
+from distprune.collectives import Alone
+from distprune.selection import keep_highest_per_row
+from distprune.shards import device
+from tests.selection.test_device import CALLS, alike, linear
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_masks_and_training_equal_the_cpus(dtype: torch.dtype) -> None:
+@pytest.fixture
+def _no_wait_but_to_fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every other wait for the device an error."""
+    original = device.fetched
+
+    def fetch(tensors: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return original(tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("distprune")]:
+        if getattr(module, "fetched", None) is original:
+            monkeypatch.setattr(module, "fetched", fetch)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinite"])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_equals_the_cpus(name: str, kind: str, dtype: torch.dtype) -> None:
+    here = linear(kind).to(dtype)
+    there = copy.deepcopy(here).cuda()
+    for module in (here, there):
+        CALLS[name](module, Alone())
+    assert there.weight.is_cuda
+    assert alike(here.weight, there.weight.cpu())
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("_no_wait_but_to_fetch")
+def test_a_call_waits_only_where_it_fetches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_DEVICE_CHUNK", 512)
+    first, second = linear().cuda(), linear().cuda()
+    CALLS[name](first, Alone())  # kernels are loaded, libraries set up
+    torch.cuda.set_sync_debug_mode("error")
+    CALLS[name](second, Alone())
+
+
+def test_training_equals_the_cpus() -> None:
     torch.manual_seed(0)
-    here: Any = nn.Linear(384, 257).to(dtype)
+    here: Any = nn.Linear(384, 257)
     there: Any = copy.deepcopy(here).cuda()
     for module in (here, there):
         prune.l1_unstructured(module, "weight", 0.4)
         prune.ln_structured(module, "weight", 0.1, n=2, dim=0)
-        prune.random_unstructured(module, "weight", 0.2, seed=3)
-        prune.random_structured(module, "weight", 2, dim=1, seed=3)
     assert there.weight_mask.is_cuda
-    assert torch.equal(here.weight_mask, there.weight_mask.cpu())
-    assert torch.equal(here.weight, there.weight.cpu())
-    x = torch.randn(5, 384, dtype=dtype)
+    x = torch.randn(5, 384)
     here(x).sum().backward()
     there(x.cuda()).sum().backward()
     grad = there.get_parameter("weight_orig").grad
@@ -48,27 +89,25 @@ def test_a_pruned_module_moves_to_the_device_and_back() -> None:
     assert torch.equal(module.weight, expected)
 
 
-def test_in_place_equals_the_cpu() -> None:
+def test_several_parameters_equal_the_cpus() -> None:
     torch.manual_seed(0)
-    here = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100))
+    here = nn.Sequential(nn.Linear(300, 200), nn.Conv2d(8, 12, 2), nn.Linear(200, 100))
     there = copy.deepcopy(here).cuda()
     for model in (here, there):
         prune.prune_model(model, 0.3, include="*")
-        prune.prune_model(model, 0.5, score="random", seed=1, scope="tensor", include="*")
+        prune.prune_model(model, 0.4, score="random", seed=1, scope="tensor", include="*")
+        prune.prune_model(model, 0.5, pattern="block:4")
+        prune.prune_model(model, pattern="2:4")
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(one, other.cpu())
 
 
-@pytest.mark.parametrize("pattern", [prune.NByM(2, 4), prune.PerRow(0.3), prune.Block(4, 0.4)], ids=str)
-def test_patterns_equal_the_cpus(pattern: Pattern) -> None:
-    torch.manual_seed(0)
-    here: Any = nn.Sequential(nn.Linear(300, 200), nn.Conv2d(8, 12, 2))
-    there: Any = copy.deepcopy(here).cuda()
-    for model in (here, there):
-        prune.prune_model(model, pattern=pattern)
-        prune.l1_unstructured(model[0], "weight", 0.1)
-        prune.random_pattern(model[0], "weight", pattern, seed=3)
-        prune.l1_pattern(model[1], "weight", pattern)
-    for one, other in zip(here, there, strict=True):
-        assert torch.equal(one.weight_mask, other.weight_mask.cpu())
-        assert torch.equal(one.weight, other.weight.cpu())
+def test_groups_and_rows_equal_the_cpus() -> None:
+    scores = torch.randn(64, 96).round()
+    numbers = torch.arange(64)
+    for here, there in (
+        (prune.NByM(2, 4).keep(scores), prune.NByM(2, 4).keep(scores.cuda())),
+        (prune.PerRow(0.5).keep(scores), prune.PerRow(0.5).keep(scores.cuda())),
+        (keep_highest_per_row(scores, numbers), keep_highest_per_row(scores.cuda(), numbers.cuda())),
+    ):
+        assert torch.equal(here, there.cpu())

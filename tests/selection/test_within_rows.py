@@ -77,13 +77,6 @@ def test_strided_scores() -> None:
     assert torch.equal(keep_highest_per_row(scores, 3), by_loop(scores, 3, 8))
 
 
-@pytest.mark.gpu
-def test_on_a_device() -> None:
-    scores = tied_scores((64, 96), torch.float32)
-    assert torch.equal(keep_highest_per_group(scores.cuda(), 2, 4).cpu(), by_loop(scores, 2, 4))
-    assert torch.equal(keep_highest_per_row(scores.cuda(), 48).cpu(), by_loop(scores, 48, 96))
-
-
 def test_bad_input() -> None:
     scores = torch.ones(2, 6)
     with pytest.raises(ValueError, match=r"2:4 needs a number of columns that 4 divides, not 6"):
