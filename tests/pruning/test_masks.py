@@ -29,7 +29,7 @@ def plain() -> Decoder:
 def fsdp2() -> Decoder:
     model = decoder()
     for layer in model.layers:
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=False)  # gathered from the first forward on
     fully_shard(model)
     return model
 
@@ -97,13 +97,14 @@ def test_fsdp1_has_local_parts() -> None:
 @pytest.mark.parametrize("make", LAYOUTS)
 def test_apply_to_what_is_there_now(make: Callable[[], Decoder]) -> None:
     def on_rank(_: int) -> None:
-        model = make()
-        masks = prune.compute_masks(model, 0.5)
-        model(TOKENS)  # FSDP2 leaves the root's parameters gathered
-        model.double()  # other tensors
-        masks.apply_()
-        assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
-        assert prune.Masks.of(model) == masks
+        changes: list[Callable[[nn.Module], object]] = [lambda model: model(TOKENS), nn.Module.double]
+        for change in changes:
+            model = make()
+            masks = prune.compute_masks(model, 0.5)
+            change(model)
+            masks.apply_()
+            assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
+            assert prune.Masks.of(model) == masks
 
     run_threads(2, on_rank)
 
