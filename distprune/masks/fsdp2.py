@@ -6,11 +6,11 @@ is filled. A pruned parameter hands out its sharded data already masked. So no r
 mask, the product costs 1/N, and everything after it (mixed precision, resharding to a smaller mesh,
 prefetching, CPU offload) is FSDP2's own.
 
-A forward that is run in parts, block by block, or stopped, is none that FSDP2 knows of: it has to be told what
-stays gathered in between, and that it is over.
+FSDP2 does not expect a forward that is run block by block, or stopped: we must tell it what stays gathered in between,
+and when the forward is over.
 
-This is the only file that knows private names of FSDP2. Where torch has moved one, that is reported when something
-that FSDP2 manages is pruned or walked through, and no sooner.
+This is the only file that knows private names of FSDP2. Where torch has moved one, pruning or calibrating a module
+that FSDP2 manages raises an error; importing this file does not.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 @torch.no_grad()
 def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False, chunk by chunk."""
+    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local, chunk by chunk."""
     if local.is_complex():
         local.masked_fill_(~mask, 0)
         return

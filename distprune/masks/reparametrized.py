@@ -2,9 +2,9 @@
 
 Nouns: ``name_orig`` is the *original*, the parameter itself under a new name, the same object as
 before; ``name_mask`` is a buffer in the original's layout (bool where that is a DTensor, else of the
-original's dtype); ``name`` is the *product* of the two. The product lives in the module during its
-forward, where a pre-hook puts it and a post-hook takes it away, and is computed on demand outside. So
-it is never stale, holds no memory between steps, and modules can be copied and pickled.
+original's dtype); ``name`` is the *product* of the two. The product is in the module during its
+forward: a pre-hook puts it there and a post-hook removes it. Outside it is computed on demand. So
+it is never stale, takes no memory between steps, and modules can be copied and pickled.
 
 Under FSDP2 the original is masked before it is gathered (see ``fsdp2``), and during forward the
 product is the gathered original itself.
@@ -51,7 +51,7 @@ def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tens
 
 
 def mask_of(shard: LocalShard) -> torch.Tensor | None:
-    """Return what is kept of a reparametrized parameter, bool, local shape; ``None`` where there is no mask. Local."""
+    """Return the mask of a reparametrized parameter, bool, local shape; ``None`` if it has none. Local."""
     mask = None if shard.module is None else shard.module._buffers.get(f"{shard.attribute}_mask")
     if mask is None or f"{shard.attribute}_orig" not in cast(nn.Module, shard.module)._parameters:
         return None
@@ -60,7 +60,7 @@ def mask_of(shard: LocalShard) -> torch.Tensor | None:
 
 
 class _Product:
-    """What ``module.name`` is outside of the module's forward."""
+    """The attribute ``module.name`` outside of the module's forward: computed on demand."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -86,7 +86,7 @@ def pruning_hooks(module: nn.Module, name: str | None = None) -> dict[int, torch
 
 
 def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
-    """Return the product as the pruning hook makes it: a user's own may have a rule of its own."""
+    """Return the product as the pruning hook computes it; a user's own hook may do it in its own way."""
     for hook in pruning_hooks(module, name).values():
         made: torch.Tensor = cast(Any, hook).apply_mask(module)
         return made
@@ -94,7 +94,7 @@ def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
 
 
 class DropProduct:
-    """A forward hook that takes the product out of the module again."""
+    """A forward hook that removes the product from the module again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -142,14 +142,14 @@ def _reduce(module: nn.Module, _: int) -> tuple[Any, ...]:
 
 
 def _delete(module: nn.Module, name: str) -> None:
-    """Deleting a product that is not there at the moment is no mistake: PyTorch's own ``remove`` does it."""
+    """Allow deleting a product that is not there at the moment: PyTorch's own ``remove`` does it."""
     cls = cast(Any, type(module))
     if not (name in cls._pruned_names and name not in module.__dict__ and name not in module._parameters):
         nn.Module.__delattr__(module, name)
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """A parameter under a product's name, and no original any more: PyTorch's ``remove`` was at work."""
+    """Forget the product if its original is gone and its name is registered: PyTorch's ``remove`` does so."""
     if name in cast(Any, type(module))._pruned_names and name + "_orig" not in module._parameters:
         _forget_product(module, name)
     nn.Module.register_parameter(module, name, parameter)
@@ -170,9 +170,9 @@ def _set_products(module: nn.Module, name: str, *, present: bool) -> None:
 
 
 def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Managed | None) -> None:
-    """Turn ``name`` into the product of its original and ``mask``; a mask it has is replaced. Local.
+    """Turn ``name`` into the product of its original and ``mask``, replacing an earlier mask. Local.
 
-    The pre-hook is the caller's to register. ``mask`` is in the parameter's layout.
+    ``mask`` is in the parameter's layout. The caller registers the pre-hook.
     """
     original = name + "_orig"
     if original not in module._parameters:
@@ -195,7 +195,7 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
 
 @torch.no_grad()
 def undo_reparametrization(module: nn.Module, name: str) -> None:
-    """Write the product into the original and give it its name back: pruned for good. Local."""
+    """Write the product into the original and give it its old name: the pruning is permanent. Local."""
     managed = Fsdp2Params().find(module, name + "_orig")
     if managed is not None:
         managed.release()
@@ -224,7 +224,7 @@ def _forget_product(module: nn.Module, name: str) -> None:
 
 @dataclass
 class Snapshot:
-    """What a failed call puts back: the registries of one module, and FSDP2's view of one parameter."""
+    """What a failed call restores: the registries of one module, and FSDP2's record of one parameter."""
 
     module: nn.Module
     managed: Managed | None

@@ -1,4 +1,4 @@
-"""What a model is made of: decoder blocks, linear maps, experts, and which parameters are meant. No communication."""
+"""What a model is made of: decoder blocks, linear layers, experts; and which parameters to prune. No communication."""
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights

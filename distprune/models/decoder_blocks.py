@@ -14,9 +14,9 @@ _List = nn.ModuleList | nn.ModuleDict
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, block) of the decoder blocks in order: the list that holds most of the weights.
 
-    A list is a ``ModuleList``, or a ``ModuleDict`` whose keys are numbered. It counts if all its entries have children
-    of their own, which sets blocks apart from lists of plain layers. Of a list inside another the outer one is meant.
-    No communication; under FSDP2 the global sizes are compared, so every rank finds the same list.
+    A list is a ``ModuleList``, or a ``ModuleDict`` with numbered keys. All its entries must have children of their own:
+    that tells blocks from plain layers. Of two nested lists the outer one is taken. No communication; global sizes are
+    compared, so every rank finds the same list.
 
     Raises:
         ValueError: there is no such list.
@@ -32,7 +32,7 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def warn_of_other_blocks(model: nn.Module) -> None:
-    """Warn of blocks with weights beside the decoder blocks, as the other tower of two: they are left as they are."""
+    """Warn that other lists of blocks, such as a second tower, are left as they are. Local."""
     blocks = decoder_blocks(model)
     chosen = blocks[0][0].rpartition(".")[0]
     others = [name for name, of in _lists(model).items() if name != chosen and _num_weights(of)]

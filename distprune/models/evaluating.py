@@ -1,4 +1,4 @@
-"""Forwards that are only looked at: without dropout, and without a change to the model."""
+"""Forwards for evaluation and calibration: without dropout, and without a change to the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["evaluating", "keeping_weights"]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the body in evaluation mode, and put all modules back into theirs.
+    """Run the body in evaluation mode, and restore the mode of every module. Local.
 
-    transformers' RWKV halves its hidden states every few blocks in evaluation mode and divides weights, in place, to
-    match. That is for float16 alone: here it runs as in training, where it does neither.
+    In evaluation mode, transformers' RWKV halves its hidden states every few blocks and divides weights in place to
+    match. Only float16 needs that. Here it runs as in training, where it does neither.
     """
     modes = [(module, module.training) for module in model.modules()]
     rwkv = sys.modules.get("transformers.models.rwkv.modeling_rwkv")  # a model exists only if that was imported

@@ -30,12 +30,12 @@ _Held = torch.Tensor | FlatPart
 
 @dataclass(frozen=True)
 class Found:
-    """``shards``: this rank's parts of the parameters that are meant, in the model's order.
+    """``shards``: this rank's parts of the parameters to prune, in the model's order.
 
-    ``patterns`` are the name patterns of ``include``, then of ``exclude``, each with the number of parameters that it
-    matched on this rank. ``by_default``: nothing was included. Then, if ``has_blocks`` holds on any rank of the group,
-    the ranks where it does not (pipeline stages of an embedding, or of a norm and the head) prune nothing:
-    what is pruned by default follows from the whole model. That is the caller's to find out and to apply.
+    ``patterns``: the name patterns of ``include``, then of ``exclude``, each with the number of parameters that it
+    matched on this rank. ``by_default``: ``include`` was empty. The default follows from the whole model: if any rank
+    of the group has decoder blocks (``has_blocks``), ranks without (pipeline stages of an embedding, or of a norm and
+    the head) prune nothing. The caller applies that.
     """
 
     shards: list[LocalShard]
@@ -54,10 +54,10 @@ def find_shards(
     Without ``include``: the weights (two dims or more) of all layers but embeddings inside the decoder
     blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name
     matches one of the patterns (as ``fnmatch`` does), and the weights inside the modules given.
-    ``exclude`` takes away. A tied weight counts once, under its first name, and matches by any of its
-    names. The original of a reparametrized parameter goes by the parameter's name.
+    ``exclude`` leaves some out. A tied weight counts once, under its first name, and matches by any of its
+    names. The original of a reparametrized parameter has the parameter's name.
 
-    Parameters that FSDP left unsharded after a forward are put back to their shards first. No communication.
+    Parameters that FSDP left unsharded after a forward are resharded first. No communication.
 
     Raises:
         NotImplementedError: a ``Partial`` placement.
@@ -73,11 +73,11 @@ def find_shards(
     flat_parts = find_flat_parts(model)
     bare = _bare(model)
     names: dict[_Held, list[str]] = {}
-    homes: dict[_Held, tuple[nn.Module, str]] = {}
+    holders: dict[_Held, tuple[nn.Module, str]] = {}  # module, attribute
     for prefix, module in bare.named_modules(remove_duplicate=False):
         for name, held in _held_by(module, flat_parts):
             names.setdefault(held, []).append(_clean(f"{prefix}.{name}" if prefix else name))
-            homes.setdefault(held, (module, name))
+            holders.setdefault(held, (module, name))
     num_matches = [0] * (len(include) + len(exclude))
     targets: dict[str, _Held] = {}
     blocks = [] if include else _blocks(bare)
@@ -96,7 +96,7 @@ def find_shards(
     for name, held in targets.items():
         if isinstance(held, FlatPart) or is_held(held):
             shard = held.local_shard(name) if isinstance(held, FlatPart) else local_shard(name, held)
-            module, attribute = homes[held]
+            module, attribute = holders[held]
             shards.append(dataclasses.replace(shard, module=module, attribute=attribute))
     patterns = list(zip((*include, *exclude), num_matches, strict=True))
     return Found(shards, patterns, not include, bool(blocks))

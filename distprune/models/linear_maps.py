@@ -4,8 +4,8 @@ Noun: a *linear map* is one matrix (out, in) and where it lives: the weight of a
 transformers' ``Conv1D`` (GPT-2), which is kept as (in, out), or one expert's slice of the 3-D weights
 into which transformers 5 puts all experts of a block. Read off the modules; no table of architectures.
 
-What decides where a token goes is left whole: it is a few thousand weights, and the damage is that of a
-wrong expert. Two rules, both by structure. A matrix with one output is a gate (``shared_expert_gate`` of
+Routers and gates, which choose the expert of a token, are not pruned: they are a few thousand weights, and an error
+picks a wrong expert. Two rules, both by structure. A matrix with one output is a gate (``shared_expert_gate`` of
 Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and holds one matrix
 alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``). The
 routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter, which is no linear map.
@@ -121,11 +121,11 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def expert_inputs(module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what each expert's matrices are given, by ``parameter name.expert``; experts without tokens are left out.
+    """Return the inputs of each expert's matrices, by ``parameter name.expert``; experts without tokens are left out.
 
-    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts run inside one fused
-    kernel, which no hook sees into, so the inner activations are computed here a second time, with the
-    module's own gate. Local; to be called while the weights are whole.
+    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts run inside one fused kernel, of
+    which no hook sees the inner activations. They are computed again here, with the module's own gate. Local; call it
+    while the weights are whole.
     """
     first_name = next(name for name in EXPERT_WEIGHTS if name in module._parameters)
     first, bias = getattr(module, first_name), module._parameters.get(f"{first_name}_bias")

@@ -1,6 +1,6 @@
 """Which dims of a weight are outputs and which are inputs, read off its module. No communication.
 
-transformers' ``Conv1D`` and experts are described here alone; the rest of the library asks for a ``Matrix``.
+Only this file describes transformers' ``Conv1D`` and experts; the rest of the library uses a ``Matrix``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
 
     Raises:
         ValueError: it has fewer than two dims; ``full_name`` names it.
-        NotImplementedError: which of its dims are the inputs is not known.
+        NotImplementedError: its input dims are not known.
     """
     if len(shape) < 2:
         raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
@@ -36,7 +36,7 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
     known = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Bilinear)
     if len(shape) > 2 and not known:
         raise NotImplementedError(
-            f"which dims of {full_name!r}, {tuple(shape)} in a {type(module).__name__}, are its inputs is not known; "
+            f"the input dims of {full_name!r}, of shape {tuple(shape)} in a {type(module).__name__}, are not known; "
             "leave it out, or prune it without a pattern"
         )
     return Matrix.of_shape(shape)

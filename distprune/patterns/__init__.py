@@ -1,4 +1,4 @@
-"""Who competes with whom, and the exact choice among them over ranks."""
+"""Which elements compete with each other, and the exact choice among them over ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ __all__ = [
 
 
 def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, scope: Scope | None = None) -> Pattern:
-    """Return the pattern that is meant.
+    """Return ``pattern`` as a :class:`Pattern`. Local.
 
-    ``pattern``: one, or its text: ``"unstructured"`` (also ``None``), ``"row"``, ``"block:16"``, ``"channels:0"``,
-    which take their ``sparsity`` from beside them, or ``"2:4"``, which says itself how much goes. ``scope``: in place
-    of the pattern's own.
+    ``pattern``: a pattern, or its text. ``"unstructured"`` (also ``None``), ``"row"``, ``"block:16"`` and
+    ``"channels:0"`` need ``sparsity``; ``"2:4"`` does not take it. ``scope`` replaces the pattern's own.
 
     Raises:
-        ValueError: a text that is no pattern; a sparsity that is out of range, missing, or given twice; a scope
+        ValueError: a text that is not a pattern; a sparsity that is out of range, missing, or given twice; a scope
             that does not go with the pattern.
-        TypeError: neither a pattern nor a text; a sparsity that is no float.
+        TypeError: neither a pattern nor a text; a sparsity that is not a float.
     """
     if sparsity is not None:
         check_share(sparsity)
@@ -48,7 +47,7 @@ def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, sco
     elif not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern or its text, such as '2:4', not {pattern!r}")
     elif sparsity is not None:
-        raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} exclude each other; give one of them")
+        raise ValueError(f"pattern={pattern!r} says how much is pruned; leave out sparsity={sparsity!r}")
     else:
         found = pattern
     return found if scope is None else found.within(scope)
@@ -58,18 +57,18 @@ def _from_text(text: str, sparsity: float | None) -> Pattern:
     name, _, number = text.partition(":")
     if name.isdecimal() and number.isdecimal():
         if sparsity is not None:
-            raise ValueError(f"pattern={text!r} says how much goes; leave out sparsity={sparsity!r}")
+            raise ValueError(f"pattern={text!r} says how much is pruned; leave out sparsity={sparsity!r}")
         return NByM(int(name), int(number))
     known = text in ("unstructured", "row") or (
         number.removeprefix("-" if name == "channels" else "").isdecimal() and name in ("block", "channels")
     )
     if not known:
         raise ValueError(
-            f"pattern={text!r} is none of 'unstructured', 'row', N:M such as '2:4', 'block:SIZE' such as 'block:16', "
-            "or 'channels:DIM' such as 'channels:0'"
+            f"pattern={text!r} is not known; use 'unstructured', 'row', N:M such as '2:4', 'block:SIZE' such as "
+            "'block:16', or 'channels:DIM' such as 'channels:0'"
         )
     if sparsity is None:
-        raise ValueError(f"say how much: sparsity, the share of zeros to end with, goes with {text!r}")
+        raise ValueError(f"pattern={text!r} needs sparsity, the share of zeros to end with, such as 0.5")
     if name == "block":
         return Block(int(number), sparsity)
     if name == "channels":

@@ -1,8 +1,8 @@
-"""What a pattern is: who competes with whom, and the choice among them.
+"""What a pattern is: which elements compete with each other, and the choice among them.
 
-Nouns: a call's *members* are all its parameters, in the order that all ranks agreed on. *Gone* is what was pruned
-before; it goes first. A *share* says how many go: a float is a fraction, rounded by ``round()``, an int that
-many; of all elements with those that are gone, or *of what is left*, as ``torch.nn.utils.prune`` counts.
+Nouns: the *members* of a call are all its parameters, in the order that all ranks agreed on. What was pruned before
+is *gone*; it is pruned first. A *share* says how many elements are pruned: a float is a fraction, rounded by
+``round()``, an int is a number. It is a share of all elements, or *of what is left*, as in ``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Scope = Literal["global", "tensor"]
 
 @dataclass(frozen=True)
 class Ranked:
-    """What is chosen from: the members of a call, and this rank's scores of them.
+    """What a pattern chooses from: the members of a call, and this rank's scores of them.
 
-    ``make_scores`` runs within the first round, so that what it raises is raised on all ranks. ``of_left``: shares are
-    of what is left; otherwise of everything, and weights that are zero are gone. ``checks``: that the ranks' parts
-    fit together is not known yet.
+    ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
+    of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
+    that the ranks' shards fit together.
     """
 
     comm: Communicator
@@ -48,22 +48,24 @@ class Ranked:
 
     @cached_property
     def scores(self) -> Sequence[LocalScores]:
+        """The scores of this rank's shards."""
         return self.make_scores()
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """The place of every member."""
+        """The index of every member, by name."""
         return self.roster.index()
 
     @cached_property
     def numels(self) -> list[int]:
+        """The number of elements of every member, over all ranks."""
         return [math.prod(member.global_shape) for member in self.roster.members]
 
     def order(self, members: Sequence[int]) -> Order:
         """Return the order in which elements of ``members`` compete.
 
         Raises:
-            TypeError: there is none.
+            TypeError: their scores have no common order.
         """
         dtypes = [getattr(torch, self.roster.members[i].dtype.removeprefix("torch.")) for i in members]
         kinds = [(self.score.ordered_by, self.score.dtype(dtype)) for dtype in dtypes]
@@ -72,10 +74,11 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Choice:
-    """``thresholds``: by member, the score of the last that goes, ``None`` where nothing new does, or there are many.
+    """What a pattern chose.
 
-    ``settle`` returns what was chosen of each of this rank's scores; local, to be run within the caller's next
-    round, with the sums of ``num_nans``, which must be 0.
+    ``thresholds``: by member, the highest score that is pruned; ``None`` where nothing new is pruned, or where each
+    group or row has its own. ``settle`` returns a :class:`Chosen` for each of this rank's scores. It is local; the
+    caller runs it within its next round and sums ``num_nans``, which must be 0.
     """
 
     thresholds: list[float | int | None]
@@ -83,84 +86,92 @@ class Choice:
 
 
 class Pattern(ABC):
-    """Who competes with whom. A subclass is a small frozen dataclass; what it needs of matrices it checks itself."""
+    """Which elements compete with each other. A subclass is a small frozen dataclass; ranks compare its ``repr``."""
 
     @property
     def needs_matrix(self) -> bool:
-        """Whether it must be known which dims are rows and which are inputs."""
+        """Whether it must know which dims are rows (outputs) and which are inputs."""
         return True
 
     @property
     def is_by_row(self) -> bool:
-        """Whether each row, or group of one, is decided for itself, as :meth:`keep` does."""
+        """Whether each row, or each group within a row, is decided by itself, as :meth:`keep` does."""
         return False
 
     @property
     def width(self) -> int:
-        """Of what number of columns stretches must be multiples to be decided one by one; 0: they cannot be."""
+        """Ranges of columns can be decided one by one if their width is a multiple of this; 0: they cannot."""
         return 0
 
     def part(self, start: int, stop: int) -> Pattern:  # noqa: ARG002
-        """Return the pattern of columns ``start`` to ``stop``, so that stretches decided one by one add up to all."""
+        """Return the pattern for columns ``start`` to ``stop``. Ranges decided one by one add up to the whole."""
         return self
 
     def by_row(self) -> Pattern:
-        """Return the pattern with each row decided for itself, where more than a row competes weight by weight."""
+        """Return the pattern that decides each row by itself, if this one lets weights of many rows compete."""
         return self
 
     @property
     def has_scope(self) -> bool:
-        """Whether it has competitors beyond a group or a row."""
+        """Whether more than a group or a row competes, so that a scope says how much more."""
         return any(field.name == "scope" for field in dataclasses.fields(self))  # type: ignore[arg-type]
 
     @abstractmethod
     @override
     def __str__(self) -> str:
-        """Return the text form, without how much is pruned."""
+        """Return the text form, without the share that is pruned."""
 
     def check_fits(self, name: str, matrix: Matrix) -> None:  # noqa: B027
-        """Raise a ``ValueError`` that names ``name`` if its weights, ``matrix``, cannot be grouped. Local."""
-
-    def check_shape(self, shape: Sequence[int]) -> None:  # noqa: B027
-        """Raise if parameters of the global ``shape`` cannot be grouped. Local."""
-
-    def within(self, scope: Scope) -> Pattern:
-        """Return the pattern whose competitors are those of a tensor, or of all.
+        """Check that the pattern divides ``matrix``, the weights of parameter ``name``. Local.
 
         Raises:
-            ValueError: nothing competes beyond a group or a row.
+            ValueError: it does not; the message names the parameter.
+        """
+
+    def check_shape(self, shape: Sequence[int]) -> None:  # noqa: B027
+        """Check that the pattern goes with parameters of the global ``shape``. Local.
+
+        Raises:
+            ValueError, IndexError: it does not.
+        """
+
+    def within(self, scope: Scope) -> Pattern:
+        """Return the pattern with ``scope``: ``"tensor"``, each parameter by itself, or ``"global"``, all together.
+
+        Raises:
+            ValueError: an unknown scope, or a pattern that decides groups or rows one by one.
         """
         if scope not in ("global", "tensor"):
-            raise ValueError(f"scope={scope!r} is none of ('global', 'tensor')")
+            raise ValueError(f"scope={scope!r} is not known; use 'global' or 'tensor'")
         if not self.has_scope:
             raise ValueError(f"{scope=} does not go with {self!r}: groups and rows are decided one by one")
         return dataclasses.replace(self, scope=scope)  # type: ignore[type-var]
 
     @abstractmethod
     def choose(self, ranked: Ranked) -> Choice:
-        """Return what goes. Every rank must call it; rounds are the pattern's.
+        """Return what is pruned. Every rank must call it. Each pattern says which rounds it takes.
 
         Raises:
-            ValueError: on every rank: scores are NaN, replicas differ, elements that no rank or several own, or a
-                share larger than what there is.
-            TypeError: on every rank: scores of dtypes that have no common order.
-            Exception: on every rank, what raised on one.
+            ValueError: on every rank: scores are NaN; replicas differ; an element is owned by no rank or by several;
+                the share is more than there is.
+            TypeError: on every rank: the scores' dtypes have no common order.
+            Exception: on every rank: what was raised on one.
         """
 
     def keep(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return what stays, bool, of whole rows ``scores`` (rows, in) decided for themselves. Local.
+        """Return what stays, bool, of ``scores`` (rows, inputs), each row decided by itself. Local.
 
         Raises:
-            NotImplementedError: more than a row competes.
+            NotImplementedError: weights of several rows compete.
         """
         raise NotImplementedError(f"{self!r} is not decided row by row")
 
 
 def check_share(share: object, name: str = "sparsity") -> None:
-    """Raise unless ``share`` is an int >= 0 or a float in [0, 1].
+    """Check that ``share`` is an int >= 0 or a float in [0, 1]. Local.
 
     Raises:
-        TypeError: it is no real number, or a bool.
+        TypeError: it is not a number, or it is a bool.
         ValueError: it is out of range.
     """
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
@@ -173,10 +184,12 @@ def check_share(share: object, name: str = "sparsity") -> None:
 
 
 def num_lowest(share: int | float, num: int, num_gone: int, where: str, *, of_left: bool) -> int:
-    """Return how many of ``num`` go, with the ``num_gone`` that are gone, if ``share`` of all, or of the others, do.
+    """Return how many of ``num`` elements are pruned in all, the ``num_gone`` that are gone among them.
+
+    ``share`` is of all elements, or, with ``of_left``, of those that are not gone. ``where`` names them in an error.
 
     Raises:
-        ValueError: more than there are; ``where`` names them.
+        ValueError: the share is more than there is.
     """
     before = num_gone if of_left else 0
     wanted = int(share) if isinstance(share, numbers.Integral) else round(float(share) * (num - before))
@@ -195,10 +208,11 @@ def compete(
     order: Callable[[Sequence[int]], Order],
     make_entries: Callable[[Callable[[int], tuple[int, int]]], list[Entry]],
 ) -> Choice:
-    """Choose the ``share`` lowest of each member, or of all together; :func:`select_lowest`'s rounds.
+    """Choose the ``share`` lowest of each member, or of all together. Every rank must call it.
 
-    ``numels`` and ``num_gone`` count what competes by member: elements, or blocks; ``order`` is that of some members.
-    ``make_entries`` is given what returns the competition of a member and its first position there.
+    ``numels`` and ``num_gone`` count by member what competes: elements, or blocks. ``order`` returns the order of some
+    members. ``make_entries`` takes a function of a member that returns its competition and its first position there.
+    Rounds and errors are those of :func:`select_lowest`.
     """
     names = [member.name for member in ranked.roster.members]
     competitors = [list(range(len(names)))] if scope == "global" else [[i] for i in range(len(names))]

@@ -1,8 +1,7 @@
 """Blocks of weights that compete with each other, wherever shard edges cut them.
 
-Nouns: a *block* is ``size`` x ``size`` weights of a matrix, numbered row-major. A block is *cut* where a
-rank holds some of it and not all; its sum is put together on its *home* (see ``cut_units``), which then
-enters it into the competition.
+Nouns: a *block* is ``size`` x ``size`` weights of a matrix; blocks are numbered row-major. A block is *cut* on a rank
+that holds some of it and not all. Its *home* (see ``cut_units``) adds up its score and enters it into the competition.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ BoolArray = npt.NDArray[np.bool_]
 @final
 @dataclass(frozen=True)
 class Block(Pattern):
-    """The lowest ``sparsity`` (a fraction, or that many) of the blocks of ``size`` x ``size`` weights.
+    """The lowest ``sparsity`` (a fraction, or a number) of the blocks of ``size`` x ``size`` weights.
 
-    A block scores what its weights that are left add up to. The blocks of all parameters compete
-    (``scope="global"``), or those of each (``"tensor"``). A block is gone if all of it is.
+    The score of a block is the sum over its weights that are left. The blocks of all parameters compete
+    (``scope="global"``), or those of each (``"tensor"``). A block is gone if all its weights are.
 
     Raises:
-        TypeError: ``size`` is no int, or ``sparsity`` no number.
+        TypeError: ``size`` is not an int, or ``sparsity`` not a number.
         ValueError: ``size`` is less than 1, or ``sparsity`` out of range.
     """
 
@@ -63,7 +62,7 @@ class Block(Pattern):
         if isinstance(self.size, bool) or not isinstance(self.size, int):
             raise TypeError(f"size must be an int, not {self.size!r}")
         if self.size < 1:
-            raise ValueError(f"size={self.size} is no size of a block")
+            raise ValueError(f"size={self.size} is less than 1; a block has 1 x 1 weights or more")
         check_share(self.sparsity)
 
     @override
@@ -79,17 +78,17 @@ class Block(Pattern):
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.size or matrix.num_out % self.size:
             raise ValueError(
-                f"blocks of {self.size} x {self.size} do not fit {name!r}: {matrix.num_out} x {matrix.num_in} weights "
-                "are no multiple of them"
+                f"blocks of {self.size} x {self.size} do not fit {name!r}: its {matrix.num_out} outputs and "
+                f"{matrix.num_in} inputs must be multiples of {self.size}"
             )
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Rounds: one for the census, one for the grid (8 bytes a parameter; not at random).
+        """Every rank must call it. Rounds: one for the census, one for the grid, and those of ``select_lowest``.
 
-        One more to count the blocks left where shares are of what is left and something is gone, and those of
-        ``select_lowest``. Where a rank holds a block in part, three more: sizes, 32 bytes for each block it
-        holds in part and 24 for each parameter and home, and a byte a block back.
+        The grid takes 8 bytes a parameter; random scores need none. One more round counts the blocks that are left, if
+        shares are of what is left and something is gone. Three more where ranks hold parts of blocks: sizes; 32 bytes
+        for each cut block and 24 for each parameter and home; and one byte a block back.
         """
         comm, score, members = ranked.comm, ranked.score, ranked.roster.members
         if score.combined_by != "sum":
@@ -135,8 +134,8 @@ class Block(Pattern):
         return Choice(thresholds, lambda: own.spread(chosen, answered))
 
 
-class _Part:
-    """One parameter on this rank, by the blocks it holds something of: ``ids``, ascending."""
+class _ParameterBlocks:
+    """The blocks of one parameter of which this rank holds a part: their numbers, ``ids``, ascend."""
 
     def __init__(self, scores: LocalScores, size: int) -> None:
         self.scores = scores
@@ -177,7 +176,7 @@ class _Part:
         return rows // self._size * self._num_across + columns // self._size
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
-        """Return the place in ``ids`` of the block of every local element from ``start`` to ``stop``."""
+        """Return the index in ``ids`` of the block of every local element from ``start`` to ``stop``."""
         if self._local is None:
             return torch.searchsorted(self._ids, self._blocks(start, stop, self.scores.device))
         rows, columns = self._local.split(torch.arange(start, stop, device=self.scores.device))
@@ -198,7 +197,7 @@ class _Part:
         return table
 
     def cut_homes(self, num_ranks: int) -> list[tuple[int, IntArray]]:
-        """Return (home, places in ``ids``) of the cut blocks, by home."""
+        """Return (home, indices in ``ids``) of the cut blocks, by home."""
         cut = np.flatnonzero(~self.is_whole)
         home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
         return [(int(rank), cut[home == rank]) for rank in np.unique(home)]
@@ -220,21 +219,21 @@ class _Part:
 
 
 class _OwnBlocks:
-    """What this rank holds of all blocks, and the cut ones that it decides. Its methods run within rounds."""
+    """The blocks of which this rank holds a part, and the cut ones that it decides. Its methods run within rounds."""
 
     def __init__(self, ranked: Ranked, size: int) -> None:
         self._ranked = ranked
         self._size = size
-        self._parts: dict[int, _Part] = {}  # by member
+        self._parts: dict[int, _ParameterBlocks] = {}  # by member
         self.scales = [0] * len(ranked.numels)
         self.inquiry = Inquiry(ranked.comm)
         self.asked: list[bytes] = []  # by rank
         self._sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(ranked.comm.size)]  # (member, places in ids)
 
-    def part(self, scores: LocalScores) -> _Part:
+    def part(self, scores: LocalScores) -> _ParameterBlocks:
         member = self._ranked.place[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = _Part(scores, self._size)
+            self._parts[member] = _ParameterBlocks(scores, self._size)
         return self._parts[member]
 
     def scores(self) -> dict[int, LocalScores]:
@@ -246,7 +245,7 @@ class _OwnBlocks:
         return dict(zip(self._parts, tables, strict=True))
 
     def questions(self) -> tuple[list[list[bytes]], list[int]]:
-        """Tell the homes of this rank's cut blocks what its parts add up to."""
+        """Return the messages that tell the homes of cut blocks this rank's sums."""
         messages: list[list[bytes]] = [[] for _ in self._sent]
         for member, part in self._parts.items():
             counts = int(bool(part.scores.shard.owned))  # replicas ask, and add nothing
@@ -273,7 +272,7 @@ class _OwnBlocks:
 
     @cached_property
     def _decided(self) -> dict[int, tuple[IntArray, torch.Tensor]]:
-        """The cut blocks whose home this is: by member their ids, ascending, and their table."""
+        """The cut blocks whose home is this rank: by member their ids, ascending, and their table."""
         by_member: dict[int, list[tuple[IntArray, IntArray]]] = {}
         for of_rank in self._questions_by_rank:
             for member, ids, rows in of_rank:
@@ -287,7 +286,7 @@ class _OwnBlocks:
         return decided
 
     def count_left(self, left: torch.Tensor) -> None:
-        """Count the blocks in which something is left, by member."""
+        """Add the number of blocks in which something is left, by member."""
         for member, part in self._parts.items():
             if part.scores.shard.owned:
                 left[member] += torch.count_nonzero(self._tables[member][torch.from_numpy(part.is_whole), NUM_LEFT])
@@ -295,7 +294,7 @@ class _OwnBlocks:
             left[member] += torch.count_nonzero(table[:, NUM_LEFT])
 
     def competitors(self, numels: list[int]) -> list[tuple[int, UnitKeys, bool]]:
-        """Return (member, whole blocks here, or cut ones decided here, whether they are owned)."""
+        """Return (member, units, whether they are owned): whole blocks of this rank, then cut ones it decides."""
         found = []
         for member, part in self._parts.items():
             whole = self._tables[member][torch.from_numpy(part.is_whole)]
@@ -311,7 +310,7 @@ class _OwnBlocks:
         return UnitKeys(name, Geometry((numel,), (_runs(ids),)), values, table[:, NUM_LEFT] == 0)
 
     def answers(self, chosen: list[Chosen]) -> list[list[bytes]]:
-        """Answer the ranks that asked this one."""
+        """Return the answers to the ranks that asked this one."""
         keep = dict(zip(self._decided, chosen[len(self._parts) :], strict=True))
         return [
             [
@@ -322,14 +321,14 @@ class _OwnBlocks:
         ]
 
     def spread(self, chosen: list[Chosen], answered: list[BoolArray]) -> list[Chosen]:
-        """Return what becomes of the elements of every part."""
+        """Return the masks of all of this rank's shards."""
         keep = {member: np.ones(len(part.ids), dtype=np.bool_) for member, part in self._parts.items()}
         for (member, part), of_part in zip(self._parts.items(), chosen, strict=False):
             keep[member][part.is_whole] = of_part.mask.numpy()
-        for said, of_rank in zip(answered, self._sent, strict=False):
+        for answer, of_rank in zip(answered, self._sent, strict=False):
             passed = 0
             for member, places in of_rank:
-                keep[member][places] = said[passed : passed + len(places)]
+                keep[member][places] = answer[passed : passed + len(places)]
                 passed += len(places)
         parts = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
         found = [self._parts[member].spread(keep[member]) for member in parts]
@@ -337,13 +336,13 @@ class _OwnBlocks:
 
 
 def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:
-    """Return ascending ``ids`` as stretches."""
+    """Return ascending ``ids`` as half-open runs."""
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
 
 
 def _threshold(key: float | int | None, scale: int, score: Score) -> float | int | None:
-    """Return the sum that a key on the grid stands for; a random one is itself."""
+    """Return the sum for which a key on the grid stands. A random key stands for itself."""
     if key is None or score.scores_units:
         return key
     order = unit_order(score)

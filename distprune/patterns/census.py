@@ -1,4 +1,4 @@
-"""Whether the ranks' parts fit together, and what was pruned before: the first round of a choice."""
+"""Whether the ranks' shards fit together, and how much was pruned before: the first round of a choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ __all__ = ["Census", "check_parts", "take_census"]
 
 @dataclass(frozen=True)
 class Census:
-    """By member, over all ranks. ``num_cut``: elements that shard edges cut off from what competes with them."""
+    """Counts by member, over all ranks.
+
+    ``num_gone``: elements pruned before. ``num_cut``: elements, or blocks, that shard edges cut off from the others of
+    their group, row or block.
+    """
 
     num_gone: list[int]
     num_cut: list[int]
@@ -31,12 +35,13 @@ def take_census(
     counts_gone: bool,
     num_cut: Callable[[LocalScores], int] | None = None,
 ) -> Census:
-    """Return the census of all ranks' ``scores``: one round of 16 bytes a parameter, and 8 for each count.
+    """Return the census of all ranks' ``scores``. Every rank must call it.
 
-    What is gone is counted if ``counts_gone``. Every rank must call it.
+    ``counts_gone``: count what is gone. ``num_cut``: counts what is cut. One round of 16 bytes a parameter, and 8 more
+    for each of the two counts.
 
     Raises:
-        ValueError: on every rank: replicas that differ, or elements that no rank owns or several do.
+        ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
     """
     place = roster.index()
 
@@ -58,10 +63,10 @@ def take_census(
 
 
 def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
-    """Raise, on every rank alike, unless the ranks' parts fit together: one round of 16 bytes a parameter.
+    """Check that the ranks' ``shards`` fit together. Every rank must call it: one round of 16 bytes a parameter.
 
     Raises:
-        ValueError: replicas that differ, or elements that no rank owns or several do.
+        ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
     """
     place = roster.index()
 
@@ -102,11 +107,11 @@ def _check(comm: Communicator, roster: Roster, words: torch.Tensor, shards: Call
         overlap = ", some of them twice" if int(num) == numel else ""
         raise ValueError(
             f"of the {numel} elements of {member.name!r} the ranks own {int(num)}{overlap}: every element must be "
-            "owned by exactly one rank; the group must span every rank that holds a part, and copies be laid out alike"
+            "owned by exactly one rank; pass a group of all ranks that hold a part, and give copies the same layout"
         )
     for i, member in enumerate(roster.members):
         if int(words[i, 1]):
             raise ValueError(
-                f"ranks that should hold the same values of {member.name!r} hold different ones; bring the replicas "
-                "in step, or, for pipeline stages, give parameters different names or pass the stage's own group"
+                f"ranks that should hold the same values of {member.name!r} hold different ones; make the replicas "
+                "equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
             )

@@ -1,4 +1,4 @@
-"""Channels that compete: slices along one dim."""
+"""Channels that compete with each other: slices along one dim."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ __all__ = ["Channels"]
 @final
 @dataclass(frozen=True)
 class Channels(Pattern):
-    """The lowest ``sparsity`` (a fraction, or that many) of the channels along ``dim``: slices of one index each.
+    """The lowest ``sparsity`` (a fraction, or a number) of the channels along ``dim``: slices of one index each.
 
-    A channel scores what its elements add up to, or the extreme of them, as the score says. The channels of each
-    parameter compete (``scope="tensor"``), or those of all (``"global"``). A channel is gone if all of it is.
+    The score of a channel is the sum over its elements, or their largest or smallest, as the score says. The channels
+    of each parameter compete (``scope="tensor"``), or those of all (``"global"``). A channel is gone if all its
+    elements are.
 
     Raises:
-        TypeError: ``dim`` is no int, or ``sparsity`` no number.
+        TypeError: ``dim`` is not an int, or ``sparsity`` not a number.
         ValueError: ``sparsity`` is out of range.
     """
 
@@ -64,10 +65,10 @@ class Channels(Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Rounds: one for the census; then none where numbers alone decide, one where extremes do, and else two.
+        """Every rank must call it. Rounds: one for the census, and by the kind of score:
 
-        Those are the grid (8 bytes a parameter) and the sums (24 bytes a channel); extremes take 16. Where no sum
-        says which channels are gone and some elements are, one more, of 24 bytes a channel.
+        sums take two, the grid (8 bytes a parameter) and the sums (24 bytes a channel); extremes take one (16 bytes a
+        channel); random scores take none. Without sums, one more (24 bytes a channel) if some elements are gone.
         """
         members, score = ranked.roster.members, ranked.score
         num_channels = [member.global_shape[self.dim] for member in members]
@@ -104,7 +105,7 @@ class Channels(Pattern):
         return Choice([None] * len(members), settle)
 
     def _keep(self, ranked: Ranked, keys: list[torch.Tensor], left: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return which channels stay, by member; equal ones go from the first up. The same on every rank."""
+        """Return which channels stay, by member. Of equal ones the first is pruned first. The same on every rank."""
         keep: list[torch.Tensor] = []
         for competing in [range(len(keys))] if self.scope == "global" and keys else [[i] for i in range(len(keys))]:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
@@ -119,9 +120,9 @@ class Channels(Pattern):
         return keep
 
     def _sum(self, ranked: Ranked, num_channels: Sequence[int], scales: Sequence[int] | None) -> list[torch.Tensor]:
-        """Return by member what the elements of its channels add up to, over all ranks: one round.
+        """Return by member the sums of its channels over all ranks. Every rank must call it: one round.
 
-        Without ``scales`` only what is left is counted.
+        Without ``scales`` it only counts what is left.
         """
 
         def fill(total: torch.Tensor) -> None:
@@ -197,7 +198,10 @@ def _owned(ranked: Ranked) -> dict[int, LocalScores]:
 
 
 def _slices(scores: LocalScores, dim: int) -> Iterator[tuple[slice, torch.Tensor, tuple[int, ...] | None]]:
-    """Yield (local elements, their channels, their shape): by index along ``dim``, or, without a shape, one by one."""
+    """Yield (local elements, channels, their shape).
+
+    ``channels`` are the indices along ``dim``; without a shape (``None``) they are those of each element.
+    """
     shard, device = scores.shard, scores.device
     shape, geometry = shard.geometry.local_shape, shard.geometry
     if shard.geometry.local_numel == 0:

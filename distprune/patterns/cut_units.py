@@ -1,8 +1,8 @@
-"""Groups and rows that a shard edge cuts: each is put together on one rank, decided there, and answered.
+"""Groups and rows that a shard edge cuts: one rank collects each, decides it, and answers the others.
 
-Nouns: a *unit* is what is decided by itself: the m inputs of an N:M group, or a row. A unit is *cut* where
-a rank holds some of it and not all. Its *home* is the rank that decides it: rows are dealt out to the
-ranks in equal stretches, so that the home of a row is among those that hold it in the usual layouts.
+Nouns: a *unit* is decided by itself: the m inputs of an N:M group, or a row. A unit is *cut* on a rank that holds
+some of it and not all. Its *home* is the rank that decides it. Each rank is the home of an equal range of rows, so
+that in the usual layouts the home of a row holds a part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from distprune.collectives import Communicator, swap_together
 from distprune.shards import Geometry, LocalMatrix, Matrix
 
-__all__ = ["CutPart", "Inquiry", "LocalUnits", "find_units", "home_of", "settle_cut"]
+__all__ = ["CutElements", "Inquiry", "LocalUnits", "find_units", "home_of", "settle_cut"]
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -30,10 +30,10 @@ _KEY_TYPES: dict[int, type[np.signedinteger[Any]]] = {2: np.int16, 4: np.int32, 
 
 @dataclass(frozen=True)
 class LocalUnits:
-    """This rank's elements of one parameter, by whether their unit is here whole.
+    """This rank's elements of one parameter: those in whole units, and those in cut units.
 
-    ``matrix`` are the local elements from offset ``begin``; ``whole`` and ``cut`` say which of its local
-    columns are of whole units. ``loose``: local offsets of elements in cut units beside the matrix.
+    ``matrix`` holds the local elements from offset ``begin``. ``whole`` and ``cut`` are the local columns of its whole
+    and of its cut units. ``loose``: local offsets of elements in cut units outside the matrix.
     """
 
     begin: int
@@ -49,7 +49,7 @@ class LocalUnits:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the matrix is one stretch of local elements, row by row, and none of it is cut."""
+        """Whether the matrix is contiguous local elements, row by row, without cut units."""
         return self.matrix.num_local_out is None and len(self.cut) == 0
 
     def offsets(self, rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class LocalUnits:
 
 
 def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
-    """Return where the local elements stand in units of ``length`` inputs of one row. Local."""
+    """Return which local elements are in whole and in cut units of ``length`` inputs of one row. Local."""
     none = np.empty(0, dtype=np.int64)
     numel = geometry.local_numel
     if numel == 0:
@@ -84,27 +84,27 @@ def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
 
 
 def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
-    """Return the rank that decides what is cut in each of ``rows``, which are between ``first`` and ``last``."""
+    """Return the home of each of ``rows``, which lie between ``first`` and ``last``. Local."""
     return (rows - first) // -(-(last - first) // num_ranks)
 
 
 @dataclass(frozen=True)
-class CutPart:
-    """Elements of one parameter in cut units: their flat indices and keys, and whether this rank counts them."""
+class CutElements:
+    """Elements of one parameter in cut units, as a rank sends them: flat indices and keys."""
 
     member: int  # of the roster
     matrix: Matrix
     length: int  # of a unit
-    rows: tuple[int, int]  # from the first to before the last that are dealt out
+    rows: tuple[int, int]  # the range of rows that the ranks share as homes
     flat: IntArray
     keys: Array
     owned: bool
 
 
 class Inquiry:
-    """Questions to the ranks and their answers: a byte for each thing asked about. Three rounds.
+    """Questions to the homes and their answers, one byte for each element or block asked about. Three rounds.
 
-    What is made for a round is made within it, so that what it raises on one rank is raised on all.
+    Every rank must call both methods. Messages are made within the rounds, so an error on one rank is raised on all.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -113,9 +113,10 @@ class Inquiry:
         self._num_to_answer: list[int] = []
 
     def ask(self, make: Callable[[], tuple[list[list[bytes]], list[int]]]) -> list[bytes]:
-        """Return every rank's questions. ``make``: this one's by rank, in pieces, and about how many things.
+        """Return the questions of every rank to this one.
 
-        Two rounds: the sizes, 8 bytes a rank, and the questions, with 8 bytes a rank before them.
+        ``make`` returns this rank's questions by rank, in pieces, and by rank the number of answers they need. Two
+        rounds: the sizes, 8 bytes a rank, and the questions, each after 8 bytes for that number.
         """
 
         def pieces() -> list[torch.Tensor]:
@@ -130,22 +131,24 @@ class Inquiry:
         return [message[8:] for message in received]
 
     def answer(self, make: Callable[[], list[list[bytes]]]) -> list[npt.NDArray[np.bool_]]:
-        """Return every rank's answers to this one, as ``make`` makes this one's: one round of the answers."""
+        """Return every rank's answers to this one; ``make`` returns this rank's answers by rank. One round."""
         sizes = self._num_to_answer, self._num_asked
         received = swap_together(self._comm, lambda: [_message(answer) for answer in make()], sizes)
         return [answer.numpy().astype(np.bool_) for answer in received]
 
 
 def settle_cut(
-    comm: Communicator, make_parts: Callable[[], Sequence[CutPart]], keep: Callable[[int, torch.Tensor], torch.Tensor]
+    comm: Communicator,
+    make_parts: Callable[[], Sequence[CutElements]],
+    keep: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> Callable[[], list[npt.NDArray[np.bool_]]]:
-    """Return a function that returns what stays of each part, as ``keep(member, keys of whole units)`` says (bool).
+    """Return a function that returns what stays of each part (bool). Every rank of ``comm`` must call it.
 
-    Every rank of ``comm`` must call it. Three rounds: sizes (8 bytes a rank), the keys, and the answers.
-    A rank hands over the keys it counts, 16 bytes for every stretch of consecutive flat indices and 64 for
-    every parameter and home, and is handed a byte an element back; a home is handed the units it decides.
+    A home decides whole units by ``keep(member, keys)``, with keys (units, length). Three rounds: sizes (8 bytes a
+    rank), keys, answers. A rank sends the keys that it owns, 16 bytes for every run of consecutive flat indices, and
+    64 bytes for every parameter and home. It gets one byte back for each element.
     """
-    parts: list[CutPart] = []
+    parts: list[CutElements] = []
     sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(comm.size)]  # (part, which of its elements)
 
     def questions() -> tuple[list[list[bytes]], list[int]]:
@@ -168,10 +171,10 @@ def settle_cut(
 
     def kept() -> list[npt.NDArray[np.bool_]]:
         stays = [np.ones(len(part.flat), dtype=np.bool_) for part in parts]
-        for said, of_rank in zip(answers, sent, strict=True):
+        for answer, of_rank in zip(answers, sent, strict=True):
             passed = 0
             for i, chosen in of_rank:
-                stays[i][chosen] = said[passed : passed + len(chosen)]
+                stays[i][chosen] = answer[passed : passed + len(chosen)]
                 passed += len(chosen)
         return stays
 
@@ -183,7 +186,7 @@ def _message(pieces: Sequence[bytes]) -> torch.Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
-def _encoded(part: CutPart, chosen: IntArray) -> bytes:
+def _encoded(part: CutElements, chosen: IntArray) -> bytes:
     flat, matrix = part.flat[chosen], part.matrix
     begins = np.flatnonzero(np.diff(flat, prepend=flat[0] - 2) != 1)
     lengths = np.diff(begins, append=len(flat))
@@ -195,7 +198,7 @@ def _encoded(part: CutPart, chosen: IntArray) -> bytes:
 
 
 def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
-    """Decide what the ranks ask about, and return the answers to each of them, in the order of its questions."""
+    """Decide the units that the ranks ask about. Return the answers by rank, in the order of its questions."""
     asked: dict[int, list[tuple[int, int, IntArray, Array | None]]] = {}  # by member: (rank, number, flat, keys)
     shapes: dict[int, tuple[Matrix, int]] = {}
     answers: list[list[bytes]] = []

@@ -1,4 +1,4 @@
-"""What the elements of units add up to, the same in any order: sums on a grid common to all that compete."""
+"""The sums of the scores of units' elements: the same in any order, on a grid common to all units that compete."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor 
 def agree_on_scales(
     ranked: Ranked, scores: Callable[[], Mapping[int, LocalScores]], num_addends: Sequence[int], *, together: bool
 ) -> list[int]:
-    """Return the scale of every member's grid, or of one for all ``together``: one round of 8 bytes a parameter.
+    """Return the scale of every member's grid, or, ``together``, of one grid for all. Every rank must call it.
 
-    ``num_addends``: of a unit, by member.
+    ``num_addends``: the elements of a unit, by member. One round of 8 bytes a parameter.
 
     Raises:
         ValueError: on every rank: scores are NaN.
@@ -77,9 +77,9 @@ def columns_of(values: torch.Tensor, left: torch.Tensor | None, scale: int) -> t
 
 
 def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
-    """Return what units are ranked by, int64: what their elements add up to, or less that where less matters more.
+    """Return the keys of units, int64: the sums of their elements, negated if the score is ``descending``.
 
-    Of infinities the greater number wins; as many of both signs leave the finite rest.
+    With more +inf than -inf the sum is +inf, and the reverse; with as many of both, the sum of the finite elements.
     """
     order = unit_order(score)
     sums = table[:, SUM].masked_fill(table[:, NUM_INFINITE] > 0, order.last)
@@ -89,7 +89,7 @@ def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class UnitKeys:
-    """The units of one member on this rank, as they compete."""
+    """The units of one member on this rank, as they compete. See ``selection/scan.py``."""
 
     name: str
     geometry: Geometry  # of the units

@@ -19,15 +19,15 @@ __all__ = ["Unstructured"]
 @final
 @dataclass(frozen=True)
 class Unstructured(Pattern):
-    """The lowest ``sparsity`` of all weights that compete, weight by weight: a fraction, or (an int) that many.
+    """The lowest ``sparsity`` of all weights, one by one: a fraction, rounded by ``round()``, or (an int) a number.
 
-    Those are all parameters' (``scope="global"``) or each one's (``"tensor"``); in one-shot pruning a matrix's, except
-    where a method's paper has it otherwise. Wanda: within each row (arXiv 2306.11695, section 3), as
-    :class:`PerRow`. SparseGPT: within each block of 128 columns, over all rows (arXiv 2301.00774, section
-    3.3). Counts are rounded by ``round()``.
+    The weights of all parameters compete (``scope="global"``), or those of each (``"tensor"``). In one-shot pruning
+    the weights of one matrix compete, except where the paper says otherwise. Wanda: those of each row (arXiv
+    2306.11695, section 3), as :class:`PerRow`. SparseGPT: those of each block of 128 columns, over all rows (arXiv
+    2301.00774, section 3.3).
 
     Raises:
-        TypeError: ``sparsity`` is no number.
+        TypeError: ``sparsity`` is not a number.
         ValueError: it is out of range.
     """
 
@@ -48,7 +48,7 @@ class Unstructured(Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Rounds: one for the census, and those of ``select_lowest``."""
+        """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
         num = len(ranked.numels)
         for members in [range(num)] if self.scope == "global" else [[i] for i in range(num)]:
             ranked.order(members)  # raises alike on all ranks

@@ -1,4 +1,4 @@
-"""N:M groups and rows, each decided for itself, wherever shard edges cut them."""
+"""N:M groups and rows, each decided by itself, wherever shard edges cut them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_units import CutPart, LocalUnits, find_units, settle_cut
+from distprune.patterns.cut_units import CutElements, LocalUnits, find_units, settle_cut
 from distprune.scores import LocalScores
 from distprune.selection import Chosen, Order, keep_highest_per_group, keep_highest_per_row
 from distprune.shards import Matrix, chunk_size, fetched, on_host, sent
@@ -26,7 +26,7 @@ _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks;
 
 
 class _WithinRows(Pattern):
-    """Units of some inputs of one row, each decided for itself. What is gone goes first."""
+    """Units of some inputs of one row, each decided by itself. What is gone is pruned first."""
 
     @property
     @override
@@ -46,18 +46,18 @@ class _WithinRows(Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Rounds: one for the census, and nothing else where every unit is whole on the ranks that hold it.
+        """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks.
 
-        Otherwise three rounds (see ``settle_cut``) for every 2**24 elements, over all ranks, in cut units; of those a
-        rank hands over its own.
+        Otherwise three more (see ``settle_cut``) for every 2**24 elements, over all ranks, in cut units. A rank sends
+        its own elements of cut units.
         """
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
-        parts: dict[int, _Part] = {}
+        parts: dict[int, _ParameterUnits] = {}
 
-        def part_of(scores: LocalScores) -> _Part:
+        def part_of(scores: LocalScores) -> _ParameterUnits:
             member = ranked.place[scores.shard.name]
             if member not in parts:
-                parts[member] = _Part(scores, member, self, orders[member], ranked.of_left)
+                parts[member] = _ParameterUnits(scores, member, self, orders[member], ranked.of_left)
             return parts[member]
 
         def settle() -> list[Chosen]:
@@ -91,10 +91,10 @@ class _WithinRows(Pattern):
 @final
 @dataclass(frozen=True)
 class NByM(_WithinRows):
-    """``n`` of every ``m`` consecutive inputs are kept; what is gone counts as pruned.
+    """``n`` of every ``m`` consecutive inputs of a row are kept. What is gone counts as pruned.
 
     Raises:
-        TypeError: ``n`` or ``m`` is no int.
+        TypeError: ``n`` or ``m`` is not an int.
         ValueError: not 0 < ``n`` < ``m``.
     """
 
@@ -106,7 +106,7 @@ class NByM(_WithinRows):
             if isinstance(number, bool) or not isinstance(number, int):
                 raise TypeError(f"{name} must be an int, not {number!r}")
         if not 0 < self.n < self.m:
-            raise ValueError(f"{self.n}:{self.m} is no pattern: n of every m are kept, 0 < n < m")
+            raise ValueError(f"{self.n}:{self.m} is not a pattern: n of every m are kept, 0 < n < m")
 
     @override
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class NByM(_WithinRows):
     @override
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.m:
-            raise ValueError(f"{self} does not fit {name!r}: its {matrix.num_in} inputs are no multiple of {self.m}")
+            raise ValueError(f"{self} does not fit {name!r}: its {matrix.num_in} inputs are not a multiple of {self.m}")
 
     @property
     @override
@@ -138,12 +138,12 @@ class NByM(_WithinRows):
 @final
 @dataclass(frozen=True)
 class PerRow(_WithinRows):
-    """The lowest ``sparsity``, a fraction, of every row (output) of a matrix, rounded by ``round()``.
+    """The lowest ``sparsity``, a fraction, of the weights of every row (output), rounded by ``round()``.
 
-    SparseGPT spreads them evenly over its column blocks.
+    SparseGPT spreads the pruned weights evenly over its column blocks.
 
     Raises:
-        TypeError: ``sparsity`` is no fraction.
+        TypeError: ``sparsity`` is not a fraction.
         ValueError: it is out of range.
     """
 
@@ -183,8 +183,8 @@ class PerRow(_WithinRows):
         return keep_highest_per_row(scores, round(self.sparsity * scores.shape[1]))
 
 
-class _Part:
-    """One parameter on this rank, in units."""
+class _ParameterUnits:
+    """The units of one parameter on this rank."""
 
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
         self._scores = scores
@@ -197,7 +197,7 @@ class _Part:
         self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
 
-    def cut(self, stretch: int, num_stretches: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], CutPart]]:
+    def cut(self, stretch: int, num_stretches: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], CutElements]]:
         """Return the keys of the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows.
 
         And what makes of them, once they are on the host, what travels.
@@ -207,9 +207,9 @@ class _Part:
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
 
-        def travelling(keys: torch.Tensor) -> CutPart:
+        def travelling(keys: torch.Tensor) -> CutElements:
             flat = shard.geometry.flat_indices_at(offsets).numpy()
-            return CutPart(self._member, self._matrix, self._length, rows, flat, keys.numpy(), bool(shard.owned))
+            return CutElements(self._member, self._matrix, self._length, rows, flat, keys.numpy(), bool(shard.owned))
 
         return self._scores.keys_at(self._order, sent(offsets, self._scores.device)), travelling
 
@@ -255,7 +255,7 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     return keys < order.first
 
 
-def _cut_parts(held: Sequence[tuple[_Part, int, int]]) -> list[CutPart]:
+def _cut_parts(held: Sequence[tuple[_ParameterUnits, int, int]]) -> list[CutElements]:
     """Return what of each part travels; the keys of all are fetched at once."""
     found = [part.cut(stretch, num) for part, stretch, num in held]
     keys = fetched([there for there, _ in found])
@@ -263,14 +263,19 @@ def _cut_parts(held: Sequence[tuple[_Part, int, int]]) -> list[CutPart]:
 
 
 def check_fraction(fraction: object) -> None:
-    """Raise unless ``fraction`` is a float in [0, 1]."""
+    """Check that ``fraction`` is a float in [0, 1]. Local.
+
+    Raises:
+        TypeError: it is not a float.
+        ValueError: it is out of range.
+    """
     check_share(fraction)
     if isinstance(fraction, int):
         raise TypeError(f"sparsity must be a fraction such as 0.5, not {fraction!r}")
 
 
 def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield (member, which stretch of its rows, of how many) of the members with cut units, so many at a time."""
+    """Yield batches of (member, which range of its rows, of how many ranges), for the members with cut units."""
     batch: list[tuple[int, int, int]] = []
     total = 0
     for member, num in enumerate(num_cut):

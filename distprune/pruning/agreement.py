@@ -1,4 +1,4 @@
-"""What all ranks must say alike before anything is computed, and who owns what then."""
+"""What all ranks must agree on before anything is computed, and who owns which elements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Agreed", "agree_on", "all_shown", "check_seed"]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks agreed on; ``patterns`` are name patterns, each with its number of matches over all ranks."""
+    """What the ranks agreed on. ``patterns``: name patterns, each with its number of matches over all ranks."""
 
     comm: Communicator
     roster: Roster
@@ -37,7 +37,11 @@ class Agreed:
     _shards: Sequence[LocalShard]
 
     def check_found(self) -> None:
-        """Raise, on every rank alike, a ``ValueError`` if a name pattern matches nothing, or nothing is meant."""
+        """Check that every name pattern matches something, and that there is something to prune. Local.
+
+        Raises:
+            ValueError: on every rank: it does not.
+        """
         for pattern, num in self.patterns:
             if num == 0:
                 raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model")
@@ -45,7 +49,7 @@ class Agreed:
             raise ValueError("there is no parameter to prune; name some with include")
 
     def shards(self) -> list[LocalShard]:
-        """Return this rank's part of every parameter, owners settled. No communication."""
+        """Return this rank's shards, with their owners settled. No communication."""
         place, comm = self.roster.index(), self.comm
         own_rank = comm.global_rank(comm.rank)
         return [
@@ -59,16 +63,16 @@ def agree_on(
 ) -> Agreed:
     """Return what all ranks agree on, or raise on all ranks. Every rank must call it.
 
-    One round of 64 bytes where all ranks say the same. Where they hold different parameters (pipeline stages) their
-    lists travel once and the matches are summed: up to four rounds more. There, a rank without decoder blocks
-    prunes nothing by default if another has some: what is meant follows from the whole model.
+    One round of 64 bytes if all ranks hold the same parameters. If not (pipeline stages), up to four more: their lists
+    of parameters are sent once, and the matches are summed. Then a rank without decoder blocks prunes nothing by
+    default if another rank has some, because the default follows from the whole model.
 
-    A score that needs a seed and has none gets one from torch's default generator: every rank draws, so that
-    generators that were in step stay so, and the first rank's counts.
+    A score that needs a seed gets one from torch's default generator. Every rank draws, so that equal generators stay
+    equal; the first rank's seed is used.
 
     Raises:
-        Exception: ``error``, where it arose, and elsewhere the same built-in type naming the rank.
-        ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
+        Exception: ``error`` where it arose, and elsewhere the same built-in type, naming the rank.
+        ValueError: on every rank: ``facts`` differ, or the lists of parameters do not fit together.
     """
     drawn = 0
     try:
@@ -77,8 +81,8 @@ def agree_on(
         error = caught
     members, num_matches = _members(found.shards), [num for _, num in found.patterns]
     lacks_blocks = found.by_default and not found.has_blocks
-    said = [facts, num_matches, lacks_blocks, [[m.name, list(m.global_shape), m.dtype] for m in members]]
-    all_same, drawn = same_everywhere(comm, said, error, drawn)
+    statement = [facts, num_matches, lacks_blocks, [[m.name, list(m.global_shape), m.dtype] for m in members]]
+    all_same, drawn = same_everywhere(comm, statement, error, drawn)
     if all_same:
         roster = roster_of_one(comm, members)
     else:
@@ -109,10 +113,10 @@ def _members(shards: Sequence[LocalShard]) -> list[Member]:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise unless ``seed`` is an int or ``None``.
+    """Check that ``seed`` is an int or ``None``. Local.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is not.
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, not {seed!r}")

@@ -26,11 +26,11 @@ __all__ = ["Masks", "sparsity"]
 
 @final
 class Masks(Mapping[str, torch.Tensor]):
-    """The masks of a call by name, bool, True = keep: what this rank holds of each.
+    """The masks of a call, by parameter name: bool, True = keep, this rank's part of each.
 
-    A mask has its parameter's layout: a DTensor where that is one; on FSDP1 and for rows spread by hand the local
-    part alone. A mask is a value: nothing that happens to the model later changes it. Methods that say so must be
-    called by every rank of the group that chose the masks.
+    A mask has its parameter's layout. It is a DTensor if the parameter is one; on FSDP1 and for rows spread by hand it
+    is the local part alone. Later changes of the model do not change it. Every rank of the group that chose the masks
+    must call ``&``, ``==`` and the methods that say so.
     """
 
     def __init__(self, comm: Communicator, roster: Roster, shards: Sequence[LocalShard], local: Sequence[torch.Tensor]):
@@ -48,10 +48,13 @@ class Masks(Mapping[str, torch.Tensor]):
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> Masks:
-        """Return the masks that ``model`` has: those of its reparametrized parameters, and elsewhere its zeros.
+        """Return the masks that ``model`` has: of a reparametrized parameter its mask, of others what is not zero.
 
-        Which parameters, and who must call it: as :func:`distprune.prune_model`. Two rounds; on pipelines up to
-        four more.
+        Arguments, and who must call it: as :func:`distprune.prune_model`. Two rounds; on pipelines up to four more.
+
+        Raises:
+            ValueError: on every rank: arguments that differ between ranks, or a name pattern that matches nothing.
+            NotImplementedError: on every rank: a ``Partial`` placement.
         """
         comm, error = communicator(group), None
         found, facts = Found([], [], by_default=False, has_blocks=False), {}
@@ -148,7 +151,7 @@ class Masks(Mapping[str, torch.Tensor]):
         return name in other and self._shards[name].geometry == other._shards[name].geometry
 
     def sparsity(self) -> float:
-        """Return the share of what is pruned, over all ranks. Every rank must call it: one round of 16 bytes."""
+        """Return the share of elements that are pruned, over all ranks. Every rank must call it: one round."""
 
         def fill(num_pruned: torch.Tensor) -> None:
             num_pruned[0] = sum(count_zeros([mask for name, mask in self._local.items() if self._shards[name].owned]))
@@ -199,10 +202,10 @@ class Masks(Mapping[str, torch.Tensor]):
         return dict(self.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over masks from a :meth:`state_dict`, in the layout that these have. Every rank must call it: one round.
+        """Replace the masks by those of a :meth:`state_dict` in the same layout. Every rank must call it: one round.
 
         Raises:
-            ValueError: on every rank: other names, shapes or layouts; nothing is taken over.
+            ValueError: on every rank, nothing changed: other names, shapes or types.
         """
 
         def taken(shard: LocalShard) -> torch.Tensor:
@@ -227,15 +230,17 @@ def sparsity(
     exclude: NamePattern | Sequence[NamePattern] = (),
     group: Group = None,
 ) -> float:
-    """Return the share of zeros, in any layout: of what :func:`distprune.prune_model` prunes, or of what is named.
+    """Return the share of zeros of ``model``, in any layout.
 
-    Pruned elements of reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds.
+    Arguments as in :func:`distprune.prune_model`: by default the weights that it prunes are counted. Pruned elements of
+    reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds; on pipelines up to
+    four more. Errors are those of :meth:`Masks.of`.
     """
     return Masks.of(model, include=include, exclude=exclude, group=group).sparsity()
 
 
 def _present(shard: LocalShard) -> torch.Tensor:
-    """Return what is left of a shard, bool: by its mask, where it is reparametrized, else by its zeros."""
+    """Return what is left of a shard, bool: its mask if it is reparametrized, else where it is not zero."""
     mask = mask_of(shard)
     if mask is not None:
         return mask

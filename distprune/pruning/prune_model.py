@@ -47,30 +47,29 @@ def prune_model(
     >>> report.sparsity
     0.5
 
-    Pruned weights become zero; names, ``state_dict`` keys and forward stay as they are. The result is
-    the one a single process with the whole model would get, bit for bit: it depends on the weights and
-    on the arguments alone.
+    Pruned weights become zero. Names, ``state_dict`` keys and forward stay as they are. The result depends on the
+    weights and the arguments alone: a single process with the whole model gets the same, bit for bit.
 
-    Which parameters take part: by default the weights of the layers inside the decoder blocks, without
-    embeddings, norms, biases and the output head (in a model without decoder blocks, the weights of all
-    its layers but embeddings). ``include`` names others instead, ``exclude`` leaves some out: name
-    patterns (``fnmatch``) or modules, whose weights are meant; one, or several. Tied weights count once. What FSDP1 or
-    FSDP2 left unsharded after a forward is put back to its shards first.
+    By default the weights of the layers inside the decoder blocks are pruned, without embeddings, norms, biases and
+    the output head; in a model without decoder blocks, the weights of all layers but embeddings. ``include`` names
+    others instead, ``exclude`` leaves some out. Both take a name pattern (``fnmatch``), a module, whose weights are
+    meant, or several of them. Tied weights count once. Parameters that FSDP1 or FSDP2 left unsharded after a forward
+    are resharded first.
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel or both, or this rank's stage of a pipeline.
-        sparsity: the share of zeros to end with, in [0, 1]; those that are there count, and go first: twice 0.5 is
-            0.5. Of all elements, each tensor's, each row's, or of all blocks, as scope and pattern say.
-        score: ``"magnitude"`` (the smallest |w| go), ``"random"`` (by a hash of seed, parameter and flat index), a
-            function of weights (1-D) that returns as many scores, higher = keep, or a :class:`Score`.
+        sparsity: the share of zeros to end with, in [0, 1]. Existing zeros count toward it and are pruned first, so
+            pruning to 0.5 twice leaves 0.5. The share is of all elements, of each tensor's, of each row's, or of the
+            blocks or channels, as ``scope`` and ``pattern`` say.
+        score: ``"magnitude"`` (the smallest |w| are pruned), ``"random"`` (a hash of seed, parameter and flat index),
+            a function of weights (1-D) that returns as many scores, higher = keep, or a :class:`Score`.
         pattern: :class:`Unstructured` (the default), :class:`PerRow`, :class:`NByM`, :class:`Block`,
-            :class:`Channels`, or a text: ``"row"``, ``"2:4"``, ``"block:16"``, ``"channels:0"``. Where it
-            says itself how much goes, ``sparsity`` stays out. Rows are outputs; inputs run along a row: (out, in),
-            a convolution's (out, in * kh * kw), and ``Conv1D`` and experts of transformers as they keep theirs.
-        scope: ``"global"``: all parameters compete; ``"tensor"``: each for itself. By default the pattern's own. Not
-            with N:M and rows, where every group and every row is for itself.
-        seed: for ``"random"``. ``None``: one from torch's default generator, from which every rank draws; the first
-            rank's counts.
+            :class:`Channels`, or a text: ``"row"``, ``"2:4"``, ``"block:16"``, ``"channels:0"``. A pattern that says
+            how much is pruned does not take ``sparsity``. Rows are outputs and inputs run along a row: (out, in);
+            (out, in * kh * kw) of a convolution; ``Conv1D`` and experts of transformers as their modules use them.
+        scope: ``"global"``: all parameters compete; ``"tensor"``: each by itself. By default the pattern's own. N:M
+            and rows take no scope: every group and every row is decided by itself.
+        seed: for ``"random"``. ``None``: every rank draws one from torch's default generator; the first rank's is used.
         evidence: what the score needs beside the weights: ``{"gradient": {name: tensor}}``, each in its
             parameter's layout, or whole on every rank.
         group: the ranks that take part: a process group (default: the default one, or this process
@@ -81,17 +80,17 @@ def prune_model(
     (see its ``choose``), one for the report (16 bytes a parameter); on pipelines, where ranks hold different
     parameters, up to five more, once. :class:`Unstructured`: 6 in float32, 5 in bfloat16, up to 3 more where ties have
     to be broken. :class:`NByM` and :class:`PerRow`: 3, and 3 more for every 2**24 elements of groups or rows that shard
-    edges cut. :class:`Block`: up to 16. Nothing that travels grows with the number of elements, but for what
-    shard edges cut: at most a shard.
+    edges cut. :class:`Block`: up to 16. No message grows with the number of elements, except groups, rows and blocks
+    that shard edges cut: at most a shard.
 
     Raises:
-        ValueError: on every rank, nothing changed: arguments out of range, unequal on two ranks, or at odds; a
-            parameter that the pattern does not fit; a name pattern that matches nothing; scores that are NaN; replicas
-            that differ; ranks that list the parameters in different orders or shapes; evidence that is missing.
+        ValueError: on every rank, nothing changed: arguments that are out of range, differ between ranks, or exclude
+            each other; a parameter that the pattern does not fit; a name pattern that matches nothing; scores that are
+            NaN; replicas that differ; ranks that list parameters in different orders or shapes; missing evidence.
         TypeError: on every rank: an argument of the wrong type.
-        NotImplementedError: on every rank: a ``Partial`` placement; with a pattern of rows or groups, a parameter of
-            three dims or more of which it is not known which are the inputs.
-        Exception: on every rank, what a score of your own raised on one.
+        NotImplementedError: on every rank: a ``Partial`` placement; with a pattern of rows, groups or blocks, a
+            parameter of three dims or more whose input dims are not known.
+        Exception: on every rank: what a score of your own raised on one.
     """
     started, comm = time.perf_counter(), communicator(group)
     traffic = comm.traffic.copy()
@@ -110,12 +109,12 @@ def prune_shards(
     evidence: GivenEvidence | None = None,
     group: Group = None,
 ) -> PruneReport:
-    """Prune ``shards`` in place: :func:`prune_model` for parameters whose place only the caller knows.
+    """Prune ``shards`` in place: :func:`prune_model` for parameters whose layout only the caller knows.
 
-    For instance rows of a matrix that an MPI program spread by itself: ``LocalShard(name, rows,
-    Geometry.rows((8, 3), 2, 4), owned=True, num_replicas=1)``. Every rank of ``group``
-    must call it, with its own shards in the same order; communication and errors are those of
-    :func:`prune_model`. With a pattern, dim 0 is the rows, unless the shard's ``matrix`` says otherwise.
+    For example, rows 2 to 4 of a matrix that an MPI program spread by itself: ``LocalShard(name, rows,
+    Geometry.rows((8, 3), 2, 4), owned=True, num_replicas=1)``. Every rank of ``group`` must call it, with its own
+    shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
+    rows, unless the shard's ``matrix`` says otherwise.
     """
     started, comm = time.perf_counter(), communicator(group)
     traffic = comm.traffic.copy()
@@ -136,7 +135,10 @@ def compute_masks(
     exclude: NamePattern | Sequence[NamePattern] = (),
     group: Group = None,
 ) -> Masks:
-    """Return the masks that :func:`prune_model` would apply; the model stays as it is. Arguments, errors: as there."""
+    """Return the masks that :func:`prune_model` would apply; the model stays as it is.
+
+    Arguments, who must call it, rounds and errors: as :func:`prune_model`.
+    """
     request = _Request(sparsity, score, pattern, scope, seed, evidence, include, exclude)
     outcome = _choose(communicator(group), request, lambda: find_shards(model, include, exclude))
     return outcome.masks()
@@ -177,7 +179,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call chose: of each of this rank's shards, and by member over all ranks."""
+    """What a call chose: for each of this rank's shards, and counts by member over all ranks."""
 
     agreed: Agreed
     pattern: Pattern
@@ -238,7 +240,7 @@ def _pruned(
     comm: Communicator, request: _Request, find: Callable[[], Found], started: float, traffic: Traffic
 ) -> PruneReport:
     outcome = _choose(comm, request, find)
-    # Every collective is behind us: from here on no rank can fail and leave another half done.
+    # The last collective is done: an error from here on leaves no other rank waiting.
     for shard, each in zip(outcome.shards, outcome.chosen, strict=True):
         if each.num_pruned > each.num_gone:
             zero_where_pruned(shard.local, each.mask)

@@ -23,7 +23,7 @@ class ParameterReport:
     num_elements: int
     num_pruned: int  # by this call
     num_zeros: int  # in all, after it
-    # The score of the last element, or block, pruned among its competitors; None: none, or one for each group or row.
+    # The highest score pruned among its competitors; None: nothing new was pruned, or each group or row has its own.
     threshold: float | None
 
     @property
@@ -34,10 +34,10 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The same on every rank, but for ``masks``, ``seconds`` and, where shard edges cut groups, ``num_bytes``."""
+    """What a call did. Ranks differ in ``masks``, ``seconds`` and, where groups are cut, ``num_bytes``."""
 
     score: str
-    pattern: str  # as it is written
+    pattern: str  # its repr
     seed: int | None
     parameters: tuple[ParameterReport, ...]
     num_rounds: int  # of communication, this call
@@ -74,7 +74,7 @@ class PruneReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the masks, totals included, as JSON carries it."""
+        """Return everything but the masks, with the totals, in types that JSON has."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("masks", "parameters")}
         totals = {name: getattr(self, name) for name in ("num_elements", "num_pruned", "num_zeros", "sparsity")}
         return {**own, "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters], **totals}

@@ -1,4 +1,4 @@
-"""How much each element matters. Higher = keep."""
+"""How much each element matters; higher = keep."""
 
 from collections.abc import Callable
 
@@ -39,24 +39,24 @@ __all__ = [
     "on_grid",
 ]
 
-# What a score is called as text.
+# The scores that have a name as text.
 SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "random": Random, "wanda": Wanda}
 
 ScoreLike = Score | str | Callable[[torch.Tensor], torch.Tensor]
 
 
 def as_score(score: ScoreLike) -> Score:
-    """Return the score that ``score`` is, names, or (a function of weights, 1-D) computes.
+    """Return ``score`` as a :class:`Score`: it is one, the name of one, or a function of weights (1-D). Local.
 
     Raises:
-        ValueError: a name that is none of :data:`SCORES`.
-        TypeError: none of these.
+        ValueError: a name that is not in :data:`SCORES`.
+        TypeError: anything else.
     """
     if isinstance(score, Score):
         return score
     if isinstance(score, str):
         if score not in SCORES:
-            raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}, a Score or a function of weights")
+            raise ValueError(f"score={score!r} is not known; use {', '.join(SCORES)}, a Score or a function of weights")
         return SCORES[score]()
     if callable(score) and not isinstance(score, type):
         return ElementwiseScore(score)

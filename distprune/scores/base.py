@@ -1,9 +1,9 @@
 """What a score is, and its values on one shard.
 
-Nouns: a *score* says how much each element matters, higher = keep. *Evidence* is what it may need beside the
-weights, by name: a gradient, the norms of the inputs; who collects it is not the score's business. An element that
-was pruned before is *gone*: it goes before all others, whatever its score. A *unit* is what is pruned
-as a whole, a block or a channel; it scores what its elements add up to.
+Nouns: a *score* says how much each element matters, higher = keep. *Evidence* is what a score needs beside the
+weights, by name: a gradient, the norms of the inputs. The caller collects it. An element that was pruned before is
+*gone*: it is pruned before all others, whatever its score. A *unit* is pruned as a whole: a block or a channel. The
+score of a unit is what the scores of its elements add up to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shap
 @final
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of one shard: those at ``at``, a range of local offsets or the offsets themselves (int64)."""
+    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64)."""
 
     shard: LocalShard
     at: slice | torch.Tensor
@@ -34,15 +34,15 @@ class Elements:
 
     @property
     def weight(self) -> torch.Tensor:
-        """Their values, 1-D."""
+        """The weights at these places, 1-D."""
         return _taken(self.shard.local, self.at)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the evidence ``name`` of them, 1-D."""
+        """Return the evidence ``name`` at these places, 1-D."""
         return _taken(self.evidence[name], self.at)
 
     def flat_indices(self) -> torch.Tensor:
-        """Return their places in the whole parameter, int64, 1-D."""
+        """Return the places of these elements in the whole parameter, int64, 1-D."""
         if isinstance(self.at, slice):
             return self.shard.geometry.flat_indices(self.at.start, self.at.stop, self.shard.local.device)
         return self.shard.geometry.flat_indices_at(self.at)
@@ -51,7 +51,7 @@ class Elements:
 class Score(ABC):
     """How much each element matters; higher = keep.
 
-    A subclass writes :meth:`values`, which must work element by element, so that it is the same in every layout:
+    A subclass writes :meth:`values`. It must work element by element: then it is the same in every layout.
 
     >>> class Saliency(Score):
     ...     needs = ("gradient",)
@@ -59,13 +59,12 @@ class Score(ABC):
     ...         return elements.weight.square() * elements["gradient"].square()
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()  # evidence, by name
+    needs: ClassVar[tuple[str, ...]] = ()  # names of evidence
     ordered_by: ClassVar[Literal["magnitude", "value"]] = "value"
-    scores_units: ClassVar[bool] = False  # by their numbers, whatever their elements are
-    zero_where_weights_are: ClassVar[bool] = False  # and nowhere else
-    # How elements add up to a unit, as a non-negative number to the unit's own order; see patterns/.
-    combined_by: Literal["sum", "max", "min"] = "sum"
-    descending: bool = False  # a unit of which more adds up matters less
+    scores_units: ClassVar[bool] = False  # of_units scores a unit by its number, not by its elements
+    zero_where_weights_are: ClassVar[bool] = False  # a score is zero exactly where its weight is
+    combined_by: Literal["sum", "max", "min"] = "sum"  # how the elements of a unit make its score
+    descending: bool = False  # the larger the sum of a unit, the less it matters
     of_zero: float = 0.0  # what an element that is gone adds to its unit
 
     @override
@@ -80,34 +79,38 @@ class Score(ABC):
 
     @abstractmethod
     def values(self, elements: Elements) -> torch.Tensor:
-        """Return the scores of ``elements``, 1-D. Local."""
+        """Return the scores of ``elements``, 1-D, one each. Local."""
 
     def dtype(self, weight: torch.dtype) -> torch.dtype:
-        """Return what the scores of weights of dtype ``weight`` are compared in: float32, or float64 if they are."""
+        """Return the dtype in which scores of ``weight`` weights are compared: float64 for float64, else float32."""
         return torch.float64 if weight is torch.float64 else torch.float32
 
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        """Return the scores of ``units`` (their numbers, int64) of parameter ``name``, if ``scores_units``."""
+        """Return the scores of units of parameter ``name``, by their numbers (int64). Local.
+
+        Raises:
+            NotImplementedError: the score does not set ``scores_units``.
+        """
         raise NotImplementedError(f"{self!r} scores elements alone")
 
     @property
     def needs_seed(self) -> bool:
-        """Whether it draws, and is not told from what."""
+        """Whether it is random and has no seed yet."""
         return False
 
     def seeded(self, seed: int) -> Score:  # noqa: ARG002
-        """Return the score that draws from ``seed``."""
+        """Return this score with the given ``seed``."""
         return self
 
     def reads(self, shard: LocalShard, evidence: Evidence) -> list[torch.Tensor]:
-        """Return the tensors that :meth:`values` reads, which replicas must hold alike."""
+        """Return the tensors that :meth:`values` reads. Replicas must hold equal ones."""
         return [shard.local, *(evidence[name] for name in self.needs)]
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class ElementwiseScore(Score):
-    """A function of the weights as a score: it is given some of them, 1-D, and returns as many scores."""
+    """A function as a score: it takes some weights, 1-D, and returns as many scores."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
 
@@ -128,9 +131,10 @@ class ElementwiseScore(Score):
 @final
 @dataclass(frozen=True)
 class LocalScores:
-    """The scores of one shard, computed chunk by chunk when they are asked for. No communication.
+    """The scores of one shard, computed chunk by chunk on demand. No communication.
 
-    ``gone``: of local shape; what is zero there was pruned before. ``counts_gone``: it still adds to its unit.
+    ``gone``: of local shape, zero where an element was pruned before. ``counts_gone``: such an element still adds to
+    the score of its unit.
     """
 
     shard: LocalShard
@@ -145,18 +149,22 @@ class LocalScores:
 
     @property
     def reads(self) -> list[torch.Tensor]:
-        """What is read, for replicas to be compared."""
+        """The tensors that are read. Replicas are compared by them."""
         read = self.score.reads(self.shard, self.evidence)
         return read if self.gone is None or any(self.gone is each for each in read) else [*read, self.gone]
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield the stretches of local offsets that are in memory at a time."""
+        """Yield (start, stop) of the local offsets that are processed at a time."""
         numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
         for start in range(0, numel, step):
             yield start, min(start + step, numel)
 
     def values(self, at: slice | torch.Tensor) -> torch.Tensor:
-        """Return the scores at ``at``, 1-D, as if nothing were gone."""
+        """Return the scores at ``at``, 1-D, as if nothing were gone.
+
+        Raises:
+            ValueError: the score returns another number of values, or no tensor.
+        """
         values = self.score.values(Elements(self.shard, at, self.evidence))
         num = at.stop - at.start if isinstance(at, slice) else len(at)
         if not isinstance(values, torch.Tensor) or values.shape != (num,):
@@ -165,7 +173,7 @@ class LocalScores:
         return values
 
     def is_gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
-        """Return what is gone at ``at``, bool, 1-D; ``None``: nothing."""
+        """Return which elements at ``at`` are gone, bool, 1-D; ``None`` if none are."""
         return None if self.gone is None else _taken(self.gone, at) == 0
 
     def keys(self, order: Any, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -191,12 +199,12 @@ def local_scores(
     *,
     in_place: bool = False,
 ) -> list[LocalScores]:
-    """Return ``score`` of each of ``shards``; ``evidence`` is by the shard's name. Local.
+    """Return the scores of each of ``shards``. ``evidence`` is by the shard's name. Local.
 
-    ``in_place``: weights that are zero are gone.
+    ``in_place``: zero weights are gone.
 
     Raises:
-        ValueError: evidence that the score needs is not there.
+        ValueError: evidence that the score needs was not given.
     """
     found = []
     for shard in shards:

@@ -1,6 +1,6 @@
 """The L_n norm of a channel: the score of ``ln_structured``.
 
-No root is taken: what the elements of a channel add up to is ordered as the norms are.
+No root is taken: sums of |x|**n have the same order as the norms.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Norm = int | float | str
 @final
 @dataclass(frozen=True)
 class ChannelNorm(Score):
-    """|x|**n (float64), which channels add up; the extreme |x| where ``n`` is infinite.
+    """|x|**n, float64, summed over a channel. Where ``n`` is infinite, the largest or the smallest |x|.
 
     Raises:
         NotImplementedError: ``n="nuc"``, which needs whole channels in one place.
-        ValueError: another name than ``"fro"``, or NaN.
-        TypeError: neither a number nor a name.
+        ValueError: ``n`` is NaN, or a name other than ``"fro"``.
+        TypeError: ``n`` is neither a number nor a name.
     """
 
     n: Norm

@@ -1,8 +1,7 @@
 """Sums that are the same in any order: addends rounded to a common grid and summed as integers.
 
-The grid is a power of two that follows from the largest addend and the number of addends alone, so
-every layout gives the same bits. It is finer than one part in 2**35 of the largest addend for sums of
-2**24 elements.
+The spacing of the grid is a power of two. It follows from the largest addend and the number of addends alone, so
+every layout gives the same bits. For 2**24 addends it is finer than the largest addend times 2**-35.
 """
 
 from __future__ import annotations

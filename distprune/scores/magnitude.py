@@ -16,7 +16,7 @@ __all__ = ["Magnitude"]
 @final
 @dataclass(frozen=True)
 class Magnitude(Score):
-    """The values are the weights themselves, ordered by magnitude: nothing is computed, nothing is rounded."""
+    """Absolute values. The scores are the weights, ordered by magnitude: nothing is computed or rounded."""
 
     ordered_by = "magnitude"
     zero_where_weights_are = True

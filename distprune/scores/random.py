@@ -1,4 +1,4 @@
-"""Random scores: a hash of (seed, parameter, flat index), so that no layout draws other numbers."""
+"""Random scores: a hash of (seed, parameter, flat index), the same in every layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ __all__ = ["Random"]
 @final
 @dataclass(frozen=True)
 class Random(Score):
-    """Uniform over [0, 2**31) as int32. ``seed=None``: the first rank draws one for every call.
+    """Uniform over [0, 2**31), int32. ``seed=None``: the first rank draws a seed for each call.
+
+    Parameters of one name and shape get the same scores from one seed.
 
     The hash is two rounds of MurmurHash3's 32-bit finalizer (Appleby, public domain) over the flat
     index, keyed by BLAKE2b of the seed and the parameter's name; integer arithmetic, so the bits are

@@ -1,4 +1,4 @@
-"""Wanda: a weight times the norm of what it is multiplied by."""
+"""Wanda: the size of a weight times the norm of its input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Wanda"]
 @final
 @dataclass(frozen=True)
 class Wanda(Score):
-    """|W_ij| * ||X_j||_2 (arXiv 2306.11695, section 3); the norms, float32, are spread over the rows."""
+    """|W_ij| * ||X_j||_2 (arXiv 2306.11695, section 3). Evidence ``input_norm``: ||X_j||_2, float32, per weight."""
 
     needs = ("input_norm",)
 

@@ -1,4 +1,4 @@
-"""Which k: the exact choice of the lowest among competitors that no rank holds together."""
+"""The exact k lowest of competitors that are spread over ranks."""
 
 from distprune.selection.competition import Competition
 from distprune.selection.kth_value import Chosen, Selection, raise_nans, select_lowest

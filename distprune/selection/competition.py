@@ -1,4 +1,4 @@
-"""Who competes with whom, and the agreed state of each competition while it is being decided."""
+"""Which elements compete, and the state of each competition, which all ranks agree on, while it is decided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Words = npt.NDArray[np.int64]
 class Competition:
     """Elements that compete with each other; the ``num_lowest`` of ``num_positions`` are pruned.
 
-    Both count the elements of all its parameters over all ranks, with those that are gone, which come first.
+    Both count the elements of all its parameters over all ranks. Gone elements are counted and are pruned first.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Competition:
 
 @dataclass(frozen=True)
 class Range:
-    """Integers from ``low`` to ``high`` (both in), counted in equal bins, the last one shorter."""
+    """Integers from ``low`` to ``high`` inclusive, divided into equal bins, of which the last may be shorter."""
 
     low: int
     high: int

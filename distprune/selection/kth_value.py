@@ -23,8 +23,8 @@ import torch
 
 from distprune.collectives import Communicator, together
 from distprune.selection.competition import Competition, Range, Undecided, Words
+from distprune.selection.counts import Contribution, summed_counts
 from distprune.selection.device_tally import DeviceTally
-from distprune.selection.rows import Part, counted_rows
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry
 from distprune.selection.tally import NUM_HEADER_WORDS, Keep, Tally
@@ -41,9 +41,9 @@ _NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen of one rank's part: ``mask`` (bool, local shape, True = keep), and its counts.
+    """What was chosen from one shard: ``mask`` (bool, local shape, True = keep), and counts of local elements.
 
-    ``num_pruned`` are all that go, ``num_gone`` those of them that were pruned before.
+    ``num_pruned``: all that are False in the mask; ``num_gone``: those of them that were pruned before.
     """
 
     mask: torch.Tensor
@@ -71,10 +71,10 @@ def select_lowest(
 ) -> Selection:
     """Return the masks that prune, in every competition, exactly the ``num_lowest`` lowest elements.
 
-    Elements are ordered by (score, position): equal scores go from the lowest position up. What is gone goes
-    first, all of it, also where that is more than ``num_lowest``. Every rank of ``comm`` must call it with the same
-    ``competitions``; ``make_entries`` makes the rank's own, replicas included; every element must be owned exactly
-    once.
+    Elements are ordered by (score, position): of equal scores the lowest position is pruned first. All that is gone is
+    pruned, even if that is more than ``num_lowest``. Every rank of ``comm`` must call it with the same
+    ``competitions``. ``make_entries`` returns the rank's own entries, with replicas. Every element must be owned by
+    exactly one rank.
 
     Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
     64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
@@ -111,14 +111,14 @@ def select_lowest(
     num_left = num_key_rounds = _num_rounds(span, num_key_words - NUM_HEADER_WORDS)
     while num_left and not all(state.is_key_known or state.only_gone for state in states):
         num_left -= 1
-        counts = counted_rows(comm, len(states), num_key_words, own.count_keys)
+        counts = summed_counts(comm, len(states), num_key_words, own.count_keys)
         _check(comm, own, states, counts)
         if _narrow_keys(states, counts):
             num_left = num_key_rounds
     for state in states:
         state.settle_ties()
     while any(state.positions.low < state.positions.high for state in states):
-        counts = counted_rows(comm, len(states), num_position_words, own.count_positions)
+        counts = summed_counts(comm, len(states), num_position_words, own.count_positions)
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
     return Selection([_threshold(state) for state in states], own.settle)
@@ -145,12 +145,12 @@ class _OwnPart:
             for entry in self.entries
         ]
 
-    def count_keys(self) -> Iterator[Part]:
+    def count_keys(self) -> Iterator[Contribution]:
         for tally in self.tallies:
             tally.settle_keys()
             yield tally.entry.competition, tally.entry.scores.device, tally.count_keys
 
-    def count_positions(self) -> Iterator[Part]:
+    def count_positions(self) -> Iterator[Contribution]:
         for tally in self.tallies:
             tally.settle_keys()
             yield tally.entry.competition, tally.entry.scores.device, tally.count_positions

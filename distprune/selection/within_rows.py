@@ -1,8 +1,7 @@
-"""Patterns that a row settles by itself: N:M groups along the input dim, and the lowest of every row.
+"""Selection within one row: N:M groups along the inputs, and the lowest of every row.
 
-Nothing is communicated: the caller holds whole groups, or whole rows. The stated order is that of every
-selection here: equal scores are pruned from the lowest index up, -0.0 equals 0.0, infinities are
-ordinary, and NaN is an error.
+No communication: the caller holds whole groups, or whole rows. The order is that of every selection here: of equal
+scores the lowest index is pruned first, -0.0 equals 0.0, infinities are ordinary, and NaN is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
     _check_2d(scores)
     num_columns = scores.shape[1]
     if m < 1 or not 0 <= n <= m:
-        raise ValueError(f"{n}:{m} is no pattern: n of every m are kept, 0 <= n <= m and m >= 1")
+        raise ValueError(f"{n}:{m} is not a pattern: n of every m are kept, 0 <= n <= m and m >= 1")
     if num_columns % m:
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
 
@@ -93,7 +92,7 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
 
 def _check_2d(scores: torch.Tensor) -> None:
     if scores.ndim != 2:
-        raise ValueError(f"rows and columns are called for, not {scores.shape=}")
+        raise ValueError(f"scores must be 2-D, (rows, columns), not {scores.shape=}")
 
 
 def _ranks(columns: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Where my elements sit: every layout reduced to flat indices. No communication."""
+"""Where this rank's elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.checksum import checksum
 from distprune.shards.device import chunk_size, fetched, on_host, sent

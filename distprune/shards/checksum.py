@@ -1,4 +1,4 @@
-"""A number that tells tensors apart which differ in one bit or in order."""
+"""A number that differs for tensors that differ in one bit, or in the order of their elements."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FSDP1 (``FullyShardedDataParallel``): parameters as runs of a flattened one. No communication.
 
-Every wrapped module's parameters are flattened and joined, and each rank holds one stretch of the
-whole; so a rank's part of a parameter is a run of its flat indices, which may cut a row or be empty.
-Read off ``FlatParameter`` (``torch/distributed/fsdp/_flat_param.py``), whose layout is documented there.
+The parameters of a wrapped module are flattened and joined, and each rank holds one range of the whole. So a rank's
+part of a parameter is a run of its flat indices, which may cut a row or be empty. ``FlatParameter``
+(``torch/distributed/fsdp/_flat_param.py``) documents the layout.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FlatPart:
     mesh_ranks: torch.Tensor | None  # global ranks the flat parameter is sharded over; None: whole on every rank
 
     def local_shard(self, name: str) -> LocalShard:
-        """Return the part as a shard; the flattened parameter is its global shape."""
+        """Return the part as a shard; its global shape is that of the flattened parameter."""
         if self.mesh_ranks is None:
             return LocalShard(name, self.local, self.geometry, original_shape=self.shape)
         return LocalShard(
@@ -83,7 +83,7 @@ def is_flattened(parameter: torch.Tensor) -> bool:
 def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], FlatPart]:
     """Return this rank's parts by (id of the module, name in it), tied weights under all their names.
 
-    Flat parameters that are still unsharded after a forward are put back to their shards first.
+    Flat parameters that are still unsharded after a forward are resharded first.
 
     Raises:
         NotImplementedError: there is an FSDP1 module, and this torch names its parts differently.

@@ -1,9 +1,9 @@
 """Where the elements of a local shard sit in the whole parameter: plain ints, no ranks.
 
 Nouns: a *run* is a half-open range of global indices along one dim. A *dim index* is the runs that a
-rank holds along that dim, in local order. The local elements are the product of the dim indices, and
-the *flat index* of an element is its row-major position in the unsharded parameter. Every layout is
-reduced to these before anything else runs.
+rank holds along that dim, in local order. The local elements are all combinations of the dim indices. The
+*flat index* of an element is its row-major position in the unsharded parameter. Every layout is
+reduced to these first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Geometry:
         """
         shape = tuple(global_shape)
         if not shape or not 0 <= start <= stop <= shape[0]:
-            raise ValueError(f"rows {start} to {stop} are no stretch of the rows of shape {shape}")
+            raise ValueError(f"rows {start} to {stop} are not a range of the rows of shape {shape}")
         whole = Geometry.whole(shape)
         return Geometry(shape, (((start, stop),) if start < stop else (), *whole.dim_runs[1:]))
 
@@ -146,12 +146,12 @@ class Geometry:
 
     @cached_property
     def flat_start(self) -> int | None:
-        """The flat index of the first local element where the local ones are a single stretch, else ``None``."""
+        """The flat index of the first local element if the local elements are contiguous, else ``None``."""
         start = 0
         for dim, runs in enumerate(self.dim_runs[: len(self.global_shape)]):
             if len(runs) != 1:
                 return None
-            # A stretch: one index along the leading dims, then one run, then whole dims.
+            # Contiguous: one index along the leading dims, then one run, then whole dims.
             if self.local_shape[dim] != self.global_shape[dim] and math.prod(self.local_shape[:dim]) != 1:
                 return None
             start += runs[0][0] * self._strides[dim]
@@ -160,8 +160,8 @@ class Geometry:
     def fingerprint(self) -> int:
         """Return the sum of r**i over the flat indices i held, modulo a prime below 2**47.
 
-        Over ranks these add up to that of the whole exactly if every element is held once (but for one chance in
-        thousands): 65,536 of them fit into an int64.
+        The sum over ranks is that of the whole parameter if every element is held once, and else, but for one chance
+        in thousands, it is not. 65,536 fingerprints fit into an int64 sum.
         """
         total = 1
         for dim, runs in enumerate(self.dim_runs):

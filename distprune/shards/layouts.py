@@ -1,4 +1,4 @@
-"""From a tensor in any layout to its LocalShard, and back to the layout. No communication."""
+"""From a tensor in any layout to its LocalShard, and back. No communication."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_par
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return this rank's part of ``tensor``.
 
-    A plain tensor is held whole, its owner left open (see :class:`LocalShard`); a DTensor's owner within
-    its mesh is read off the mesh. A rank outside the mesh holds nothing.
+    A plain tensor is held whole and its owner is open (see :class:`LocalShard`). The owner of a DTensor within its mesh
+    follows from the mesh. A rank outside the mesh holds nothing.
 
     Raises:
         NotImplementedError: a ``Partial`` placement, or one this library does not know.
-        TypeError: ``tensor`` is no tensor.
+        TypeError: ``tensor`` is not a tensor.
     """
     if isinstance(tensor, DTensor):
         return _dtensor_shard(name, tensor)
@@ -33,7 +33,7 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Return whether this rank takes part in holding ``tensor``: no, if it is outside of a DTensor's mesh."""
+    """Return whether this rank can hold a part of ``tensor``: not if it is outside of a DTensor's mesh."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
@@ -66,12 +66,12 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def local_part(
     tensor: torch.Tensor, parameter: torch.Tensor | None, shard: LocalShard | None, what: str
 ) -> torch.Tensor:
-    """Return the local part of ``tensor``, a whole or a DTensor of the parameter's shape. No communication.
+    """Return the local part of ``tensor``: a whole tensor, or a DTensor of the parameter's shape. No communication.
 
-    ``parameter``: as its module holds it; ``None`` where none does by itself.
+    ``parameter``: as its module holds it, or ``None``. ``what`` names the tensor in an error.
 
     Raises:
-        ValueError: it is laid out in a way that would take communication to bring over.
+        ValueError: ``tensor`` has a layout from which the local part would have to be communicated.
     """
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):

@@ -1,8 +1,7 @@
 """The part of one parameter that this rank holds.
 
-Nouns: a *LocalShard* is that part with the place of each of its elements (`Shard` alone is torch's
-placement). Replicas hold the same elements; the *owner* is the lowest rank that holds them, and only
-owners count.
+Nouns: a *LocalShard* is that part and the place of each of its elements (`Shard` alone is torch's placement).
+*Replicas* hold the same elements. Their *owner* is the lowest rank that holds them, and only owners are counted.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ __all__ = ["LocalShard", "count_zeros", "cut", "flat_chunk", "flat_chunks"]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """One parameter on this rank. ``local`` shares storage with the parameter, gradients detached.
+    """One parameter on this rank. ``local`` shares storage with the parameter, and is detached from gradients.
 
-    ``owned`` says whether this rank counts these elements, ``num_replicas`` how many ranks hold the
-    very same ones. What only the group can say is settled by :meth:`owned_by`: a plain tensor leaves
-    both open (``None``); a DTensor speaks for the ranks of its own mesh, ``mesh_ranks``, and there may
-    be copies on other meshes (what tensor parallelism leaves alone is sharded once in every column of
-    an FSDP x TP mesh).
+    ``owned``: whether this rank counts these elements. ``num_replicas``: how many ranks hold the same elements. A plain
+    tensor leaves both open (``None``). A DTensor knows both for the ranks of its own mesh, ``mesh_ranks``; there may be
+    copies on other meshes. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
+    column.) :meth:`owned_by` settles both for the group.
 
-    ``matrix``: how the parameter is a matrix, where its global shape does not say so (dim 0: outputs).
-    ``tensor`` is the parameter as ``module`` holds it under ``attribute``, where one holds it by itself.
-    ``original_shape``: of the parameter, where the geometry is of the flattened one (FSDP1).
+    ``matrix``: how the parameter is a matrix; ``None``: dim 0 is the outputs. ``tensor``: the parameter as ``module``
+    holds it under ``attribute``; ``None`` for FSDP1 and rows spread by hand. ``original_shape``: the shape of the
+    parameter, if the geometry is of the flattened one (FSDP1).
+
+    Raises:
+        ValueError: ``local`` has another shape than the geometry says.
     """
 
     name: str
@@ -60,15 +61,15 @@ class LocalShard:
     def __post_init__(self) -> None:
         if tuple(self.local.shape) != self.geometry.local_shape:
             raise ValueError(
-                f"parameter {self.name!r}: the local tensor has shape {tuple(self.local.shape)}, its place in "
-                f"{self.geometry.global_shape} calls for {self.geometry.local_shape}"
+                f"parameter {self.name!r}: the local tensor has shape {tuple(self.local.shape)}, its geometry in "
+                f"{self.geometry.global_shape} says {self.geometry.local_shape}"
             )
 
     def owned_by(self, rank: int, first_holder: int, num_holders: int) -> LocalShard:
-        """Return the shard with its owner settled, on global rank ``rank``.
+        """Return the shard with its owner settled, on global rank ``rank``. Local.
 
-        Of all copies the one counts that ``first_holder`` has a part in, the lowest of the
-        ``num_holders`` global ranks that hold some of the parameter.
+        ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter. Only the
+        copy on the mesh that contains ``first_holder`` is counted.
         """
         if self.owned is None or self.num_replicas is None:
             return dataclasses.replace(self, owned=rank == first_holder, num_replicas=num_holders)

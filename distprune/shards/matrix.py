@@ -1,8 +1,8 @@
 """A parameter as a matrix: which elements are the inputs of one output. No communication.
 
-Nouns: a *row* is one output's weights, over all inputs; N:M groups and rows run along the inputs. By
-default dim 0 is the outputs and the other dims, flattened, are the inputs: a linear map's (out, in), a
-convolution's (out, in * kh * kw).
+Nouns: a *row* is the weights of one output, over all inputs. N:M groups and rows run along the inputs. By
+default dim 0 is the outputs, and the other dims, flattened, are the inputs: (out, in) of a linear layer,
+(out, in * kh * kw) of a convolution.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LocalMatrix:
-    """Local elements that are a product of rows and columns: the indices of both, in local order."""
+    """Local elements that are all combinations of some rows and columns: the indices of both, in local order."""
 
     rows: IntArray
     columns: IntArray

@@ -1,4 +1,4 @@
-"""What this library uses of torch that torch does not promise: missed where it is needed, not when it is imported."""
+"""The private names of torch that this library uses: a missing one is an error where it is needed, not at import."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Inside", "StridedShard", "private"]
 
 
 def private(module: str, name: str) -> Any:
-    """Return ``name`` of torch's ``module``, or, where torch has no such name, a class in its place.
+    """Return ``name`` of torch's ``module``. If torch has no such name, return a class in its place.
 
-    Nothing is an instance of that class, and a call of it raises ``NotImplementedError``.
+    Nothing is an instance of that class. Calling it raises ``NotImplementedError``.
     """
     try:
         return getattr(import_module(module), name)
@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True)
 class Inside:
-    """The inside of one of torch's features: of every class, as (module, name), the attributes that are used here."""
+    """Private names of one of torch's features: by (module, name), the attributes of it that are used here."""
 
     feature: str
     names: Mapping[tuple[str, str], Sequence[str]]
@@ -46,7 +46,7 @@ class Inside:
 
     @cached_property
     def missing(self) -> list[str]:
-        """What this torch does not have."""
+        """The names that this torch does not have."""
         found: list[str] = []
         for (module, name), attributes in self.names.items():
             owner = getattr(import_module(module), name, None) if _is_there(module) else None
@@ -58,7 +58,7 @@ class Inside:
         return found
 
     def check(self) -> None:
-        """Raise if this torch has moved something.
+        """Check that this torch has all the names.
 
         Raises:
             NotImplementedError: it names what is missing and the version of torch.

@@ -31,7 +31,7 @@ def test_patterns_refuse_nonsense() -> None:
             with pytest.raises(TypeError, match="sparsity must be"):
                 kind(wrong)  # type: ignore[arg-type]
     for n, m in ((0, 4), (4, 4), (5, 4), (-1, 2)):
-        with pytest.raises(ValueError, match="is no pattern"):
+        with pytest.raises(ValueError, match="is not a pattern"):
             NByM(n, m)
     with pytest.raises(TypeError, match="m must be an int"):
         NByM(2, 4.0)  # type: ignore[arg-type]

@@ -251,21 +251,21 @@ def test_shards_that_say_how_they_are_a_matrix() -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "say how much: sparsity"),
-    ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"sparsity=0.5 and pattern=NByM\(n=2, m=4\) exclude"),
-    ({"pattern": "2:4", "sparsity": 0.5}, ValueError, "'2:4' says how much goes"),
+    ({}, ValueError, "needs sparsity"),
+    ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"pattern=NByM\(n=2, m=4\) says how much is pruned"),
+    ({"pattern": "2:4", "sparsity": 0.5}, ValueError, "'2:4' says how much is pruned"),
     ({"pattern": NByM(2, 4), "scope": "tensor"}, ValueError, "scope='tensor' does not go with NByM"),
     ({"pattern": PerRow(0.5), "scope": "global"}, ValueError, "scope='global' does not go with PerRow"),
-    ({"pattern": "4:2"}, ValueError, "4:2 is no pattern"),
-    ({"pattern": "blocks"}, ValueError, "pattern='blocks' is none of 'unstructured'"),
-    ({"pattern": "row"}, ValueError, "say how much: sparsity, .* goes with 'row'"),
+    ({"pattern": "4:2"}, ValueError, "4:2 is not a pattern"),
+    ({"pattern": "blocks"}, ValueError, "pattern='blocks' is not known; use 'unstructured'"),
+    ({"pattern": "row"}, ValueError, "pattern='row' needs sparsity"),
     ({"pattern": 24}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 24"),
     ({"pattern": Channels(0.5, 2)}, IndexError, "Invalid index 2"),
     ({"pattern": NByM(2, 5)}, ValueError, "2:5 does not fit 'layers.0.up.weight': its 8 inputs"),
     ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'layers.0.up.weight'"),
-    ({"pattern": Block(2, 0.5), "scope": "row"}, ValueError, "scope='row' is none of"),
+    ({"pattern": Block(2, 0.5), "scope": "row"}, ValueError, "scope='row' is not known"),
     ({"pattern": NByM(2, 4), "include": ["layers.0.up.*"]}, ValueError, "'layers.0.up.bias' .*is no matrix"),
-    ({"pattern": NByM(2, 4), "include": ["odd"]}, NotImplementedError, "which dims of 'odd'.* are its inputs"),
+    ({"pattern": NByM(2, 4), "include": ["odd"]}, NotImplementedError, "the input dims of 'odd'.* are not known"),
     ({"pattern": NByM(2, 4), "include": ["back.weight"]}, NotImplementedError, "'back.weight', .*ConvTranspose1d"),
 ]
 

@@ -82,7 +82,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"2:4 needs a number of columns that 4 divides, not 6"):
         keep_highest_per_group(scores, 2, 4)
     for n, m in ((3, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match="is no pattern"):
+        with pytest.raises(ValueError, match="is not a pattern"):
             keep_highest_per_group(scores, n, m)
     with pytest.raises(ValueError, match="num_pruned=7 is not between 0 and the 6 columns"):
         keep_highest_per_row(scores, 7)

@@ -129,10 +129,10 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
         undo_reparametrization(module, name)
 
     def settled(self, mask: torch.Tensor) -> None:
-        """Take note that ``mask``, in the parameter's layout, is in place now."""
+        """Note that ``mask``, in the parameter's layout, is in place now."""
 
     def superseded(self) -> None:
-        """Take note that another method's mask is in place now."""
+        """Note that another method's mask is in place now."""
 
 
 class Selecting(BasePruningMethod):
@@ -140,7 +140,7 @@ class Selecting(BasePruningMethod):
 
     @abstractmethod
     def rule(self) -> tuple[Pattern, Score] | None:
-        """Return what is chosen, and by which score; ``None``: nothing."""
+        """Return the pattern and the score, or ``None`` to prune nothing."""
 
     @property
     def is_overridden(self) -> bool:
@@ -148,14 +148,14 @@ class Selecting(BasePruningMethod):
         return type(self).compute_mask is not Selecting.compute_mask
 
     def fitted(self, shard: LocalShard) -> LocalShard:
-        """Return the shard with its matrix, if the pattern needs it; raise if it does not fit."""
+        """Return the shard with its matrix, if the pattern needs it; raise if the pattern does not fit."""
         rule = self.rule()
         return shard if rule is None else fitted(rule[0], shard, shard.attribute)
 
     def choose(
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
     ) -> Callable[[], list[Chosen]]:
-        """Return what settles each of the scores; every rank must call it."""
+        """Return a function that returns what was chosen from each of the scores. Every rank must call it."""
         rule = self.rule()
         if rule is None:
             return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0) for s in make_scores()]
@@ -172,7 +172,7 @@ class Selecting(BasePruningMethod):
 
     def mask_among(self, t: torch.Tensor, default_mask: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
         """Return ``default_mask`` times what is kept among the elements at which ``earlier`` is not zero."""
-        comm = communicator() if isinstance(t, DTensor) else Alone()
+        comm, chosen = communicator() if isinstance(t, DTensor) else Alone(), list[Chosen]()
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
         t = t if t.is_floating_point() else t.double()
         mask = None if earlier is None else local_of(earlier).bool()
@@ -180,15 +180,13 @@ class Selecting(BasePruningMethod):
         if is_held(t):
             shards = [self.fitted(dataclasses.replace(local_shard("0.t", t), attribute="t"))]
         score = rule[1] if rule else Plan.score
-        agreed = agree_on(
-            comm, Found(shards, [], by_default=False, has_blocks=False), {"method": described(self)}, score
-        )
+        found = Found(shards, [], by_default=False, has_blocks=False)
+        agreed = agree_on(comm, found, {"method": described(self)}, score)
         settle = self.choose(
             agreed,
             lambda: [LocalScores(s, agreed.score, {}, mask, counts_gone=True) for s in agreed.shards()],
             "tensor",
         )
-        chosen: list[Chosen] = []
         num_nans: dict[str, int] = {}
 
         def count(nans: torch.Tensor) -> None:
@@ -205,10 +203,7 @@ class Selecting(BasePruningMethod):
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
-    """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``.
-
-    Adding a method raises ``TypeError`` if it is none, and ``ValueError`` if it acts on another name.
-    """
+    """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``."""
 
     def __init__(self, *args: Any) -> None:
         self._pruning_methods: tuple[torch_prune.BasePruningMethod, ...] = ()
@@ -219,7 +214,7 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
 
     @override
     def add_pruning_method(self, method: Any) -> None:
-        """Append ``method``, which must act on the parameter of the same name."""
+        """Append ``method``: a ``TypeError`` if it is none, a ``ValueError`` if it acts on another name."""
         if method is not None and not isinstance(method, torch_prune.BasePruningMethod):
             raise TypeError(f"{type(method)} is not a BasePruningMethod subclass")
         if method is not None and self._tensor_name != method._tensor_name:
@@ -248,8 +243,7 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
         """Return ``default_mask`` with the latest method's mask on top, computed on what was left of ``t``.
 
-        By its ``PRUNING_TYPE``: ``"unstructured"`` sees the elements that are left, ``"structured"`` the
-        channels, ``"global"`` everything.
+        ``"unstructured"`` methods see the elements that are left, ``"structured"`` the channels, ``"global"`` all.
 
         Raises:
             ValueError: an unknown ``PRUNING_TYPE``.
@@ -277,11 +271,10 @@ def prune_pairs(
     hook_of_mask: Callable[[torch.Tensor], Hook] | None = None,
     error: Exception | None = None,
 ) -> list[Hook]:
-    """Prune all of ``pairs`` by one method each, made anew, and return their hooks. Every rank must call it.
+    """Prune all of ``pairs``, each by a new method, and return their hooks. Every rank must call it.
 
-    ``scope``: whether each competes for itself, or all of them together. ``hook_of_mask``: makes what is
-    registered, from the mask that was decided, in place of the method. ``error``: what the caller found
-    wrong already, raised on all ranks.
+    ``scope``: whether each competes by itself, or all together. ``hook_of_mask`` makes the hook from the mask that was
+    decided; without it the method is the hook. ``error``: what the caller already found wrong, raised on all ranks.
     """
     methods: list[Hook] = []
     try:
@@ -351,7 +344,7 @@ class _ByMethods(Plan):
         return [changed(target, mask, hook) for target, mask, hook in zip(targets, masks, hooks, strict=True)]
 
     def _computed(self, agreed: Agreed, targets: Sequence[Target]) -> list[torch.Tensor]:
-        """Let the user's own method compute the masks, and see that replicas agree on them."""
+        """Let the user's own method compute the masks, and check that replicas get equal ones."""
         masks: list[torch.Tensor] = []
         with together(agreed.comm):
             masks = masks_by_users(targets, self._methods, over_all=self._scope == "global")
@@ -370,7 +363,7 @@ class _ByMethods(Plan):
 
 
 def changed(target: Target, mask: torch.Tensor, method: Hook) -> Change:
-    """Say which hook goes with ``mask``: the method itself, or a container of it and what was there before."""
+    """Return the change to ``mask``, with the method as hook, or a container of it and of the methods before it."""
     method._tensor_name = target.name
     old = next(iter(target.old_hooks.values()), None)
     if isinstance(method, BasePruningMethod):

@@ -1,4 +1,4 @@
-"""One call on many parameters: look, agree, decide, commit; all of it on all ranks, or nothing."""
+"""One call on many parameters: look, agree, decide, commit. It succeeds on all ranks, or changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Change", "Decision", "Plan", "commit", "prune_targets"]
 class Change:
     """A target's next mask, in the layout of its parameter, and the hook that goes with it.
 
-    ``added``: what the hook, a container that is there already, takes in.
+    ``added``: the method to append to the hook, if that is a container which is there already.
     """
 
     target: Target
@@ -35,24 +35,24 @@ class Change:
 
 @dataclass(frozen=True)
 class Decision:
-    """``changes``: what becomes of every target. ``num_nans``: of the scores of this rank, by label."""
+    """``changes``: one for every target. ``num_nans``: NaNs in this rank's scores, by label."""
 
     changes: list[Change]
     num_nans: dict[str, int]
 
 
 class Plan(ABC):
-    """What a call does with its targets. The first two methods are local; what they raise is raised on all ranks."""
+    """What a call does with its targets."""
 
     score: Score = Magnitude()
 
     @abstractmethod
     def look(self, targets: Sequence[Target]) -> object:
-        """Check ``targets``, and return what all ranks must say alike of the plan."""
+        """Check ``targets``, and return what all ranks must agree on. Local; an error is raised on all ranks."""
 
     @abstractmethod
     def decide(self, agreed: Agreed, targets: Sequence[Target]) -> Callable[[], Decision]:
-        """Decide; every rank calls it. Return what returns the decision: local, it runs within the last round."""
+        """Return a function that returns the decision: local, within the last round. Every rank calls this."""
 
 
 def prune_targets(
@@ -60,11 +60,11 @@ def prune_targets(
 ) -> list[Hook]:
     """Do what ``plan`` says with all of ``pairs``, and return their hooks. Every rank must call it.
 
-    ``error``: what the caller found wrong already, raised on all ranks. Rounds: one to agree, those of the plan, and
-    one at the end, of 16 bytes; if something fails then, every rank puts everything back.
+    ``error``: what the caller already found wrong; it is raised on all ranks. Rounds: one to agree, those of the plan,
+    and one at the end, of 16 bytes. If something fails there, every rank undoes its changes.
     """
     targets: list[Target] = []
-    said: dict[str, object] = {}
+    own_facts: dict[str, object] = {}
     try:
         fsdp2 = Fsdp2Params() if error is None else None
         for index, (module, name) in enumerate(pairs if error is None else []):
@@ -72,12 +72,12 @@ def prune_targets(
             targets.append(find_target(cast(Fsdp2Params, fsdp2), module, name, index, given))
         _check_distinct(targets)
         if targets:
-            said = facts(comm, targets, plan.look(targets), scores)
+            own_facts = facts(comm, targets, plan.look(targets), scores)
     except Exception as caught:
         error = caught
     shards = [shard for target in targets if error is None and (shard := target.ranked) is not None]
     found = Found(shards, [], by_default=False, has_blocks=False)
-    agreed = agree_on(comm, found, said, plan.score, error)
+    agreed = agree_on(comm, found, own_facts, plan.score, error)
     return commit(comm, plan.decide(agreed, targets)) if targets else []
 
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def seeded(seed: int | None) -> dict[str, Any]:
-    """Return the keyword for a constructor: a method that knows nothing of seeds is not handed one nobody gave."""
+    """Return the keyword arguments for a constructor: none without a seed, since not every method takes one."""
     return {} if seed is None else {"seed": seed}
 
 
@@ -54,9 +54,9 @@ class RandomUnstructured(Selecting):
     """Prunes ``amount`` elements at random. See ``torch.nn.utils.prune.RandomUnstructured``.
 
     The mask is a hash of ``seed``, the place of the parameter in the call, its name and the flat index:
-    the same on every layout. Two calls with one seed on parameters of one name and shape prune the same places:
-    give each its own seed, or prune all in one call of :func:`prune_each`. ``seed=None``: the first rank's draw
-    from torch's default generator counts.
+    the same in every layout. **Two calls with one seed on parameters of one name and shape prune the same places**:
+    give each call its own seed, or prune all in one call of :func:`prune_each`. ``seed=None``: the first rank draws one
+    from torch's default generator.
     """
 
     PRUNING_TYPE = "unstructured"
