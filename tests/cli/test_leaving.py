@@ -69,7 +69,7 @@ def pair(tmp_path: Path, model_folder: Path, text_file: Path) -> Iterator[Pair]:
     [
         (0, ["prune", "--help"], 0, "Usage:"),
         (1, [*LINE, "--verbose"], 2, "No such option"),
-        (1, ["prune", "m", "--output", "o", "--pattern", "4:2"], 1, "error: 4:2 is not a pattern"),
+        (1, ["prune", "m", "--output", "o", "--pattern", "4:2"], 2, "4:2 is not a pattern"),
     ],
 )
 def test_a_rank_that_does_not_come_ends_the_other(

@@ -86,7 +86,7 @@ def test_bad_input() -> None:
             keep_highest_per_group(scores, n, m)
     with pytest.raises(ValueError, match="num_pruned=7 is not between 0 and the 6 columns"):
         keep_highest_per_row(scores, 7)
-    with pytest.raises(ValueError, match="rows and columns"):
+    with pytest.raises(ValueError, match="must be 2-D"):
         keep_highest_per_row(torch.ones(3), 1)
     scores[1, 2] = torch.nan
     for num_kept in (0, 1, 2):
