@@ -177,7 +177,7 @@ def main() -> None:
         + "\nThe slowest rank's median of alternating turns; the same number of elements in all, whatever the number\n"
         "of ranks. Weights are put back between turns, outside of the timing, and every result is compared. Memory is\n"
         "RssAnon sampled every millisecond, of a first call in a fresh process, with what it leaves (the mask).\n"
-        "`global_unstructured` leaves a mask of the weights' dtype and a product, in place nothing but the report.\n\n"
+        "`global_unstructured` leaves a mask of the weights' dtype and a product, in place the report's, of bools.\n\n"
         + table(columns, rows)
         + "\n"
         + "".join(lines)
