@@ -107,7 +107,7 @@ class Saliency(Score):
 
 @dataclass(frozen=True)
 class SparseGPT(Solver):
-    """Arithmetic is float32. Unstructured: exactly ``round(amount * out * columns)`` of every block of 128 columns,
+    """Arithmetic is float32. Unstructured: exactly ``round(sparsity * out * columns)`` of every block of 128 columns,
     over all rows; blocks of weights: that fraction of those in each block of columns, by the sums of their scores; the
     other patterns are settled by each row. The errors are those of X^T X itself, without the damping.
     """

@@ -14,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from distprune import PerRow
 from distprune.cli import main
 from distprune.cli.main import Request
 from distprune.jobs import OneShotJob, PruneJob
@@ -101,7 +100,8 @@ def test_every_option_arrives() -> None:
     calibrated = OneShotJob(
         **common,
         method="wanda",
-        pattern=PerRow(0.5),
+        sparsity=0.5,
+        pattern="row",
         calibration="c",
         samples=3,
         sequence_length=9,

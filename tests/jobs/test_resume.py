@@ -104,7 +104,7 @@ def change_text(job: OneShotJob) -> None:
         (change_text, "calibration tokens: "),
         (
             {"pattern": Unstructured(0.25)},
-            "--pattern: 'Unstructured(amount=0.5)' then, 'Unstructured(amount=0.25)' now",
+            '--pattern: "Unstructured(sparsity=0.5, scope=\'global\')" then, "Unstructured(sparsity=0.25',
         ),
         ({"dtype": torch.bfloat16}, "--dtype: None then, 'torch.bfloat16' now"),
         ({"offload": True}, "--offload: False then, True now"),
