@@ -64,7 +64,7 @@ def perplexity(
     run one (a tensor-parallel group) run the same; where they do not divide evenly the last round is filled with
     windows that do not count, because the forward of a sharded model needs every rank. The model is run in evaluation
     mode and left as it was, to the bit. Every rank of ``group`` must call it, with the same tokens. Four rounds beyond
-    the model's own, of 72 bytes at most but for 8 for each rank of a tensor-parallel group.
+    the model's own, of 64 bytes at most but for 8 for each rank of a tensor-parallel group.
 
     Raises:
         ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens or of more than the

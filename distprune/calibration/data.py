@@ -47,7 +47,7 @@ def load_samples(
     or one JSON string a line; an end-of-sequence token, where the tokenizer has one, follows each. Any
     other file is one text. The tokens are cut into sequences without gaps.
 
-    Every rank reads the file and must find the same tokens: two rounds of 72 bytes.
+    Every rank reads the file and must find the same tokens: two rounds of 64 bytes.
 
     Raises:
         FileNotFoundError: on every rank: no such file.

@@ -101,7 +101,7 @@ class Walk:
     def advance(self, index: int, comm: Communicator) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
 
-        One round of 72 bytes beyond the block's own.
+        One round of 64 bytes beyond the block's own.
 
         Raises:
             ValueError: on every rank: an output is NaN or infinite; it names the block and the sample.

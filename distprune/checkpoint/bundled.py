@@ -33,7 +33,7 @@ def resolve_model(name: str, group: Group = None, *, log: Callable[[str], None] 
     """Return the directory of ``name``: a local directory as it is, or the bundled model's, made if need be.
 
     Every rank of ``group`` must call it. The first rank converts (about half a minute, once for every
-    cache directory) while the others wait; three rounds of 72 bytes. The cache, ``$DISTPRUNE_CACHE`` or
+    cache directory) while the others wait; three rounds of 64 bytes. The cache, ``$DISTPRUNE_CACHE`` or
     the user's cache directory, must be one that all ranks see, or hold the model already.
 
     Raises:

@@ -52,7 +52,7 @@ def load_model(
         group: the ranks that load together; every one of them must call it.
         progress: called with (bytes read so far, bytes to read) of this rank.
 
-    Communicates four rounds of 72 bytes, to agree on the arguments and to raise together.
+    Communicates four rounds of 64 bytes, to agree on the arguments and to raise together.
 
     Raises:
         FileNotFoundError, ValueError: on every rank: what :func:`open_directory` raises, a tensor

@@ -52,7 +52,7 @@ def save_model(
     model's. The bytes are the same whatever the number of ranks and the layout. Config, tokenizer and
     the other small files are copied.
 
-    Every rank of ``group`` must call it. Communicates four rounds of 72 bytes, to agree
+    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree
     and to raise together.
 
     Raises:
@@ -69,7 +69,7 @@ def save_model(
 class ModelWriter:
     """Writes a model's tensors to their places in the files of ``target``, all at once or some at a time.
 
-    Making one takes two rounds of 72 bytes on every rank of ``group``; raises as :func:`save_model`.
+    Making one takes two rounds of 64 bytes on every rank of ``group``; raises as :func:`save_model`.
     """
 
     def __init__(self, model: nn.Module, source: HfDirectory, target: Path, *, group: Group = None) -> None:

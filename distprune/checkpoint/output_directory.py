@@ -31,7 +31,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
     that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is
     as it was.
 
-    Communicates a name once (two rounds) and six rounds of 72 bytes.
+    Communicates a name once (two rounds) and six rounds of 64 bytes.
 
     Raises:
         OSError, ValueError: on every rank: what :func:`check_output` raises, another job writes there,

@@ -26,7 +26,7 @@ __all__ = ["locking", "remove_files"]
 def locking(comm: Communicator, path: Path) -> Iterator[None]:
     """Hold the lock of the output ``path``, on the first rank, while the body runs; make its parents.
 
-    Every rank must enter it; one round of 72 bytes. Leftovers of killed jobs are removed on entering, and
+    Every rank must enter it; one round of 64 bytes. Leftovers of killed jobs are removed on entering, and
     the body's own on leaving.
 
     Raises:

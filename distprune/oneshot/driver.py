@@ -36,7 +36,7 @@ def prune_rows(
 
     ``moments`` are what the solver needs, and are used up. Of inputs that have a home one is worked on at a time, those
     that are spread all together. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have homes, those
-    of ``move_rows`` and its ``back()``; where something is prepared for inputs that are spread, 1 of 72 bytes and 1 for
+    of ``move_rows`` and its ``back()``; where something is prepared for inputs that are spread, 1 of 64 bytes and 1 for
     each of them; and for each stage one choice of ``pattern`` for all of them.
 
     Raises:
