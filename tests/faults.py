@@ -8,6 +8,7 @@ process group is watched: where all ranks that still run wait for one that has e
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 import threading
@@ -250,6 +251,17 @@ def faults(
     ``call(rank)`` makes what the rank then calls; ``changes()`` says, after a run, what differs from before. The
     last and the first rank meet the error; of a line that is met in more gaps than ``gaps_per_line`` those are taken.
     """
+    gc.collect()
+    gc.disable()  # it calls back wherever it happens to run
+    try:
+        return _faults(num_ranks, call, changes, gaps_per_line)
+    finally:
+        gc.enable()
+
+
+def _faults(
+    num_ranks: int, call: Callable[[int], Callable[[], Any]], changes: Callable[[], list[str]], gaps_per_line: int
+) -> tuple[int, list[str]]:
     wrong: list[str] = []
     known: set[tuple[int, str]] = set()
     num_gaps: Counter[tuple[int, str]] = Counter()

@@ -211,5 +211,6 @@ def failing_on_rank(rank: int, where: str) -> float:
 )
 def test_what_one_rank_raises_all_raise(where: str, message: str) -> None:
     first, second = run_threads(2, failing_on_rank, where, catch=True)
-    assert f"rank 1 of 2: {message}" in str(first).replace("36 tokens ", "")
+    assert str(first).startswith("rank 1 of 2: ")
+    assert message in str(first)
     assert message in str(second)

@@ -127,7 +127,7 @@ def without(names, kind):
     calls = {
         "plain": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
         "fsdp2": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
-        "fsdp1": lambda model: distprune.prune_model(model, method="magnitude", amount=0.5),
+        "fsdp1": lambda model: distprune.prune_model(model, 0.5),
         "strided": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
         "users": lambda model: Users.apply(model, "weight"),
     }
