@@ -6,39 +6,18 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distprune import Unstructured
 from distprune.cli.display import Display
 from distprune.jobs import OneShotJob, mean_error, run_one_shot_job
 from distprune.jobs.run import REPORT_NAME
-
-STAGES = ["forward", "reduce", "factor", "sweep", "write"]
+from tests.small_job import STAGES, block_entry, small_job
 
 
 @pytest.fixture
 def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return OneShotJob(
-        model=str(model_folder),
-        output=str(tmp_path / "out"),
-        method="sparsegpt",
-        pattern=Unstructured(0.5),
-        calibration=str(text_file),
-        samples=3,
-        sequence_length=16,
-    )
-
-
-def block(index: int, errors: dict[str, float | None]) -> dict[str, Any]:
-    name = f"model.layers.{index}"
-    maps = [
-        {"name": f"{name}.{of_map}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
-        for of_map, error in errors.items()
-    ]
-    seconds = dict.fromkeys(STAGES, 0.5)
-    return {"index": index, "name": name, "maps": maps, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}
+    return small_job(model_folder, text_file, tmp_path)
 
 
 def test_the_report_and_its_table(
@@ -77,7 +56,7 @@ def test_the_bar_shows_time_left_and_the_error(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     display = Display(visible=True)
     display.progress("loading", "bytes", 1 << 20, 2 << 20)
-    display.block(block(3, {"fc1": 0.25, "fc2": 0.75}), 5)
+    display.block(block_entry(3, {"fc1": 0.25, "fc2": 0.75}), 5)
     display.close()
     shown = capsys.readouterr().err
     assert "loading:   0%|          | 0.00/2.10M" in shown
@@ -89,6 +68,6 @@ def test_the_bar_shows_time_left_and_the_error(
 def test_hidden_on_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(visible=False)
     display.say("something")
-    display.block(block(0, {"fc1": 0.25}), 1)
+    display.block(block_entry(0, {"fc1": 0.25}), 1)
     display.progress("loading", "bytes", 1, 2)
     assert capsys.readouterr() == ("", "")

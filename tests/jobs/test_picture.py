@@ -9,55 +9,37 @@ from typing import Any
 
 import pytest
 
-from distprune import Unstructured
 from distprune.cli.display import Display
 from distprune.jobs import OneShotJob, PruneJob, kinds_of, mean_error, picture, run_one_shot_job, run_prune_job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, draw
 from distprune.jobs.run import REPORT_NAME
-
-STAGES = ["forward", "reduce", "factor", "sweep", "write"]
+from tests.small_job import block_entry, small_job
 
 
 @pytest.fixture
 def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return OneShotJob(
-        model=str(model_folder),
-        output=str(tmp_path / "out"),
-        method="sparsegpt",
-        pattern=Unstructured(0.5),
-        calibration=str(text_file),
-        samples=3,
-        sequence_length=16,
-    )
-
-
-def block(index: int, errors: dict[str, float | None]) -> dict[str, Any]:
-    name = f"model.layers.{index}"
-    maps = [
-        {"name": f"{name}.{of_map}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
-        for of_map, error in errors.items()
-    ]
-    seconds = dict.fromkeys(STAGES, 0.5)
-    return {"index": index, "name": name, "maps": maps, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}
+    return small_job(model_folder, text_file, tmp_path)
 
 
 EXPERTS = {"self_attn.q_proj": 0.1, "experts.up.0": 0.2, "experts.up.11": 0.6, "experts.down.0": None, "fc1": 0.3}
 
 
 def test_experts_are_one_kind() -> None:
-    kinds = {kind.name: kind for kind in kinds_of(block(1, EXPERTS))}
+    kinds = {kind.name: kind for kind in kinds_of(block_entry(1, EXPERTS))}
     assert list(kinds) == ["self_attn.q_proj", "experts.up.*", "experts.down.*", "fc1"]
     assert kinds["experts.up.*"].errors == (0.2, 0.6)
     assert kinds["experts.up.*"].error == pytest.approx(0.4)
     assert kinds["experts.up.*"].sparsity == 0.5
     assert kinds["experts.down.*"].error is None
-    assert mean_error(block(1, EXPERTS)) == pytest.approx(0.3)
-    assert mean_error(block(1, {"a": None})) is None
+    assert mean_error(block_entry(1, EXPERTS)) == pytest.approx(0.3)
+    assert mean_error(block_entry(1, {"a": None})) is None
 
 
 def test_the_picture_has_a_line_for_each_kind() -> None:
     pytest.importorskip("matplotlib")
-    figure = draw([block(0, {"fc1": 0.1, "fc2": None}), block(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})], "a title")
+    figure = draw(
+        [block_entry(0, {"fc1": 0.1, "fc2": None}), block_entry(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})], "a title"
+    )
     errors, sparsities = figure.axes
     found = {line.get_label(): line.get_xydata().tolist() for line in errors.lines}
     assert found["fc1"] == [[0, 0.1], [2, 0.3]]
