@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "read_json"]
+from distprune.checkpoint.extras import import_extra
+
+__all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "open_weights", "read_json"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -27,10 +30,6 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 _NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.json"})
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
-
-# https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -110,6 +109,7 @@ def open_directory(path: str | Path) -> HfDirectory:
         ValueError: a weight file is truncated or corrupt, or the index is, names a file outside the
             directory, or a tensor that its file does not hold; a tensor stands in two weight files; a
             small file is a link that leads out of the directory (but into the hub's cache, if it lies there).
+        ImportError: the extra ``hf`` is not installed.
     """
     folder = Path(path)
     if not folder.exists():
@@ -132,39 +132,40 @@ def open_directory(path: str | Path) -> HfDirectory:
 
 
 def read_weight_file(path: Path) -> WeightFile:
-    """Return the tensors of one safetensors file, its header checked against its size.
+    """Return the tensors of one safetensors file.
 
     Raises:
-        ValueError: the file is truncated or not safetensors.
+        ValueError: the file is truncated or not safetensors, or holds a dtype that is not supported.
     """
-    size = path.stat().st_size
+    with open_weights(path):  # checks the header, and its size against that of the file
+        pass
     with path.open("rb") as file:
-        prefix = file.read(_LENGTH.size)
-        if len(prefix) < _LENGTH.size:
-            raise ValueError(f"{path} is truncated: {size} bytes, too few for a safetensors header")
-        (length,) = _LENGTH.unpack(prefix)
-        if length > _MAX_HEADER:
-            raise ValueError(f"{path} is corrupt or no safetensors file: its header claims {length} bytes")
-        if _LENGTH.size + length > size:
-            raise ValueError(f"{path} is truncated: {size} bytes, its header alone needs {_LENGTH.size + length}")
-        text = file.read(length)
-    data_start = _LENGTH.size + length
-    header = _json_object(text, path)
+        # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
     header.pop("__metadata__", None)
+    entries = []
+    for name, value in header.items():
+        if value["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name!r} has the dtype {value['dtype']}, which is not supported")
+        start, stop = (8 + length + offset for offset in value["data_offsets"])
+        entries.append(TensorEntry(name, DTYPES[value["dtype"]], tuple(value["shape"]), start, stop))
+    return WeightFile(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.stop))))
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """Yield the open safetensors file ``path``. Local.
+
+    Raises:
+        ValueError: the safetensors library cannot read it.
+    """
+    safetensors = import_extra("safetensors", "hf")
     try:
-        entries = [_entry(name, value, data_start) for name, value in header.items()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt: its safetensors header cannot be read ({error})") from error
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
-    position = data_start
-    for entry in entries:
-        if entry.start != position:
-            raise ValueError(f"{path} is corrupt: tensor {entry.name!r} does not begin where the one before it ends")
-        position = entry.stop
-    if position != size:
-        state = "truncated" if position > size else "corrupt"
-        raise ValueError(f"{path} is {state}: {size} bytes, its header calls for {position}")
-    return WeightFile(path, tuple(entries))
+        with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
+            yield handle
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -173,34 +174,13 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it holds none.
     """
-    return _json_object(path.read_bytes(), path)
-
-
-def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: it holds no JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is corrupt: it holds no JSON object")
     return value
-
-
-def _entry(name: str, value: dict[str, Any], data_start: int) -> TensorEntry:
-    if value["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name!r} has the dtype {value['dtype']}, which is not supported")
-    dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
-    start, stop = value["data_offsets"]
-    if not all(isinstance(size, int) for size in (*shape, start, stop)):
-        raise ValueError(f"tensor {name!r} has the shape {shape} at {start}:{stop}")
-    num_bytes = dtype.itemsize
-    for size in shape:
-        if size < 0:
-            raise ValueError(f"tensor {name!r} has the shape {shape}")
-        num_bytes *= size
-    if start < 0 or stop - start != num_bytes:
-        raise ValueError(f"tensor {name!r} of shape {shape} and dtype {dtype} cannot be {stop - start} bytes")
-    return TensorEntry(name, dtype, shape, data_start + start, data_start + stop)
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

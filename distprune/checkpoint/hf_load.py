@@ -7,25 +7,20 @@ slices of every tensor.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import model_names
-from distprune.checkpoint.stored_slices import Stored, stored_slices
+from distprune.checkpoint.naming import check_tensors, model_names, names_by_tensor
+from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
 from distprune.shards import local_shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["load_model"]
 
@@ -37,7 +32,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     group: Group = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> nn.Module:
     """Return the causal language model of a Hugging Face directory, in evaluation mode.
 
@@ -72,7 +67,7 @@ def load_model(
         model = build_on_meta(directory, dtype)
         # Before sharding, which changes the names of the classes, by which transformers knows its renamings.
         names = model_names(model, directory)
-        _check_tensors(model, directory, names)
+        check_tensors(model.state_dict(keep_vars=True), directory, names)
         facts = {
             "checkpoint": directory.fingerprint(),
             "weights (256 KiB of each file)": directory.sample(),
@@ -82,9 +77,12 @@ def load_model(
     agree(comm, facts)
     with together(comm):
         if mesh is not None:
-            _shard(model, mesh)
+            for _, block in decoder_blocks(model):
+                fully_shard(block, mesh=mesh)
+            # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
         model.to_empty(device=device)
-        _tie(model)
+        model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
         _fill(model, directory, names, progress)
     with together(comm):
         compute_buffers(model)
@@ -92,61 +90,20 @@ def load_model(
     return model
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh)
-    # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
-def _tie(model: Any) -> None:
-    """Make tied weights one tensor again; ``to_empty`` parts them."""
-    model.tie_weights()
-
-
-def _check_tensors(model: nn.Module, directory: HfDirectory, names: dict[str, str]) -> None:
-    """Compare what is stored with what the model wants, before any memory is taken."""
-    state = model.state_dict(keep_vars=True)
-    there = set(names.values())
-    missing = [aliases[0] for aliases in _names_by_tensor(state) if not there.intersection(aliases)]
-    if missing:
-        raise ValueError(
-            f"{directory.path} lacks {len(missing)} tensors that its config calls for: missing {missing[:5]}"
-        )
-    for stored, name in names.items():
-        _, entry = directory.tensors[stored]
-        if entry.shape != tuple(state[name].shape):
-            raise ValueError(
-                f"tensor {stored!r} is {list(entry.shape)} in the checkpoint and {list(state[name].shape)} in the model"
-            )
-
-
-def _fill(
-    model: nn.Module,
-    directory: HfDirectory,
-    names: dict[str, str],
-    progress: Callable[[int, int], None] | None,
-) -> None:
+def _fill(model: nn.Module, directory: HfDirectory, names: dict[str, str], progress: Progress) -> None:
     state, held = model.state_dict(keep_vars=True), directory.tensors
     stored_names = {name: stored for stored, name in names.items()}
     # Of tied weights the first that is stored is read; any other must be the same.
     firsts: dict[str, str] = {}
     work: list[Stored] = []
     stored_again: list[Stored] = []
-    for aliases in _names_by_tensor(state):
+    for aliases in names_by_tensor(state):
         first, *others = [stored_names[alias] for alias in aliases if alias in stored_names]
         shard = local_shard(aliases[0], state[aliases[0]])
         work.append((shard, *held[first]))
         stored_again += [(shard, *held[other]) for other in others]
         firsts.update(dict.fromkeys(others, first))
-    num_total = sum(shard.local.numel() * shard.local.element_size() for shard, _, _ in work)
-    num_done = 0
-    for shard, _, slices in stored_slices(work):
-        for target, part in slices:
-            target.copy_(part)
-        num_done += shard.local.numel() * shard.local.element_size()
-        if progress is not None:
-            progress(num_done, num_total)
+    fill_shards(work, progress)
     for _, entry, slices in stored_slices(stored_again):
         for target, part in slices:
             if not torch.equal(target, part.to(target)):
@@ -154,11 +111,3 @@ def _fill(
                     f"{directory.path} holds {firsts[entry.name]!r} and {entry.name!r} with different values, and its "
                     'config ties them; set "tie_word_embeddings" to false in its config.json'
                 )
-
-
-def _names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names in groups; tied weights are one tensor under several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.naming import check_tensors, model_names
 from distprune.checkpoint.output_files import allocate, check_space, planned, write_small_files
-from distprune.checkpoint.stored_slices import stored_slices
-from distprune.collectives import Communicator, Group, agree, communicator, together
+from distprune.checkpoint.stored_slices import Progress, fill_shards
+from distprune.collectives import Group, agree, communicator, together
 from distprune.shards import LocalShard, flat_chunk, local_shard
 
 __all__ = ["ModelWriter", "save_model"]
@@ -41,7 +41,7 @@ def save_model(
     *,
     updated: Collection[str] = (),
     group: Group = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
 ) -> None:
     """Write ``model`` into the existing directory ``target``, with the files of ``source``.
 
@@ -99,27 +99,42 @@ class ModelWriter:
                 write_small_files(self._source, self.files, self._target, self._tensors)
 
     def write(
-        self,
-        prefixes: Sequence[str] | None = None,
-        *,
-        updated: Collection[str] = (),
-        progress: Callable[[int, int], None] | None = None,
+        self, prefixes: Sequence[str] | None = None, *, updated: Collection[str] = (), progress: Progress = None
     ) -> None:
         """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
 
         Raises:
             ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
         """
+        # A plain tensor is on every rank; the first one writes it.
+        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
+        chosen = {name: shard.owned_by(rank, first, self.comm.size) for name, shard in self._chosen(prefixes).items()}
+        own = {name: shard for name, shard in chosen.items() if shard.owned and shard.local.numel()}
         checked = self._tensors.keys() - self._chosen(updated).keys()
-        _write_own(self.comm, self.files, self._source.weight_files, self._chosen(prefixes), checked, progress)
+        num_done, num_total = 0, sum(shard.local.nbytes for shard in own.values())
+        for file, source in zip(self.files, self._source.weight_files, strict=True):
+            mine = [entry for entry in file.tensors if entry.name in own]
+            if not mine:
+                continue
+            read_entries = {entry.name: entry for entry in source.tensors if entry.name in checked}
+            with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
+                for entry in mine:
+                    for values, stretches in _chunks(own[entry.name]):
+                        if entry.name in read_entries:
+                            _check_unchanged(values, stretches, reading.fileno(), read_entries[entry.name])
+                        data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
+                        for flat_start, low, high in stretches:
+                            place = entry.start + flat_start * itemsize
+                            _write_at(handle.fileno(), data[low * itemsize : high * itemsize], place)
+                        num_done += len(data)
+                        if progress is not None:
+                            progress(num_done, num_total)
+                os.fsync(handle.fileno())
 
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
         chosen = self._chosen(prefixes)
-        work = [(chosen[e.name], file, e) for file in self.files for e in file.tensors if e.name in chosen]
-        for _, _, slices in stored_slices(work):
-            for target, part in slices:
-                target.copy_(part)
+        fill_shards([(chosen[e.name], file, e) for file in self.files for e in file.tensors if e.name in chosen])
 
     def _chosen(self, prefixes: Collection[str] | None) -> dict[str, LocalShard]:
         return {
@@ -131,58 +146,16 @@ class ModelWriter:
 
 def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
     """Return the model's name of every tensor to write, by its name in the checkpoint."""
-    state, held = model.state_dict(keep_vars=True), source.tensors
-    names = {stored: stored for stored in held}
-    if any(stored not in state for stored in held):
+    state = model.state_dict(keep_vars=True)
+    names = {stored: stored for stored in source.tensors}
+    if not names.keys() <= state.keys():
         # Asked of the config's own model: transformers does not know the classes of a sharded one.
         names = model_names(build_on_meta(source), source)
     absent = [name for name in names.values() if name not in state]
     if absent:
         raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
-    written = {id(state[name]) for name in names.values()}
-    unknown = [name for name, tensor in state.items() if id(tensor) not in written]
-    if unknown:
-        raise ValueError(f"the model has {unknown[:5]} ({len(unknown)} in all), which {source.path} does not hold")
-    for stored, name in names.items():
-        if tuple(state[name].shape) != held[stored][1].shape:
-            raise ValueError(
-                f"{name!r} is {list(state[name].shape)} in the model and {list(held[stored][1].shape)} in {source.path}"
-            )
+    check_tensors(state, source, names)
     return names
-
-
-def _write_own(
-    comm: Communicator,
-    files: list[WeightFile],
-    sources: Sequence[WeightFile],
-    tensors: dict[str, LocalShard],
-    checked: Collection[str],
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    # A plain tensor is on every rank; the first one writes it.
-    rank, first = comm.global_rank(comm.rank), comm.global_rank(0)
-    own = {name: shard.owned_by(rank, first, comm.size) for name, shard in tensors.items()}
-    own = {name: shard for name, shard in own.items() if shard.owned and shard.local.numel()}
-    num_total = sum(shard.local.numel() * shard.local.element_size() for shard in own.values())
-    num_done = 0
-    for file, source in zip(files, sources, strict=True):
-        mine = [(entry, own[entry.name]) for entry in file.tensors if entry.name in own]
-        if not mine:
-            continue
-        read_entries = {entry.name: entry for entry in source.tensors if entry.name in checked}
-        with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
-            for entry, shard in mine:
-                for values, stretches in _chunks(shard):
-                    if entry.name in read_entries:
-                        _check_unchanged(values, stretches, reading.fileno(), read_entries[entry.name])
-                    data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
-                    for flat_start, low, high in stretches:
-                        place = entry.start + flat_start * itemsize
-                        _write_at(handle.fileno(), data[low * itemsize : high * itemsize], place)
-                    num_done += len(data)
-                    if progress is not None:
-                        progress(num_done, num_total)
-            os.fsync(handle.fileno())
 
 
 def _chunks(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:

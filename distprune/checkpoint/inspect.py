@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry, open_directory
-from distprune.checkpoint.stored_slices import open_weights
+from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
+from distprune.shards import Geometry, LocalShard
 
 __all__ = ["InspectReport", "TensorReport", "inspect_directory"]
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))
-_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class InspectReport:
         return {"path": self.path, **totals, "tensors": tensors}
 
 
-def inspect_directory(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> InspectReport:
+def inspect_directory(path: str | Path, *, progress: Progress = None) -> InspectReport:
     """Return the sparsity of every tensor of a Hugging Face directory. Local; reads in bounded pieces.
 
     Raises:
@@ -69,30 +69,30 @@ def inspect_directory(path: str | Path, *, progress: Callable[[int, int], None] 
         ImportError: the extra ``hf`` is not installed.
     """
     directory = open_directory(path)
-    reports = []
-    num_total = sum(entry.stop - entry.start for file in directory.weight_files for entry in file.tensors)
-    num_done = 0
-    for file in directory.weight_files:
-        with open_weights(file.path) as handle:
-            for entry in file.tensors:
-                reports.append(_inspect_tensor(entry, handle.get_slice(entry.name)))
-                num_done += entry.stop - entry.start
-                if progress is not None:
-                    progress(num_done, num_total)
+    work = [(_whole(entry), file, entry) for file, entry in directory.tensors.values()]
+    reports: list[TensorReport] = []
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
+    for shard, entry, slices in stored_slices(work):
+        reports.append(_inspect_tensor(entry, slices))
+        num_done += shard.local.nbytes
+        if progress is not None:
+            progress(num_done, num_total)
     return InspectReport(str(directory.path), tuple(reports))
 
 
-def _inspect_tensor(entry: TensorEntry, stored: Any) -> TensorReport:
-    num_zeros, num_elements = 0, torch.Size(entry.shape).numel()
+def _whole(entry: TensorEntry) -> LocalShard:
+    """Return the whole tensor as a shard, without memory."""
+    values = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    return LocalShard(entry.name, values, Geometry.whole(entry.shape))
+
+
+def _inspect_tensor(entry: TensorEntry, slices: Slices) -> TensorReport:
+    num_zeros, num_elements = 0, math.prod(entry.shape)
     possible = [(n, m) for n, m in PATTERNS if len(entry.shape) == 2 and num_elements and entry.shape[1] % m == 0]
-    if not entry.shape:
-        num_zeros = int(stored[...] == 0)
-    elif num_elements:
-        step = max(1, _READ_BYTES * entry.shape[0] // max(entry.stop - entry.start, 1))
-        for start in range(0, entry.shape[0], step):
-            is_zero = stored[start : start + step] == 0
-            num_zeros += int(torch.count_nonzero(is_zero))
-            possible = [(n, m) for n, m in possible if _holds(is_zero, n, m)]
+    for _, values in slices:
+        is_zero = values == 0
+        num_zeros += int(torch.count_nonzero(is_zero))
+        possible = [(n, m) for n, m in possible if _holds(is_zero, n, m)]
     patterns = tuple(f"{n}:{m}" for n, m in possible) if num_zeros < num_elements else ()
     dtype = str(entry.dtype).removeprefix("torch.")
     return TensorReport(entry.name, entry.shape, dtype, num_elements, num_zeros, patterns)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory
 
-__all__ = ["model_names"]
+__all__ = ["check_tensors", "model_names", "names_by_tensor"]
 
 
 def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
@@ -38,6 +40,33 @@ def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
             f"config: {unexpected[:5]}"
         )
     return names
+
+
+def check_tensors(state: dict[str, torch.Tensor], directory: HfDirectory, names: dict[str, str]) -> None:
+    """Check that every tensor of ``state`` is in the directory, under one of its ``names`` at least. Local.
+
+    Raises:
+        ValueError: one is not, or has another shape there.
+    """
+    there = set(names.values())
+    missing = [aliases[0] for aliases in names_by_tensor(state) if not there.intersection(aliases)]
+    if missing:
+        raise ValueError(
+            f"{directory.path} lacks {len(missing)} tensors that the model calls for: missing {missing[:5]}"
+        )
+    tensors = directory.tensors
+    for stored, name in names.items():
+        shape, wanted = list(tensors[stored][1].shape), list(state[name].shape)
+        if shape != wanted:
+            raise ValueError(f"tensor {stored!r} is {shape} in {directory.path} and {wanted} in the model")
+
+
+def names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names in groups; tied weights are one tensor under several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
 
 
 def _renamed(model: Any, stored: str, state: dict[str, Any]) -> str:

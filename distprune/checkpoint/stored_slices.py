@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from distprune.checkpoint.extras import import_extra
-from distprune.checkpoint.hf_directory import TensorEntry, WeightFile
+from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
 from distprune.shards import LocalShard, Runs
 
-__all__ = ["Stored", "open_weights", "stored_slices"]
+__all__ = ["Progress", "Slices", "Stored", "fill_shards", "stored_slices"]
 
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 
 Stored: TypeAlias = tuple[LocalShard, WeightFile, TensorEntry]  # a shard, and where its tensor is stored
+Progress: TypeAlias = Callable[[int, int], None] | None  # is told how many bytes are done, of how many in all
 Slices: TypeAlias = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (rows of the local tensor, what is stored there)
 
 
@@ -34,19 +32,19 @@ def stored_slices(work: Sequence[Stored]) -> Iterator[tuple[LocalShard, TensorEn
                 yield shard, entry, _parts(shard, entry, handle.get_slice(entry.name))
 
 
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """Yield the open safetensors file ``path``. Local.
+def fill_shards(work: Sequence[Stored], progress: Progress = None) -> None:
+    """Read every shard of ``work`` in place. Local.
 
     Raises:
-        ValueError: the safetensors library cannot read it.
+        ValueError: a file is no safetensors file.
     """
-    safetensors = import_extra("safetensors", "hf")
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
-            yield handle
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
+    for shard, _, slices in stored_slices(work):
+        for target, part in slices:
+            target.copy_(part)
+        num_done += shard.local.nbytes
+        if progress is not None:
+            progress(num_done, num_total)
 
 
 def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:
@@ -56,8 +54,7 @@ def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:
     if not entry.shape:
         yield shard.local, stored[...]
         return
-    row_bytes = max(1, shard.local[0].numel() * entry.dtype.itemsize)
-    step = max(1, _COPY_BYTES // row_bytes)
+    step = max(1, _COPY_BYTES // (shard.local[0].numel() * entry.dtype.itemsize))
     local_start = 0
     for run_start, run_stop in shard.geometry.dim_runs[0]:
         for start in range(run_start, run_stop, step):

@@ -106,7 +106,7 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path, change: str) -
     else:
         tensors[name] = tensors[name][:-1].contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=change if change != "shape" else "in the checkpoint and"):
+    with pytest.raises(ValueError, match=change if change != "shape" else "in the model"):
         load_model(folder)
 
     def load(_: int) -> None:

@@ -152,7 +152,7 @@ def test_a_model_that_is_not_the_sources(tmp_path: Path, change: str) -> None:
         layer.register_buffer("weight_mask", torch.ones(2))
     else:
         layer.weight = torch.nn.Parameter(layer.weight[:-1])
-    message = {"absent": "the model has no", "added": "weight_mask", "shape": "in the model and"}[change]
+    message = {"absent": "the model has no", "added": "weight_mask", "shape": "in the model"}[change]
     with pytest.raises(ValueError, match=message):
         save_model(model, open_directory(folder), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from distprune.checkpoint import inspect, inspect_directory
+from distprune.checkpoint import inspect_directory, stored_slices
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -18,9 +18,9 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("read_bytes", [inspect._READ_BYTES, 64])
-def test_counts_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
-    monkeypatch.setattr(inspect, "_READ_BYTES", read_bytes)
+@pytest.mark.parametrize("copy_bytes", [stored_slices._COPY_BYTES, 64])
+def test_counts_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy_bytes: int) -> None:
+    monkeypatch.setattr(stored_slices, "_COPY_BYTES", copy_bytes)
     ones = torch.ones(6, 8)
     two_of_four = ones * torch.tensor([1.0, 0, 0, 1, -0.0, 2, 3, 0])
     four_of_eight = ones * torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 1])
