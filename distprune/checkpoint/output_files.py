@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distprune.checkpoint.hf_directory import (
@@ -29,29 +31,23 @@ _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 def planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
     """Return the weight file to write: the source's tensors in the source's order, in the model's dtypes."""
-    entries, position = [], 0
-    for entry in file.tensors:
-        if entry.name not in tensors:
-            continue
-        shard = tensors[entry.name]
-        num_bytes = shard.geometry.global_numel * shard.local.element_size()
-        shape = shard.geometry.global_shape
-        entries.append(TensorEntry(entry.name, shard.local.dtype, shape, position, position + num_bytes))
-        position += num_bytes
+    entries: list[TensorEntry] = []
+    position = 0
+    for shard in (tensors[entry.name] for entry in file.tensors if entry.name in tensors):
+        stop = position + shard.geometry.global_numel * shard.local.element_size()
+        entries.append(TensorEntry(shard.name, shard.local.dtype, shard.geometry.global_shape, position, stop))
+        position = stop
     start = len(_header(entries))
-    placed = tuple(TensorEntry(e.name, e.dtype, e.shape, start + e.start, start + e.stop) for e in entries)
+    placed = tuple(replace(entry, start=start + entry.start, stop=start + entry.stop) for entry in entries)
     return WeightFile(target / file.path.name, placed)
 
 
-def _header(entries: list[TensorEntry]) -> bytes:
-    """Return a safetensors header for ``entries``, whose first one begins at byte 0 of the data."""
+def _header(entries: Sequence[TensorEntry]) -> bytes:
+    """Return the safetensors header before ``entries``."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
-        table[entry.name] = {
-            "dtype": _CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.stop],
-        }
+        offsets = [entry.start - entries[0].start, entry.stop - entries[0].start]
+        table[entry.name] = {"dtype": _CODES[entry.dtype], "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -74,9 +70,7 @@ def allocate(file: WeightFile, read: Path) -> None:
 
     Of a file that is there the weights stay.
     """
-    start = file.tensors[0].start if file.tensors else 0
-    entries = [TensorEntry(e.name, e.dtype, e.shape, e.start - start, e.stop - start) for e in file.tensors]
-    _write_file(file.path, _header(entries), read, _size(file))
+    _write_file(file.path, _header(file.tensors), read, _size(file))
     with file.path.open("r+b") as handle:
         try:
             os.posix_fallocate(handle.fileno(), 0, _size(file))
@@ -91,6 +85,7 @@ def allocate(file: WeightFile, read: Path) -> None:
 def write_small_files(
     source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
 ) -> None:
+    """Copy what is not weights; the config then says the dtype, and the index the sizes, that are written."""
     for path in source.small_files:
         _write_file(target / path.name, path.read_bytes(), path)
     config = read_json(source.path / CONFIG_NAME)
@@ -100,10 +95,11 @@ def write_small_files(
         config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
         _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
     if source.is_indexed:
-        total = sum(entry.stop - entry.start for file in files for entry in file.tensors)
+        written = [(entry, file.path.name) for file in files for entry in file.tensors]
+        total = sum(entry.stop - entry.start for entry, _ in written)
         index = {
             "metadata": {**source.index_metadata, "total_size": total},
-            "weight_map": {entry.name: file.path.name for file in files for entry in file.tensors},
+            "weight_map": {entry.name: name for entry, name in written},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)

@@ -74,7 +74,7 @@ def test_converted_once_by_one_rank_unless_another_job_was_first(
     def convert(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         assert "RANK" not in env
-        staging = Path(command[-1].rpartition("Path('")[2].partition("'")[0])
+        staging = Path(command[-1])
         for folder, name in ((staging, "ours"), (cache / BUNDLED, "theirs")):
             folder.mkdir()
             (folder / name).touch()
