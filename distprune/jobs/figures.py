@@ -7,7 +7,7 @@ same projection of all experts, which are too many to be shown one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,20 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted n
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of linear map in one block. ``errors``: of its maps that have one."""
+    """One kind of linear map in one block, with what the report has on its maps."""
 
     name: str
-    num_elements: int
-    num_zeros: int
-    errors: tuple[float, ...]
+    maps: Sequence[Mapping[str, Any]]
 
     @property
     def sparsity(self) -> float:
-        return self.num_zeros / max(self.num_elements, 1)
+        num_zeros = sum(int(of_map["num_zeros"]) for of_map in self.maps)
+        return num_zeros / max(sum(int(of_map["num_elements"]) for of_map in self.maps), 1)
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """The relative errors, of the maps that have one."""
+        return tuple(of_map["relative_error"] for of_map in self.maps if of_map["relative_error"] is not None)
 
     @property
     def error(self) -> float | None:
@@ -41,18 +45,9 @@ def kinds_of(block: Mapping[str, Any]) -> list[Kind]:
     for of_map in block["maps"]:
         name = _NUMBER.sub("*", str(of_map["name"]).removeprefix(f"{block['name']}."))
         by_name.setdefault(name, []).append(of_map)
-    return [_kind(name, maps) for name, maps in by_name.items()]
+    return [Kind(name, maps) for name, maps in by_name.items()]
 
 
 def mean_error(block: Mapping[str, Any]) -> float | None:
     """Return the mean relative error over the maps of a block."""
-    return _kind("", block["maps"]).error
-
-
-def _kind(name: str, maps: list[Mapping[str, Any]]) -> Kind:
-    return Kind(
-        name,
-        sum(of_map["num_elements"] for of_map in maps),
-        sum(of_map["num_zeros"] for of_map in maps),
-        tuple(of_map["relative_error"] for of_map in maps if of_map["relative_error"] is not None),
-    )
+    return Kind(block["name"], block["maps"]).error

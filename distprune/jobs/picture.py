@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ __all__ = ["PICTURE_NAME", "can_draw", "draw", "write_picture"]
 PICTURE_NAME = "report.png"
 
 _INCHES, _DOTS_PER_INCH = (9.0, 7.0), 150
-_COLORS = 10  # of matplotlib's cycle; beyond them the strokes change
-_STROKES = ("-", "--", ":", "-.")
+_STROKES = ("-", "--", ":", "-.")  # the next one where the colors have been used up
 
 
 def can_draw(say: Callable[[str], None]) -> bool:
@@ -53,21 +51,16 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
     # By the objects, not pyplot: no window, and nothing of the process's own settings changes.
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     import_extra("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
-    ticks = import_extra("matplotlib.ticker", "plot")
+    matplotlib, ticks = import_extra("matplotlib", "plot"), import_extra("matplotlib.ticker", "plot")
+    colors = matplotlib.cycler(color=matplotlib.colormaps["tab10"].colors)
     errors, sparsities = figure.subplots(2, 1, sharex=True)
-    for number, (name, by_depth) in enumerate(_by_kind(blocks).items()):
-        style = {
-            "label": name,
-            "color": f"C{number % _COLORS}",
-            "linestyle": _STROKES[number // _COLORS % len(_STROKES)],
-            "marker": "o",
-            "markersize": 3,
-            "linewidth": 1.2,
-        }
-        depths = list(by_depth)
-        of_depths = [kind.error for kind in by_depth.values()]
-        errors.plot(depths, [math.nan if error is None else error for error in of_depths], **style)
-        sparsities.plot(depths, [kind.sparsity for kind in by_depth.values()], **style)
+    for axes in (errors, sparsities):
+        axes.grid(alpha=0.3)
+        axes.set_prop_cycle(matplotlib.cycler(linestyle=_STROKES) * colors)
+    for name, by_depth in _by_kind(blocks).items():
+        style = {"label": name, "marker": "o", "markersize": 3, "linewidth": 1.2}
+        errors.plot(list(by_depth), [kind.error for kind in by_depth.values()], **style)  # None is no point
+        sparsities.plot(list(by_depth), [kind.sparsity for kind in by_depth.values()], **style)
     errors.set_ylabel("relative error")
     errors.set_ylim(bottom=0)
     sparsities.set_ylabel("sparsity")
@@ -75,8 +68,6 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
     sparsities.yaxis.set_major_formatter(ticks.PercentFormatter(xmax=1.0))
     sparsities.set_xlabel("block")
     sparsities.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
-    for axes in (errors, sparsities):
-        axes.grid(alpha=0.3)
     figure.suptitle(title)
     figure.legend(*errors.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return figure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -159,14 +158,7 @@ def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:
     """Write ``report.json``. Local; for one rank."""
-    text = json.dumps(strict_json(report), indent=2, allow_nan=False) + "\n"
+    # JSON has no numbers for infinities and NaN: they are text.
+    strict = json.loads(json.dumps(report), parse_constant=lambda constant: str(float(constant)))
+    text = json.dumps(strict, indent=2, allow_nan=False) + "\n"
     (folder / REPORT_NAME).write_text(text, encoding="utf-8")
-
-
-def strict_json(value: Any) -> Any:
-    """Return ``value`` with infinities and NaN as text: JSON has no numbers for them."""
-    if isinstance(value, Mapping):
-        return {key: strict_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
