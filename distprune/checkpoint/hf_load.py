@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors, model_names, names_by_tensor
+from distprune.checkpoint.naming import check_tensors, names_by_tensor
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
@@ -64,9 +64,7 @@ def load_model(
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
         directory = path if isinstance(path, HfDirectory) else open_directory(path)
-        model = build_on_meta(directory, dtype)
-        # Before sharding, which changes the names of the classes, by which transformers knows its renamings.
-        names = model_names(model, directory)
+        model, names = build_on_meta(directory, dtype)
         check_tensors(model.state_dict(keep_vars=True), directory, names)
         facts = {
             "checkpoint": directory.fingerprint(),
@@ -94,20 +92,18 @@ def _fill(model: nn.Module, directory: HfDirectory, names: dict[str, str], progr
     state, held = model.state_dict(keep_vars=True), directory.tensors
     stored_names = {name: stored for stored, name in names.items()}
     # Of tied weights the first that is stored is read; any other must be the same.
-    firsts: dict[str, str] = {}
     work: list[Stored] = []
     stored_again: list[Stored] = []
     for aliases in names_by_tensor(state):
         first, *others = [stored_names[alias] for alias in aliases if alias in stored_names]
-        shard = local_shard(aliases[0], state[aliases[0]])
+        shard = local_shard(first, state[aliases[0]])
         work.append((shard, *held[first]))
         stored_again += [(shard, *held[other]) for other in others]
-        firsts.update(dict.fromkeys(others, first))
     fill_shards(work, progress)
-    for _, entry, slices in stored_slices(stored_again):
+    for shard, entry, slices in stored_slices(stored_again):
         for target, part in slices:
             if not torch.equal(target, part.to(target)):
                 raise ValueError(
-                    f"{directory.path} holds {firsts[entry.name]!r} and {entry.name!r} with different values, and its "
+                    f"{directory.path} holds {shard.name!r} and {entry.name!r} with different values, and its "
                     'config ties them; set "tie_word_embeddings" to false in its config.json'
                 )

@@ -19,7 +19,7 @@ from torch import nn
 
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors, model_names
+from distprune.checkpoint.naming import check_tensors
 from distprune.checkpoint.output_files import allocate, check_space, planned, write_small_files
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together
@@ -150,7 +150,7 @@ def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
     names = {stored: stored for stored in source.tensors}
     if not names.keys() <= state.keys():
         # Asked of the config's own model: transformers does not know the classes of a sharded one.
-        names = model_names(build_on_meta(source), source)
+        names = build_on_meta(source)[1]
     absent = [name for name in names.values() if name not in state]
     if absent:
         raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")

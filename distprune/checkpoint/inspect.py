@@ -70,14 +70,8 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
     """
     directory = open_directory(path)
     work = [(_whole(entry), file, entry) for file, entry in directory.tensors.values()]
-    reports: list[TensorReport] = []
-    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
-    for shard, entry, slices in stored_slices(work):
-        reports.append(_inspect_tensor(entry, slices))
-        num_done += shard.local.nbytes
-        if progress is not None:
-            progress(num_done, num_total)
-    return InspectReport(str(directory.path), tuple(reports))
+    reports = tuple(_inspect_tensor(entry, slices) for _, entry, slices in stored_slices(work, progress))
+    return InspectReport(str(directory.path), reports)
 
 
 def _whole(entry: TensorEntry) -> LocalShard:

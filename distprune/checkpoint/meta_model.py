@@ -18,10 +18,11 @@ __all__ = ["build_on_meta"]
 _building = threading.Lock()
 
 
-def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> nn.Module:
+def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, str]]:
     """Return the causal language model of the directory's config on the meta device, its weights tied.
 
-    Parameters have ``dtype``, or else the dtypes of the checkpoint. Local; nothing is communicated.
+    With it comes its name of every tensor of the checkpoint (:func:`model_names`). Parameters have ``dtype``, or else
+    the dtypes of the checkpoint. Local; nothing is communicated.
 
     Raises:
         ImportError: the extra ``hf`` is not installed.
@@ -43,7 +44,8 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
         if (path / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     state = model.state_dict(keep_vars=True)
-    for stored, name in model_names(model, directory).items():
+    names = model_names(model, directory)
+    for stored, name in names.items():
         held = tensors[stored][1].dtype
         if state[name].is_floating_point() and not held.is_floating_point:
             raise ValueError(
@@ -51,7 +53,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> n
             )
         if dtype is None:
             state[name].data = state[name].data.to(held)
-    return model
+    return model, names
 
 
 def _main_dtype(directory: HfDirectory) -> torch.dtype:

@@ -19,32 +19,30 @@ Progress: TypeAlias = Callable[[int, int], None] | None  # is told how many byte
 Slices: TypeAlias = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (rows of the local tensor, what is stored there)
 
 
-def stored_slices(work: Sequence[Stored]) -> Iterator[tuple[LocalShard, TensorEntry, Slices]]:
+def stored_slices(
+    work: Sequence[Stored], progress: Progress = None
+) -> Iterator[tuple[LocalShard, TensorEntry, Slices]]:
     """Yield every shard of ``work`` with its slices, which are to be read before the next one is asked for. Local.
 
     Raises:
         ValueError: a file is no safetensors file.
     """
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
     for path in dict.fromkeys(file.path for _, file, _ in work):
         of_file = sorted(((s, e) for s, f, e in work if f.path == path), key=lambda pair: pair[1].start)
         with open_weights(path) as handle:
             for shard, entry in of_file:
                 yield shard, entry, _parts(shard, entry, handle.get_slice(entry.name))
+                num_done += shard.local.nbytes
+                if progress is not None:
+                    progress(num_done, num_total)
 
 
 def fill_shards(work: Sequence[Stored], progress: Progress = None) -> None:
-    """Read every shard of ``work`` in place. Local.
-
-    Raises:
-        ValueError: a file is no safetensors file.
-    """
-    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
-    for shard, _, slices in stored_slices(work):
+    """Read every shard of ``work`` in place. Local; raises as :func:`stored_slices`."""
+    for _, _, slices in stored_slices(work, progress):
         for target, part in slices:
             target.copy_(part)
-        num_done += shard.local.nbytes
-        if progress is not None:
-            progress(num_done, num_total)
 
 
 def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:
