@@ -98,73 +98,53 @@ def run_one_shot_job(
             sequence_length=job.sequence_length,
             group=run.comm,
         )
+        with together(run.comm):
+            facts = {
+                **job.flags(),
+                "model files": run.directory.fingerprint(),
+                "model weights": run.directory.sample(),
+                "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),
+                "ranks": run.comm.size,
+            }
         with open_unfinished(
-            run.comm,
-            run.output,
-            _facts(job, run, samples),
-            resume=job.resume,
-            overwrite=job.overwrite,
-            inputs=run.inputs,
+            run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
-            return _fill(job, run, model, samples, unfinished, draws=draws)
-
-
-def _fill(
-    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished, *, draws: bool
-) -> dict[str, Any]:
-    """Do the work, write all that makes the output, and return the report."""
-    writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-    first = _begin(job, run, model, writer, unfinished)
-    with clock(run.seconds, "prune"):
-        pruning = _prune(job, run, model, samples, writer, unfinished)
-    after = run.evaluate(model, "after")
-    with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
-        writer.write(updated=_updated(job, decoder_blocks(model)), progress=progress)
-    report = run.report(unfinished.entries["perplexity_before"], after, {**pruning, "resumed_at": first})
-    with together(run.comm):
-        if run.comm.rank == 0:
-            write_report(report, unfinished.folder)
-            if draws:
-                title = f"{run.directory.path.name}: {job.method}, {pruning['pattern']}"
-                write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
-    run.told.check()
+            writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
+            first = _begin(job, run, model, writer, unfinished)
+            with clock(run.seconds, "prune"):
+                pruning = _prune(job, run, model, samples, writer, unfinished)
+            after = run.evaluate(model, "after")
+            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
+                writer.write(updated=_updated(job, model), progress=progress)
+            report = run.report(unfinished.entries["perplexity_before"], after, {**pruning, "resumed_at": first})
+            with together(run.comm):
+                if run.comm.rank == 0:
+                    write_report(report, unfinished.folder)
+                    if draws:
+                        title = f"{run.directory.path.name}: {job.method}, {pruning['pattern']}"
+                        write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
+            run.told.check()
     return report
-
-
-def _facts(job: OneShotJob, run: Run, samples: torch.Tensor) -> dict[str, Any]:
-    """Return what must be the same when the job is resumed."""
-    with together(run.comm):
-        sampled = run.directory.sample() if run.comm.rank == 0 else ""
-    return {
-        **job.flags(),
-        "model files": run.directory.fingerprint(),
-        "model weights": run.comm.broadcast(sampled),
-        "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),
-        "ranks": run.comm.size,
-    }
 
 
 def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unfinished: Unfinished) -> int:
     """Evaluate and make the files, or read back what is done; return the first block that is to be pruned."""
-    say, num_blocks = run.told.say, len(decoder_blocks(model))
     if not unfinished.blocks:
         if job.resume:
-            say("nothing was recorded yet: starting at the first block")
+            run.told.say("nothing was recorded yet: starting at the first block")
         unfinished.entries["perplexity_before"] = run.evaluate(model, "before")
         writer.allocate()
         return 0
     with together(run.comm):
-        small = {path.name for path in run.directory.small_files}
-        unfinished.check_files(
-            {file.path.name for file in writer.files} | small | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME}
-        )
+        copied = [file.path for file in writer.files] + list(run.directory.small_files)
+        unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME})
     writer.allocate()  # what is there of the weights stays
-    damaged = unfinished.restore(writer, decoder_blocks(model))
-    first = len(unfinished.blocks)
+    blocks = decoder_blocks(model)
+    damaged = unfinished.restore(writer, blocks)
     if damaged is not None:
-        say(f"{damaged} is not on the disk as it was written: it is pruned again")
-    say(f"going on at block {first} of {num_blocks}")
-    return first
+        run.told.say(f"{damaged} is not on the disk as it was written: it is pruned again")
+    run.told.say(f"going on at block {len(unfinished.blocks)} of {len(blocks)}")
+    return len(unfinished.blocks)
 
 
 def _prune(
@@ -174,14 +154,14 @@ def _prune(
 
     Beside the stages of ``prune_blocks`` a block's seconds have ``write``, its digest included.
     """
-    comm, blocks = run.comm, decoder_blocks(model)
+    blocks, updated = decoder_blocks(model), _updated(job, model)
 
     def on_block(index: int, block: BlockReport) -> None:
         entry = block.to_dict()
         with clock(entry["seconds"], "write"):
-            with together(comm):
+            with together(run.comm):
                 try:
-                    writer.write([block.name], updated=_updated(job, blocks))
+                    writer.write([block.name], updated=updated)
                 except OSError as error:
                     kept = f"; {index} of {len(blocks)} blocks are kept, --resume goes on with them" if index else ""
                     raise OSError(error.errno, f"cannot write {block.name!r}: {error.strerror}{kept}") from error
@@ -196,7 +176,7 @@ def _prune(
         samples,
         method=job.method,
         pattern=as_pattern(job.pattern, job.sparsity),
-        group=comm,
+        group=run.comm,
         seed=job.seed,
         offload=job.offload,
         first_block=len(unfinished.blocks),
@@ -205,6 +185,6 @@ def _prune(
     return {**report.to_dict(), "blocks": unfinished.blocks}
 
 
-def _updated(job: OneShotJob, blocks: list[tuple[str, nn.Module]]) -> list[str]:
+def _updated(job: OneShotJob, model: nn.Module) -> list[str]:
     """Return the modules whose weights the method changes where it does not prune them."""
-    return [name for name, _ in blocks] if job.method == "sparsegpt" else []
+    return [name for name, _ in decoder_blocks(model)] if job.method == "sparsegpt" else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import platform
@@ -55,9 +54,10 @@ class Job:
 
     def arguments(self) -> dict[str, Any]:
         """Return all fields as JSON carries them, but for ``resume``, which changes nothing in the end."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "resume"}
         return {
-            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value for name, value in values.items()
+            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value
+            for name, value in vars(self).items()
+            if name != "resume"
         }
 
     def flags(self) -> dict[str, Any]:

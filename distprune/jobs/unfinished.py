@@ -31,12 +31,11 @@ _NEW_JOURNAL = "journal.new"
 class Unfinished:
     """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk."""
 
-    def __init__(self, comm: Communicator, folder: Path, facts: dict[str, Any], journal: dict[str, Any]):
-        self.comm, self.folder = comm, folder
-        self._facts = facts
-        self.blocks: list[dict[str, Any]] = journal.get("blocks", [])
-        self.entries: dict[str, Any] = journal.get("entries", {})
-        self._digests: list[str] = journal.get("digests", [])
+    def __init__(self, comm: Communicator, folder: Path, journal: dict[str, Any]):
+        self.comm, self.folder, self._journal = comm, folder, journal
+        self.blocks: list[dict[str, Any]] = journal["blocks"]
+        self.entries: dict[str, Any] = journal["entries"]
+        self._digests: list[str] = journal["digests"]
 
     def check_files(self, names: Collection[str]) -> None:
         """Raise a ValueError if anything lies in the folder but this job's files, which have these ``names``. Local."""
@@ -82,10 +81,9 @@ class Unfinished:
         self.blocks.append(report)
         self._digests.append(digest)
         if self.comm.rank == 0:
-            content = {"facts": self._facts, "entries": self.entries, "blocks": self.blocks, "digests": self._digests}
             beside = self.folder / _NEW_JOURNAL
             with beside.open("w", encoding="utf-8") as file:
-                file.write(json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n")
+                file.write(json.dumps({**self._journal, "checksum": _checksum(self._journal)}, indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(self.folder / JOURNAL_NAME)
@@ -105,8 +103,8 @@ def open_unfinished(
         ValueError: on every rank: the one that is there was asked for something else, or its journal is damaged.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
-    journal: dict[str, Any] = {}
     plain = json.loads(json.dumps(dict(facts)))
+    journal: dict[str, Any] = {"facts": plain, "entries": {}, "blocks": [], "digests": []}
     folder = target.parent / f".{target.name}.unfinished"
     with together(comm):
         if os.path.lexists(folder / JOURNAL_NAME):
@@ -122,13 +120,13 @@ def open_unfinished(
                 )
     agree(comm, {"unfinished": str(folder), "journal": journal})
     with together(comm):
-        if comm.rank == 0 and not journal:
+        if comm.rank == 0 and not journal["blocks"]:
             remove_files(folder)  # killed before its first block was done
             folder.mkdir()
     with together(comm):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
-    unfinished = Unfinished(comm, folder, plain, journal)
+    unfinished = Unfinished(comm, folder, journal)
     try:
         yield unfinished
     except Exception:
