@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import Watcher, kinds_of, mean_error
+from distprune.jobs import Kind, Watcher, kinds_of, mean_error
 
 __all__ = ["Display", "show_inspection"]
 
@@ -72,82 +72,79 @@ class Display(Watcher):
             self._bar = None
 
     def summary(self, report: dict[str, Any]) -> None:
-        """Print the summary of a finished job."""
+        """Print what a finished job did; a one-shot job block by block and kind by kind of linear map."""
         self.close()
         if not self._visible:
             return
-        console, table = _console_and_table("pruned", ("", ""))
-        pruning, seconds = report["pruning"], report["stage_seconds"]
-        share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
+        pruning = report["pruning"]
+        if "blocks" in pruning:
+            _show_blocks(pruning)
+            more = _one_shot_rows(pruning)
+        else:
+            share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
+            more = [
+                ("method", f"{pruning['score']}, {pruning['pattern']}"),
+                ("parameters", f"{len(pruning['parameters'])} tensors, {pruning['num_elements']:,} weights"),
+                ("zeros", f"{pruning['num_zeros']:,} ({share:.4%}), {pruning['num_pruned']:,} of them new"),
+                ("communication", f"{pruning['num_rounds']} rounds, {pruning['num_bytes']:,} bytes a rank"),
+            ]
         rows = [
             ("model", report["model"]),
             ("output", report["arguments"]["output"]),
-            ("method", f"{pruning['score']}, {pruning['pattern']}"),
             ("ranks", f"{report['num_ranks']} on {report['device']}"),
-            ("parameters", f"{len(pruning['parameters'])} tensors, {pruning['num_elements']:,} weights"),
-            ("zeros", f"{pruning['num_zeros']:,} ({share:.4%}), {pruning['num_pruned']:,} of them new"),
-            ("communication", f"{pruning['num_rounds']} rounds, {pruning['num_bytes']:,} bytes a rank"),
-            ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in seconds.items())),
+            *more,
+            ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in report["stage_seconds"].items())),
         ]
         if report["perplexity_before"] is not None:
             rows.append(("perplexity", f"{report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}"))
+        console, table = _console_and_table("pruned", ("", ""))
         for row in rows:
             table.add_row(*row)
         console.print(table)
 
-    def one_shot_summary(self, report: dict[str, Any]) -> None:
-        """Print what a finished one-shot job did, block by block and kind by kind of linear map."""
-        self.close()
-        if not self._visible:
-            return
-        pruning, blocks = report["pruning"], report["pruning"]["blocks"]
-        stages = list(blocks[0]["seconds"]) if blocks else []
-        columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB sent")
-        console, table = _console_and_table(f"{pruning['method']}, {pruning['pattern']}", columns)
-        for block in blocks:
-            num_elements, num_zeros = (sum(m[key] for m in block["maps"]) for key in ("num_elements", "num_zeros"))
-            table.add_row(
-                block["name"],
-                f"{num_zeros / max(num_elements, 1):.4%}",
-                _range_of((mean_error(block),)),
-                *(f"{block['seconds'][stage]:.2f}" for stage in stages),
-                str(block["num_rounds"]),
-                f"{block['num_bytes'] / 2**20:.1f}",
-            )
-            for kind in kinds_of(block):
-                table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", _range_of(kind.errors))
-        table.add_section()
-        table.add_row(
-            "all",
-            "",
-            "",
-            *(f"{sum(block['seconds'][stage] for block in blocks):.2f}" for stage in stages),
-            str(sum(block["num_rounds"] for block in blocks)),
-            f"{sum(block['num_bytes'] for block in blocks) / 2**20:.1f}",
-        )
-        console.print(table)
-        peaks = sorted((peak / 2**20 for peak in pruning["peak_memory"]), reverse=True)
-        by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
-        lines = [
-            f"model {report['model']}, output {report['arguments']['output']}",
-            f"{report['num_ranks']} ranks on {report['device']}, {pruning['num_samples']} samples",
-            "seconds: " + ", ".join(f"{stage} {value:.1f}" for stage, value in report["stage_seconds"].items()),
-            f"peak memory of the ranks: {by_rank} MiB",
+
+def _one_shot_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:
+    peaks = sorted((peak / 2**20 for peak in pruning["peak_memory"]), reverse=True)
+    by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
+    rows = [
+        ("method", f"{pruning['method']}, {pruning['pattern']}"),
+        ("samples", str(pruning["num_samples"])),
+        ("peak memory", f"{by_rank} MiB"),
+    ]
+    if pruning["resumed_at"]:
+        rows.append(("resumed", f"at block {pruning['resumed_at']}: seconds and memory are of this run alone"))
+    return rows
+
+
+def _show_blocks(pruning: Mapping[str, Any]) -> None:
+    """Print a table of all blocks and of the kinds of linear maps in each."""
+    blocks = pruning["blocks"]
+    stages = list(blocks[0]["seconds"]) if blocks else []
+
+    def costs(of: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [
+            *(f"{sum(block['seconds'][stage] for block in of):.2f}" for stage in stages),
+            str(sum(block["num_rounds"] for block in of)),
+            f"{sum(block['num_bytes'] for block in of) / 2**20:.1f}",
         ]
-        if pruning["resumed_at"]:
-            lines.append(f"resumed at block {pruning['resumed_at']}: seconds and memory are of this run alone")
-        if report["perplexity_before"] is not None:
-            lines.append(f"perplexity {report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}")
-        for line in lines:
-            console.print(line)
+
+    columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB sent")
+    console, table = _console_and_table("blocks", columns)
+    for block in blocks:
+        whole = Kind(block["name"], block["maps"])
+        error = "" if whole.error is None else f"{whole.error:.4f}"
+        table.add_row(whole.name, f"{whole.sparsity:.4%}", error, *costs([block]))
+        for kind in kinds_of(block):
+            table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", _range_of(kind.errors))
+    table.add_section()
+    table.add_row("all", "", "", *costs(blocks))
+    console.print(table)
 
 
-def _range_of(errors: tuple[float | None, ...]) -> str:
-    known = [error for error in errors if error is not None]
-    if not known:
+def _range_of(errors: Sequence[float]) -> str:
+    if not errors:
         return ""
-    low, high = f"{min(known):.4f}", f"{max(known):.4f}"
-    return low if low == high else f"{low} to {high}"
+    return " to ".join(dict.fromkeys(f"{error:.4f}" for error in (min(errors), max(errors))))
 
 
 def show_inspection(report: InspectReport) -> None:

@@ -26,7 +26,11 @@ _SLURM_PORTS = range(20000, 52000)
 
 @dataclass(frozen=True)
 class Start:
-    """How this process was started, and what the launcher says of it (0 and 1 where it says nothing)."""
+    """How this process was started, and what the launcher says of it (0 and 1 where it says nothing).
+
+    Raises:
+        ValueError: there is no such rank.
+    """
 
     launcher: Launcher
     rank: int = 0
@@ -35,6 +39,10 @@ class Start:
     local_size: int = 1
     host: str = ""
     port: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"the launcher set rank {self.rank} of {self.size}")
 
 
 def detect(environment: Mapping[str, str]) -> Start:
@@ -48,16 +56,14 @@ def detect(environment: Mapping[str, str]) -> Start:
         ValueError: the launcher's variables are there in part, or make no sense.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _checked(
-            Start(
-                "torchrun",
-                rank=_int(environment, "RANK"),
-                size=_int(environment, "WORLD_SIZE"),
-                local_rank=_int(environment, "LOCAL_RANK", 0),
-                local_size=_int(environment, "LOCAL_WORLD_SIZE", 1),
-                host=_needed(environment, "MASTER_ADDR"),
-                port=_int(environment, "MASTER_PORT"),
-            )
+        return Start(
+            "torchrun",
+            rank=_int(environment, "RANK"),
+            size=_int(environment, "WORLD_SIZE"),
+            local_rank=_int(environment, "LOCAL_RANK", 0),
+            local_size=_int(environment, "LOCAL_WORLD_SIZE", 1),
+            host=_needed(environment, "MASTER_ADDR"),
+            port=_int(environment, "MASTER_PORT"),
         )
     if any(name in environment for name in _MPIEXEC_VARIABLES):
         return Start("mpi")  # the rest is read from MPI itself
@@ -69,16 +75,14 @@ def detect(environment: Mapping[str, str]) -> Start:
         port = _SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]
         per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 8(x2),4
         leading_number = re.match(r"\d+", per_node)
-        return _checked(
-            Start(
-                "slurm",
-                rank=_int(environment, "SLURM_PROCID"),
-                size=_int(environment, "SLURM_STEP_NUM_TASKS"),
-                local_rank=_int(environment, "SLURM_LOCALID", 0),
-                local_size=int(leading_number.group()) if leading_number else 1,
-                host=first_host(nodes),
-                port=port,
-            )
+        return Start(
+            "slurm",
+            rank=_int(environment, "SLURM_PROCID"),
+            size=_int(environment, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_int(environment, "SLURM_LOCALID", 0),
+            local_size=int(leading_number.group()) if leading_number else 1,
+            host=first_host(nodes),
+            port=port,
         )
     if any(name in environment for name in _PMI_VARIABLES):
         return Start("mpi")
@@ -152,12 +156,6 @@ def _own_address() -> str:
         return name  # the other hosts may know it
 
 
-def _checked(start: Start) -> Start:
-    if not 0 <= start.rank < start.size:
-        raise ValueError(f"the launcher set rank {start.rank} of {start.size}")
-    return start
-
-
 def _needed(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         raise ValueError(f"the launcher did not set {name}")
@@ -165,11 +163,7 @@ def _needed(environment: Mapping[str, str], name: str) -> str:
 
 
 def _int(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None:
-        if default is None:
-            raise ValueError(f"the launcher did not set {name}")
-        return default
+    text = _needed(environment, name) if default is None else environment.get(name, default)
     try:
         return int(text)
     except ValueError:

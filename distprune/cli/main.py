@@ -8,9 +8,8 @@ import json
 import sys
 import traceback
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import typer
@@ -20,7 +19,8 @@ from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.patterns import as_pattern
+from distprune.oneshot import OneShotMethod
+from distprune.patterns import Scope, as_pattern
 
 __all__ = ["app", "run"]
 
@@ -36,6 +36,9 @@ _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportEr
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _MOST_TOKENS = 1 << 30
 
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -46,31 +49,6 @@ class Request:
     timeout: float
 
 
-class MethodName(StrEnum):
-    magnitude = "magnitude"
-    random = "random"
-    wanda = "wanda"
-    sparsegpt = "sparsegpt"
-
-
-class ScopeName(StrEnum):
-    global_ = "global"
-    tensor = "tensor"
-
-
-class DtypeName(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class DeviceName(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 @app.command()
 def prune(
     context: typer.Context,
@@ -79,13 +57,13 @@ def prune(
     sparsity: Annotated[
         float | None, typer.Option(help="The final share of zeros, such as 0.5. Existing zeros count toward it.")
     ] = None,
-    method: Annotated[MethodName, typer.Option(help="How a weight's importance is measured.")] = MethodName.magnitude,
+    method: Annotated[OneShotMethod, typer.Option(help="How a weight's importance is measured.")] = "magnitude",
     pattern: Annotated[
         str | None,
         typer.Option(help="unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without."),
     ] = None,
     scope: Annotated[
-        ScopeName | None, typer.Option(help="global: all weights compete (the default). tensor: those of each tensor.")
+        Scope | None, typer.Option(help="global: all weights compete (the default). tensor: those of each tensor.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
     include: Annotated[
@@ -95,8 +73,8 @@ def prune(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Leave out the parameters that match this name pattern. Repeatable.")
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the weights. auto: as they are stored.")] = DtypeName.auto,
-    device: Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")] = DeviceName.auto,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the weights. auto: as they are stored.")] = "auto",
+    device: Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")] = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace the model in the output directory.")] = False,
     evaluate_on: Annotated[
         Path | None, typer.Option("--eval", help="Text file. Report the perplexity on it before and after.")
@@ -116,16 +94,17 @@ def prune(
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
     if not 1 <= timeout <= _LONGEST_TIMEOUT:
         raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
-    if not str(output):
-        raise typer.BadParameter("--output is empty; name a directory")
-    _check_pattern(pattern, sparsity)
+    try:
+        as_pattern(pattern, sparsity)
+    except ValueError as error:
+        raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None
     common: dict[str, Any] = {
         "model": model,
         "output": str(output),
         "sparsity": sparsity,
         "pattern": pattern,
         "seed": seed,
-        "dtype": None if dtype is DtypeName.auto else getattr(torch, dtype.value),
+        "dtype": None if dtype == "auto" else getattr(torch, dtype),
         "overwrite": overwrite,
         "evaluate_on": None if evaluate_on is None else str(evaluate_on),
         "evaluation_tokens": eval_tokens,
@@ -133,30 +112,24 @@ def prune(
     }
     job: PruneJob | OneShotJob
     if calibration is None:
-        if method not in (MethodName.magnitude, MethodName.random):
-            raise typer.BadParameter(f"--method {method.value} needs --calibration, a text to run through the model")
+        if method not in ("magnitude", "random"):
+            raise typer.BadParameter(f"--method {method} needs --calibration, a text to run through the model")
         if resume:
             raise typer.BadParameter("--resume goes with --calibration")
-        job = PruneJob(
-            **common,
-            method=method.value,
-            scope=None if scope is None else scope.value,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-        )
+        job = PruneJob(**common, method=method, scope=scope, include=tuple(include or ()), exclude=tuple(exclude or ()))
     else:
         if include or exclude or scope is not None:
             raise typer.BadParameter("--scope, --include and --exclude do not go with --calibration")
         job = OneShotJob(
             **common,
-            method=method.value,
+            method=method,
             calibration=str(calibration),
             samples=samples,
             sequence_length=sequence_length,
             offload=offload,
             resume=resume,
         )
-    context.obj(Request(job, device.value, timeout))
+    context.obj(Request(job, device, timeout))
 
 
 @app.command()
@@ -223,9 +196,9 @@ def _work(request: Request, launch: Launch) -> int:
         device = launch.start(request.device, request.timeout)
         display = Display(visible=launch.rank == 0)
         if isinstance(request.job, PruneJob):
-            report, show = run_prune_job(request.job, device=device, watcher=display), display.summary
+            report = run_prune_job(request.job, device=device, watcher=display)
         else:
-            report, show = run_one_shot_job(request.job, device=device, watcher=display), display.one_shot_summary
+            report = run_one_shot_job(request.job, device=device, watcher=display)
         launch.finish()
     except _USERS_MISTAKES as error:
         return _fail(launch, _one_line(error), known_to_all=True)
@@ -237,7 +210,7 @@ def _work(request: Request, launch: Launch) -> int:
         launch.leave(code)
         return code
     with contextlib.suppress(Exception):
-        show(report)
+        display.summary(report)
     return 0
 
 
@@ -253,10 +226,3 @@ def _fail(launch: Launch, text: str, *, known_to_all: bool) -> int:
 
 def _one_line(error: Exception) -> str:
     return f"error: {' '.join(str(error).split())}\n"
-
-
-def _check_pattern(text: str | None, sparsity: float | None) -> None:
-    try:
-        as_pattern(text, sparsity)
-    except ValueError as error:
-        raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None
