@@ -21,12 +21,8 @@ def compute_buffers(model: Any) -> None:
     Raises:
         NotImplementedError: a buffer is not computed.
     """
-    names = [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules()
-        for key in sorted(module._non_persistent_buffers_set)
-        if module._buffers.get(key) is not None
-    ]
+    persistent = model.state_dict().keys()
+    names = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in persistent]
     if not names:
         return
     # What is computed does not depend on what was there before.

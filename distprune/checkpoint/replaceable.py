@@ -42,8 +42,9 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         raise ValueError(f"the output {target} is a link to {os.readlink(target)}; name the directory itself")
     # Links above it are followed: what is beside the target must be beside the directory itself.
     path = Path(os.path.realpath(target))
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"the output {path} is a file; name a directory")
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"the output {path} cannot be made: {nearest} is a file")
     for given in inputs:
         for theirs in _places(given):
             if _holds(path, theirs) or (theirs.is_dir() and any(_same(theirs, parent) for parent in path.parents)):
@@ -61,9 +62,7 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         mounts = [mount for mount in _mounts() if path in (mount, *mount.parents)]
         if mounts or os.path.ismount(path):
             raise ValueError(f"the output {path} is or holds a mount point and cannot be replaced; name another")
-    parent = next(folder for folder in path.parents if os.path.lexists(folder))
-    if not parent.is_dir():
-        raise NotADirectoryError(f"the output {path} cannot be made: {parent} is a file")
+    parent = path.parent if nearest == path else nearest
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
     return path

@@ -31,7 +31,6 @@ app = typer.Typer(
     help="Prune sharded PyTorch models in the layout they are already in.",
 )
 
-# What a user can mend; anything else is ours, and gets a traceback.
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _MOST_TOKENS = 1 << 30
@@ -183,10 +182,8 @@ def _parse() -> Request | int:
         app(prog_name="distprune", obj=asked.append)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
-    except _USERS_MISTAKES as error:
-        sys.stderr.write(_one_line(error))
-    except Exception:
-        sys.stderr.write(traceback.format_exc())
+    except Exception as error:
+        sys.stderr.write(_text(error))
     return asked[0] if asked else code
 
 
@@ -200,10 +197,14 @@ def _work(request: Request, launch: Launch) -> int:
         else:
             report = run_one_shot_job(request.job, device=device, watcher=display)
         launch.finish()
-    except _USERS_MISTAKES as error:
-        return _fail(launch, _one_line(error), known_to_all=True)
-    except Exception:
-        return _fail(launch, traceback.format_exc(), known_to_all=False)
+    except Exception as error:
+        # What all ranks know the first one says for them.
+        speaks_first = launch.rank == 0 or not isinstance(error, _USERS_MISTAKES)
+        if speaks_first:
+            sys.stderr.write(_text(error))
+        if launch.leave(1) and not speaks_first:
+            sys.stderr.write(f"rank {launch.rank}: {_text(error)}")
+        return 1
     except (SystemExit, KeyboardInterrupt) as leaving:
         signalled = leaving.code if isinstance(leaving, SystemExit) else 130
         code = signalled if isinstance(signalled, int) and signalled else 1
@@ -214,15 +215,8 @@ def _work(request: Request, launch: Launch) -> int:
     return 0
 
 
-def _fail(launch: Launch, text: str, *, known_to_all: bool) -> int:
-    """Say what went wrong, and tell the other ranks. What all ranks know the first one says for them."""
-    speaks_first = launch.rank == 0 or not known_to_all
-    if speaks_first:
-        sys.stderr.write(text)
-    if launch.leave(1) and not speaks_first:
-        sys.stderr.write(f"rank {launch.rank}: {text}")
-    return 1
-
-
-def _one_line(error: Exception) -> str:
-    return f"error: {' '.join(str(error).split())}\n"
+def _text(error: Exception) -> str:
+    """Return one line for what a user can mend; anything else is ours, and gets a traceback."""
+    if isinstance(error, _USERS_MISTAKES):
+        return f"error: {' '.join(str(error).split())}\n"
+    return "".join(traceback.format_exception(error))

@@ -21,7 +21,7 @@ from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport, OneShotMethod, prune_blocks
-from distprune.patterns import Pattern, as_pattern
+from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
 
@@ -34,16 +34,12 @@ class OneShotJob(Job):
 
     Args:
         method: a solver's name.
-        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
-        pattern: one, or its text; N:M says itself how much is pruned.
         calibration: a text or JSON-lines file, of which ``samples`` sequences of ``sequence_length`` tokens are used.
         offload: keep activations on the CPU between blocks.
         resume: go on where a job that was killed has stopped.
     """
 
     method: OneShotMethod
-    sparsity: float | None = None
-    pattern: Pattern | str | None = None
     calibration: str
     samples: int = 128
     sequence_length: int = 2048

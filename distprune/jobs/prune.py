@@ -13,7 +13,7 @@ from distprune.checkpoint import save_model, writing
 from distprune.collectives import together
 from distprune.jobs.run import Job, Run, clock, write_report
 from distprune.jobs.watcher import Watcher
-from distprune.patterns import Pattern, Scope, as_pattern
+from distprune.patterns import Scope, as_pattern
 from distprune.pruning import prune_model
 
 __all__ = ["PruneJob", "run_prune_job"]
@@ -24,14 +24,10 @@ class PruneJob(Job):
     """Prune by the weights alone; the fields of :class:`Job`, and those of ``prune_model``.
 
     Args:
-        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
         method: a score's name, ``"magnitude"`` or ``"random"``.
-        pattern: one, or its text; N:M says itself how much is pruned.
     """
 
     method: str = "magnitude"
-    sparsity: float | None = None
-    pattern: Pattern | str | None = None
     scope: Scope | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

@@ -36,6 +36,8 @@ class Job:
     Args:
         model: a Hugging Face directory, or the name of the bundled model.
         output: the directory to write, on storage that all ranks share.
+        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
+        pattern: one, or its text; N:M says itself how much is pruned.
         seed: for the method ``"random"``.
         dtype: of the weights; ``None``: what they are stored in.
         overwrite: replace the model that is in ``output``.
@@ -45,6 +47,8 @@ class Job:
 
     model: str
     output: str
+    sparsity: float | None = None
+    pattern: Pattern | str | None = None
     seed: int = 0
     dtype: torch.dtype | None = None
     overwrite: bool = False
