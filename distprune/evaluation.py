@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import check_fit, find_crew, shared_axis
+from distprune.calibration import check_fit, find_crew, open_text, shared_axis, text_tokens
 from distprune.collectives import Group, communicator, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import evaluating, keeping_weights
@@ -27,23 +27,11 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
         FileNotFoundError: no such file.
         ValueError: it is not UTF-8, or holds less than one window of ``sequence_length`` tokens.
     """
-    text_path = Path(path)
-    if not text_path.is_file():
-        raise FileNotFoundError(f"there is no text file {text_path}")
-    text = ""
-    ids: list[int] = []
-    try:
-        with text_path.open(encoding="utf-8") as file:
-            # A token is seldom more than a dozen characters; reading a whole book for its first pages is slow.
-            while len(ids) < max_tokens and (more := file.read(max(16 * max_tokens, len(text)))):
-                text += more
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text_path} is not UTF-8 text: {error}") from error
-    ids = ids[:max_tokens]
+    with open_text(Path(path), "text file") as file:
+        ids = text_tokens(tokenizer, file, max_tokens)[:max_tokens]
     if len(ids) < sequence_length:
         raise ValueError(
-            f"{text_path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
+            f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
         )
     return torch.tensor(ids, dtype=torch.int64)
 

@@ -1,7 +1,7 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
-from distprune.calibration.data import Samples, check_fit, load_samples, spread
+from distprune.calibration.data import Samples, check_fit, load_samples, open_text, spread, text_tokens
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
@@ -19,8 +19,10 @@ __all__ = [
     "check_fit",
     "find_crew",
     "load_samples",
+    "open_text",
     "pack_triangle",
     "shared_axis",
     "spread",
+    "text_tokens",
     "unpack_triangle",
 ]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
 from distprune.collectives import Group, agree, communicator, together
 
-__all__ = ["Samples", "check_fit", "load_samples", "spread"]
+__all__ = ["Samples", "check_fit", "load_samples", "open_text", "spread", "text_tokens"]
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
@@ -92,27 +93,43 @@ def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.dev
 
 
 def _token_ids(tokenizer: Any, path: Path, num_tokens: int) -> list[int]:
+    with open_text(path, "calibration file") as file:
+        if path.suffix not in _JSON_LINES:
+            return text_tokens(tokenizer, file, num_tokens)
+        end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        ids: list[int] = []
+        for text in _texts(path, file):
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"] + end
+            if len(ids) >= num_tokens:
+                break
+        return ids
+
+
+@contextmanager
+def open_text(path: Path, what: str) -> Iterator[TextIO]:
+    """Yield the open UTF-8 file ``path``, which errors call ``what``. Local.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the body meets something that is not UTF-8.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no calibration file {path}")
-    ids: list[int] = []
+        raise FileNotFoundError(f"there is no {what} {path}")
     try:
         with path.open(encoding="utf-8") as file:
-            if path.suffix in _JSON_LINES:
-                end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-                for text in _texts(path, file):
-                    ids += tokenizer(text, add_special_tokens=False)["input_ids"] + end
-                    if len(ids) >= num_tokens:
-                        break
-            else:
-                text = ""
-                # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
-                while len(ids) <= num_tokens and (
-                    more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))
-                ):
-                    text += more
-                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def text_tokens(tokenizer: Any, file: TextIO, num_tokens: int) -> list[int]:
+    """Return the tokens of as much of a text as has ``num_tokens``, or of all of it. Local."""
+    text = ""
+    ids: list[int] = []
+    # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
+    while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
+        text += more
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
