@@ -186,10 +186,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     index = read_json(path)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
-    if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
+    is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not weight_map or not is_map or not isinstance(metadata, dict):
         raise ValueError(f"{path} is corrupt: it is no index of weight files")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{path} is corrupt: its weight_map names something that is no file")
     for tensor, name in weight_map.items():
         # A name, not a path: an index from elsewhere must not make us read, or write beside, other files.
         if Path(name).name != name or name in ("", ".", ".."):
@@ -202,18 +201,12 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _check_index(weight_map: dict[str, str], files: tuple[WeightFile, ...]) -> None:
-    places: dict[str, str] = {}
-    for file in files:
-        for entry in file.tensors:
-            first = places.setdefault(entry.name, file.path.name)
-            if first != file.path.name:
-                raise ValueError(f"tensor {entry.name!r} is in both {first!r} and {file.path.name!r}; keep one of them")
-    for tensor, name in weight_map.items():
-        if places.get(tensor) != name:
-            raise ValueError(f"the index puts tensor {tensor!r} into {name!r}, which does not hold it")
-    unlisted = sorted(places.keys() - weight_map.keys())
-    if unlisted:
-        raise ValueError(f"the weight files hold tensors that the index does not list: {unlisted[:5]}")
+    held = {(entry.name, file.path.name) for file in files for entry in file.tensors}
+    for tensor, name in sorted(weight_map.items() - held):
+        raise ValueError(f"the index puts tensor {tensor!r} into {name!r}, which does not hold it")
+    for tensor, name in sorted(held - weight_map.items()):
+        listed = weight_map.get(tensor, "no file")
+        raise ValueError(f"tensor {tensor!r} is in {name!r}, and the index puts it into {listed}")
 
 
 def _small_files(folder: Path) -> tuple[Path, ...]:

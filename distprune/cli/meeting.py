@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -34,8 +33,11 @@ class Meeting:
 
     def __init__(self, start: Start, timeout: timedelta) -> None:
         self._rank, self._size = start.rank, start.size
-        self.store = _store(start, timeout)
-        self._store_of_threads = self.store.clone()  # a rank that waits in a store keeps it locked
+        with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_host = start.rank == 0 and not with_torchrun
+        self.store = TCPStore(start.host, start.port, start.size, is_host, timeout, wait_for_workers=False)
+        # A rank that waits in a store keeps it locked.
+        self._store_of_threads = self.store.clone()  # type: ignore[attr-defined]
         self.store.add(_HERE, 1)
         self._is_over = False
 
@@ -108,9 +110,3 @@ class Meeting:
         while not (met := condition()) and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
         return met
-
-
-def _store(start: Start, timeout: timedelta) -> Any:
-    with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = start.rank == 0 and not with_torchrun
-    return TCPStore(start.host, start.port, start.size, is_host, timeout, wait_for_workers=False)
