@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -138,9 +139,7 @@ def inspect(
 ) -> None:
     """Show how sparse the model in DIRECTORY is, tensor by tensor, and which N:M patterns hold."""
     display = Display(visible=True)
-    report = inspect_directory(
-        directory, progress=lambda done, total: display.progress("reading", "bytes", done, total)
-    )
+    report = inspect_directory(directory, progress=partial(display.progress, "reading", "bytes"))
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:

@@ -106,13 +106,13 @@ def run_one_shot_job(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-            first = _begin(job, run, model, writer, unfinished)
+            _begin(job, run, model, writer, unfinished)
             with clock(run.seconds, "prune"):
                 pruning = _prune(job, run, model, samples, writer, unfinished)
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
                 writer.write(updated=_updated(job, model), progress=progress)
-            report = run.report(unfinished.entries["perplexity_before"], after, {**pruning, "resumed_at": first})
+            report = run.report(unfinished.entries["perplexity_before"], after, pruning)
             with together(run.comm):
                 if run.comm.rank == 0:
                     write_report(report, unfinished.folder)
@@ -123,14 +123,14 @@ def run_one_shot_job(
     return report
 
 
-def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unfinished: Unfinished) -> int:
-    """Evaluate and make the files, or read back what is done; return the first block that is to be pruned."""
+def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unfinished: Unfinished) -> None:
+    """Evaluate and make the files, or read back what is done."""
     if not unfinished.blocks:
         if job.resume:
             run.told.say("nothing was recorded yet: starting at the first block")
         unfinished.entries["perplexity_before"] = run.evaluate(model, "before")
         writer.allocate()
-        return 0
+        return
     with together(run.comm):
         copied = [file.path for file in writer.files] + list(run.directory.small_files)
         unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME})
@@ -140,7 +140,6 @@ def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unf
     if damaged is not None:
         run.told.say(f"{damaged} is not on the disk as it was written: it is pruned again")
     run.told.say(f"going on at block {len(unfinished.blocks)} of {len(blocks)}")
-    return len(unfinished.blocks)
 
 
 def _prune(
@@ -150,7 +149,7 @@ def _prune(
 
     Beside the stages of ``prune_blocks`` a block's seconds have ``write``, its digest included.
     """
-    blocks, updated = decoder_blocks(model), _updated(job, model)
+    blocks, updated, first = decoder_blocks(model), _updated(job, model), len(unfinished.blocks)
 
     def on_block(index: int, block: BlockReport) -> None:
         entry = block.to_dict()
@@ -175,10 +174,10 @@ def _prune(
         group=run.comm,
         seed=job.seed,
         offload=job.offload,
-        first_block=len(unfinished.blocks),
+        first_block=first,
         on_block=on_block,
     )
-    return {**report.to_dict(), "blocks": unfinished.blocks}
+    return {**report.to_dict(), "blocks": unfinished.blocks, "resumed_at": first}
 
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:
