@@ -15,17 +15,8 @@ from distprune.pruning import (
     prune_shards,
     sparsity,
 )
-from distprune.pruning.torch_api import (
-    BasePruningMethod,
-    CustomFromMask,
-    Identity,
-    L1Pattern,
-    L1Unstructured,
-    LnStructured,
-    PruningContainer,
-    RandomPattern,
-    RandomStructured,
-    RandomUnstructured,
+from distprune.pruning.torch_api.base import BasePruningMethod, PruningContainer
+from distprune.pruning.torch_api.functions import (
     custom_from_mask,
     global_unstructured,
     identity,
@@ -38,26 +29,26 @@ from distprune.pruning.torch_api import (
     random_structured,
     random_unstructured,
     remove,
-    shard_masks,
 )
 from distprune.pruning.torch_api.helpers import (
     _compute_norm as _compute_norm,
-)
-from distprune.pruning.torch_api.helpers import (
     _compute_nparams_toprune as _compute_nparams_toprune,
-)
-from distprune.pruning.torch_api.helpers import (
     _validate_pruning_amount as _validate_pruning_amount,
-)
-from distprune.pruning.torch_api.helpers import (
     _validate_pruning_amount_init as _validate_pruning_amount_init,
-)
-from distprune.pruning.torch_api.helpers import (
     _validate_pruning_dim as _validate_pruning_dim,
-)
-from distprune.pruning.torch_api.helpers import (
     _validate_structured_pruning as _validate_structured_pruning,
 )
+from distprune.pruning.torch_api.methods import (
+    CustomFromMask,
+    Identity,
+    L1Pattern,
+    L1Unstructured,
+    LnStructured,
+    RandomPattern,
+    RandomStructured,
+    RandomUnstructured,
+)
+from distprune.pruning.torch_api.shard_masks import shard_masks
 from distprune.scores import ChannelNorm, Magnitude, Random, Score, Wanda
 from distprune.shards import Geometry, LocalShard
 

@@ -17,7 +17,7 @@ from distprune.masks import Fsdp2Params, mask_of, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on, all_shown
-from distprune.pruning.torch_api import put_masks
+from distprune.pruning.torch_api.functions import put_masks
 from distprune.scores import Magnitude
 from distprune.shards import LocalShard, count_zeros, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
 
