@@ -3,18 +3,17 @@
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.reparametrized import (
-    Snapshot,
     mask_of,
     product,
     pruning_hooks,
     reparametrize,
+    snapshot,
     undo_reparametrization,
 )
 
 __all__ = [
     "Fsdp2Params",
     "Managed",
-    "Snapshot",
     "kept_gathered",
     "mask_of",
     "own_params",
@@ -22,6 +21,7 @@ __all__ = [
     "pruning_hooks",
     "reparametrize",
     "reset_forward",
+    "snapshot",
     "take_roots",
     "undo_reparametrization",
     "zero_where_pruned",

@@ -196,10 +196,6 @@ class Managed:
         """What it is gathered as, which mixed precision may say."""
         return cast(torch.dtype, self.param.param_dtype or self.param.orig_dtype)
 
-    def release(self) -> None:
-        """Put the parameter's group back to its shards. No communication."""
-        self.group.reshard()
-
     def rename(self, name: str, *, masked: bool) -> None:
         """Follow the parameter to its new ``name`` in its module; mask it from now on, or no longer."""
         param = self.param
@@ -239,6 +235,13 @@ class Fsdp2Params:
         if id(module) in self._unknown:
             _INSIDE.check()
         return self._found.get((id(module), name))
+
+    def release(self, module: nn.Module, name: str) -> Managed | None:
+        """Put what FSDP2 manages under ``name`` in ``module`` back to its shards, and return it. No communication."""
+        managed = self.find(module, name)
+        if managed is not None:
+            managed.group.reshard()
+        return managed
 
 
 def own_params(module: nn.Module) -> list[Managed]:

@@ -12,7 +12,7 @@ product is the gathered original itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed
 from distprune.masks.in_place import zero_where_pruned
-from distprune.shards import LocalShard, cut, dtensor_like, is_laid_out_like, local_shard
+from distprune.shards import LocalShard, dtensor_like, is_laid_out_like, local_part, local_shard
 
-__all__ = ["Snapshot", "mask_of", "product", "pruning_hooks", "reparametrize", "undo_reparametrization"]
+__all__ = ["mask_of", "product", "pruning_hooks", "reparametrize", "snapshot", "undo_reparametrization"]
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -39,15 +39,14 @@ def product(module: nn.Module, name: str) -> torch.Tensor:
             return original * mask
         return original.view_as(original)
     if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
-        return original * dtensor_like(original, _local_mask(name, original, mask).to(original.dtype))
+        return original * dtensor_like(original, _local_mask(original, mask).to(original.dtype))
     return mask.to(dtype=original.dtype) * original
 
 
-def _local_mask(name: str, parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
+def _local_mask(parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``mask``, a whole or a DTensor like ``parameter``."""
-    if isinstance(mask, DTensor):
-        return mask.to_local()
-    return cut(mask, local_shard(name, parameter).geometry).reshape(parameter.to_local().shape)
+    part = local_part(mask, parameter, local_shard("mask", parameter), "mask")
+    return part.reshape(parameter.to_local().shape)
 
 
 def mask_of(shard: LocalShard) -> torch.Tensor | None:
@@ -55,8 +54,7 @@ def mask_of(shard: LocalShard) -> torch.Tensor | None:
     mask = None if shard.module is None else shard.module._buffers.get(f"{shard.attribute}_mask")
     if mask is None or f"{shard.attribute}_orig" not in cast(nn.Module, shard.module)._parameters:
         return None
-    local = mask.to_local() if isinstance(mask, DTensor) else cut(mask, shard.geometry)
-    return local.reshape(shard.geometry.local_shape) != 0
+    return local_part(mask, shard.tensor, shard, "mask").reshape(shard.geometry.local_shape) != 0
 
 
 class _Product:
@@ -131,13 +129,13 @@ def _reduce(module: nn.Module, _: int) -> tuple[Any, ...]:
     cls = cast(Any, type(module))
     getstate = cast(Any, module).__getstate__
     state: dict[str, Any] = dict(getstate() or {})
-    products = [state.pop(name) for name in cls._pruned_names if name in state]
+    for name in cls._pruned_names:
+        state.pop(name, None)
     if isinstance(module, nn.RNNBase):  # it lists its weights a second time
         state["_flat_weights"] = [
             None if name in cls._pruned_names else weight
             for name, weight in zip(module._flat_weights_names, module._flat_weights, strict=True)
         ]
-    del products
     return _rebuild, (cls._pruned_base, tuple(sorted(cls._pruned_names))), state
 
 
@@ -196,13 +194,11 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
 @torch.no_grad()
 def undo_reparametrization(module: nn.Module, name: str) -> None:
     """Write the product into the original and give it its old name: the pruning is permanent. Local."""
-    managed = Fsdp2Params().find(module, name + "_orig")
-    if managed is not None:
-        managed.release()
+    managed = Fsdp2Params().release(module, name + "_orig")
     parameter = cast(nn.Parameter, module._parameters[name + "_orig"])
     mask = cast(torch.Tensor, module._buffers[name + "_mask"])
     if isinstance(parameter, DTensor):
-        zero_where_pruned(parameter.to_local(), _local_mask(name, parameter, mask).bool())
+        zero_where_pruned(parameter.to_local(), _local_mask(parameter, mask).bool())
     else:
         parameter.data = _product_of_hook(module, name).data
     del module._parameters[name + "_orig"], module._buffers[name + "_mask"]
@@ -222,35 +218,26 @@ def _forget_product(module: nn.Module, name: str) -> None:
     _set_products(module, name, present=False)
 
 
-@dataclass
-class Snapshot:
-    """What a failed call restores: the registries of one module, and FSDP2's record of one parameter."""
+def snapshot(module: nn.Module, managed: Managed | None) -> Callable[[], None]:
+    """Return what puts ``module`` and FSDP2's record of one parameter back to where they are now. Local."""
+    cls, attributes = type(module), dict(module.__dict__)
+    registries = {name: attributes[name].copy() for name in _REGISTRIES}
+    flat_weights = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
+    name, is_masked = ("", False) if managed is None else (managed.name, managed.is_masked)
 
-    module: nn.Module
-    managed: Managed | None
-
-    def __post_init__(self) -> None:
-        module = self.module
-        self._class = type(module)
-        self._attributes = dict(module.__dict__)
-        self._registries = {name: module.__dict__[name].copy() for name in _REGISTRIES}
-        self._flat_weights = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
-        if self.managed is not None:
-            self._name, self._masked = self.managed.name, self.managed.is_masked
-
-    def put_back(self) -> None:
-        module = self.module
-        module.__class__ = self._class
+    def put_back() -> None:
+        module.__class__ = cls
         module.__dict__.clear()
-        module.__dict__.update(self._attributes)
-        for name, saved in self._registries.items():
-            registry = module.__dict__[name]
-            registry.clear()
-            registry.update(saved)
-        if self._flat_weights is not None:
-            cast(nn.RNNBase, module)._flat_weights[:] = self._flat_weights
-        if self.managed is not None:
-            self.managed.rename(self._name, masked=self._masked)
+        module.__dict__.update(attributes)
+        for registry, saved in registries.items():
+            attributes[registry].clear()
+            attributes[registry].update(saved)
+        if flat_weights is not None:
+            cast(nn.RNNBase, module)._flat_weights[:] = flat_weights
+        if managed is not None:
+            managed.rename(name, masked=is_masked)
+
+    return put_back
 
 
 _REGISTRIES = (

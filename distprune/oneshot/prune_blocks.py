@@ -31,7 +31,7 @@ from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns import Pattern, as_pattern, check_parts
-from distprune.pruning.agreement import agree_on, check_seed
+from distprune.pruning.agreement import Facts, agree_on, check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
 
@@ -106,16 +106,13 @@ def prune_blocks(
     """
     comm = communicator(group)
     started, traffic = time.perf_counter(), comm.traffic.copy()
-    plan: _Plan | None = None
-    error: Exception | None = None
-    try:
+
+    def look() -> tuple[Found, Facts, Score, _Plan]:
         plan = _plan(model, samples, method, pattern, sparsity, seed, first_block)
-    except Exception as caught:
-        error = caught
-    found = Found(plan.shards if plan else [], [], by_default=False, has_blocks=True)
-    facts = {**plan.facts, "offload": repr(offload)} if plan else {}
-    agreed = agree_on(comm, found, facts, plan.solver.score if plan else Magnitude(), error)
-    assert plan is not None  # else all have raised
+        found = Found(plan.shards, [], by_default=False, has_blocks=True)
+        return found, {**plan.facts, "offload": repr(offload)}, plan.solver.score, plan
+
+    agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: _without_nans(shards))
     owned = {shard.name: bool(shard.owned) for shard in shards}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,10 @@ from distprune.models import Found, NamePattern
 from distprune.scores import Score
 from distprune.shards import LocalShard
 
-__all__ = ["Agreed", "agree_on", "all_shown", "check_seed"]
+__all__ = ["Agreed", "Facts", "agree_on", "all_shown", "check_seed"]
+
+Facts = Mapping[str, object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,11 @@ class Agreed:
         ]
 
 
-def agree_on(
-    comm: Communicator, found: Found, facts: Mapping[str, object], score: Score, error: Exception | None = None
-) -> Agreed:
+def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T]]) -> tuple[Agreed, T]:
     """Return what all ranks agree on, or raise on all ranks. Every rank must call it.
+
+    ``look`` is local. It returns this rank's parameters, the facts that all ranks must state alike, the score, and
+    anything else, which is returned as it is.
 
     One round of 64 bytes if all ranks hold the same parameters. If not (pipeline stages), up to four more: their lists
     of parameters are sent once, and the matches are summed. Then a rank without decoder blocks prunes nothing by
@@ -71,31 +76,43 @@ def agree_on(
     equal; the first rank's seed is used.
 
     Raises:
-        Exception: ``error`` where it arose, and elsewhere the same built-in type, naming the rank.
-        ValueError: on every rank: ``facts`` differ, or the lists of parameters do not fit together.
+        Exception: what ``look`` raised, and elsewhere the same built-in type, naming the rank.
+        ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    drawn = 0
+    looked, statement, drawn, error = None, None, 0, None
     try:
-        drawn = int(torch.randint(1 << 62, ())) if error is None and score.needs_seed else 0
+        looked = look()
+        found, facts, score, _ = looked
+        statement = [
+            facts,
+            [num for _, num in found.patterns],
+            _lacks_blocks(found),
+            [[m.name, list(m.global_shape), m.dtype] for m in _members(found.shards)],
+        ]
+        drawn = int(torch.randint(1 << 62, ())) if score.needs_seed else 0
     except Exception as caught:
         error = caught
-    members, num_matches = _members(found.shards), [num for _, num in found.patterns]
-    lacks_blocks = found.by_default and not found.has_blocks
-    statement = [facts, num_matches, lacks_blocks, [[m.name, list(m.global_shape), m.dtype] for m in members]]
     all_same, drawn = same_everywhere(comm, statement, error, drawn)
+    assert looked is not None  # else all have raised
+    found, facts, score, rest = looked
+    num_matches = [num for _, num in found.patterns]
     if all_same:
-        roster = roster_of_one(comm, members)
+        roster = roster_of_one(comm, _members(found.shards))
     else:
         agree(comm, facts)
         mine = [*num_matches, int(found.has_blocks)]
         *num_matches, num_with_blocks = sum_together(
             comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine))
         ).tolist()
-        if lacks_blocks and num_with_blocks:
+        if _lacks_blocks(found) and num_with_blocks:
             found = dataclasses.replace(found, shards=[])
         roster = roster_of_all(comm, _members(found.shards))
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
-    return Agreed(comm, roster, patterns, score.seeded(drawn) if score.needs_seed else score, found.shards)
+    return Agreed(comm, roster, patterns, score.seeded(drawn) if score.needs_seed else score, found.shards), rest
+
+
+def _lacks_blocks(found: Found) -> bool:
+    return found.by_default and not found.has_blocks
 
 
 def all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:

@@ -16,9 +16,9 @@ from distprune.collectives import Communicator, Group, Roster, communicator, max
 from distprune.masks import Fsdp2Params, mask_of, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import check_parts
-from distprune.pruning.agreement import agree_on, all_shown
+from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.torch_api.functions import put_masks
-from distprune.scores import Magnitude
+from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard, count_zeros, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
 
 __all__ = ["Masks", "sparsity"]
@@ -56,36 +56,33 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: arguments that differ between ranks, or a name pattern that matches nothing.
             NotImplementedError: on every rank: a ``Partial`` placement.
         """
-        comm, error = communicator(group), None
-        found, facts = Found([], [], by_default=False, has_blocks=False), {}
-        try:
+        comm = communicator(group)
+
+        def look() -> tuple[Found, Facts, Score, None]:
             facts = {"include": all_shown(include), "exclude": all_shown(exclude)}
-            found = find_shards(model, include, exclude)
-        except Exception as caught:
-            error = caught
-        agreed = agree_on(comm, found, {} if error else facts, Magnitude(), error)
+            return find_shards(model, include, exclude), facts, Magnitude(), None
+
+        agreed, _ = agree_on(comm, look)
         agreed.check_found()
-        return cls._made(comm, agreed.roster, agreed.shards, _present)
+        return cls._made(comm, agreed.roster, agreed.shards(), _present)
 
     @classmethod
     def _made(
         cls,
         comm: Communicator,
         roster: Roster,
-        shards: Callable[[], Sequence[LocalShard]],
+        shards: Sequence[LocalShard],
         make: Callable[[LocalShard], torch.Tensor],
     ) -> Masks:
         """Return the masks that ``make`` makes of ``shards``, the same on replicas: one round, 16 bytes a parameter."""
-        held: list[LocalShard] = []
         made: list[LocalShard] = []
 
         def masked() -> Sequence[LocalShard]:
-            held[:] = shards()
-            made[:] = [dataclasses.replace(shard, local=make(shard)) for shard in held]
+            made[:] = [dataclasses.replace(shard, local=make(shard)) for shard in shards]
             return made
 
         check_parts(comm, roster, masked)
-        return cls(comm, roster, held, [shard.local for shard in made])
+        return cls(comm, roster, shards, [shard.local for shard in made])
 
     @override
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -118,7 +115,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
         if other._whole_shapes != self._whole_shapes:  # the same on every rank
             raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
-        return self._made(self._comm, self._roster, self._held, both)
+        return self._made(self._comm, self._roster, [*self._shards.values()], both)
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -144,9 +141,6 @@ class Masks(Mapping[str, torch.Tensor]):
         """By name, over all ranks."""
         return [(member.name, member.global_shape) for member in self._roster.members]
 
-    def _held(self) -> list[LocalShard]:
-        return list(self._shards.values())
-
     def _is_like(self, other: Masks, name: str) -> bool:
         return name in other and self._shards[name].geometry == other._shards[name].geometry
 
@@ -168,7 +162,7 @@ class Masks(Mapping[str, torch.Tensor]):
         work: list[tuple[torch.Tensor, torch.Tensor]] = []
         with together(self._comm):
             fsdp2 = Fsdp2Params()
-            for shard, mask in zip(self._held(), self._local.values(), strict=True):
+            for shard, mask in zip(self._shards.values(), self._local.values(), strict=True):
                 weights = _values_now(fsdp2, shard)
                 work.append((weights, mask.to(weights.device)))
         for weights, mask in work:
@@ -183,7 +177,7 @@ class Masks(Mapping[str, torch.Tensor]):
             NotImplementedError: on every rank: FSDP1, rows spread by hand, or what FSDP2 shares between modules.
             ValueError: on every rank: a parameter is laid out otherwise than its mask.
         """
-        put_masks(self._comm, self._held, self._local)
+        put_masks(self._comm, [*self._shards.values()], self._local)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name: mask, as ``torch.distributed.checkpoint`` saves and loads it, at another world size too. Local.
@@ -220,7 +214,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the mask of {shard.name!r} must be {_described(own)}, not {_described(mask)}")
             return local_of(mask).to(own.device).reshape(shard.geometry.local_shape).clone()
 
-        self._local = self._made(self._comm, self._roster, self._held, taken)._local
+        self._local = self._made(self._comm, self._roster, [*self._shards.values()], taken)._local
 
 
 def sparsity(
@@ -256,14 +250,13 @@ def _values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
         return shard.local
     parameters = shard.module._parameters
     name = next((n for n in (shard.attribute, f"{shard.attribute}_orig") if n in parameters), None)
-    managed = None if name is None else fsdp2.find(shard.module, name)
-    if managed is not None:
-        managed.release()
-    tensor = None if name is None else parameters[name]
-    now = None if tensor is None else local_shard(shard.name, tensor)
-    if now is None or now.geometry != shard.geometry:
-        raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
-    return now.local
+    if name is not None:
+        fsdp2.release(shard.module, name)
+        tensor = parameters[name]
+        now = None if tensor is None else local_shard(shard.name, tensor)
+        if now is not None and now.geometry == shard.geometry:
+            return now.local
+    raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
 
 
 def _described(mask: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.collectives import Communicator, Group, Traffic, communicator, sum_together
+from distprune.collectives import Group, communicator, sum_together
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
-from distprune.patterns import Pattern, Ranked, Scope, as_pattern
-from distprune.pruning.agreement import Agreed, agree_on, all_shown, check_seed
+from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
+from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
-from distprune.scores import Evidence, Magnitude, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
+from distprune.scores import Evidence, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
 from distprune.selection import Chosen, raise_nans
 from distprune.shards import LocalShard, local_part
 
@@ -92,10 +91,8 @@ def prune_model(
             parameter of three dims or more whose input dims are not known.
         Exception: on every rank: what a score of your own raised on one.
     """
-    started, comm = time.perf_counter(), communicator(group)
-    traffic = comm.traffic.copy()
     request = _Request(sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return _pruned(comm, request, lambda: find_shards(model, include, exclude), started, traffic)
+    return _prune(group, request, lambda: find_shards(model, include, exclude), in_place=True)
 
 
 def prune_shards(
@@ -116,10 +113,8 @@ def prune_shards(
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
     rows, unless the shard's ``matrix`` says otherwise.
     """
-    started, comm = time.perf_counter(), communicator(group)
-    traffic = comm.traffic.copy()
     request = _Request(sparsity, score, pattern, scope, seed, evidence, (), ())
-    return _pruned(comm, request, lambda: Found(list(shards), [], by_default=False, has_blocks=False), started, traffic)
+    return _prune(group, request, lambda: Found(list(shards), [], by_default=False, has_blocks=False), in_place=True)
 
 
 def compute_masks(
@@ -140,8 +135,7 @@ def compute_masks(
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
     request = _Request(sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    outcome = _choose(communicator(group), request, lambda: find_shards(model, include, exclude))
-    return outcome.masks()
+    return _prune(group, request, lambda: find_shards(model, include, exclude), in_place=False).masks
 
 
 @dataclass(frozen=True)
@@ -177,43 +171,56 @@ class _Request:
         return score, as_pattern(self.pattern, self.sparsity, self.scope)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a call chose: for each of this rank's shards, and counts by member over all ranks."""
+def _prune(group: Group, request: _Request, find: Callable[[], Found], *, in_place: bool) -> PruneReport:
+    """Find, agree, choose, and apply if ``in_place``. Every rank must call it."""
+    started, comm = time.perf_counter(), communicator(group)
+    traffic = comm.traffic.copy()
 
-    agreed: Agreed
-    pattern: Pattern
-    shards: list[LocalShard]
-    chosen: list[Chosen]
-    num_zeros: list[int]
-    num_pruned: list[int]
-    thresholds: list[float | int | None]
-
-    def masks(self) -> Masks:
-        return Masks(self.agreed.comm, self.agreed.roster, self.shards, [each.mask for each in self.chosen])
-
-
-def _choose(comm: Communicator, request: _Request, find: Callable[[], Found]) -> _Outcome:
-    """Find, agree and choose: nothing changes. Every rank must call it."""
-    found, error = Found([], [], by_default=False, has_blocks=False), None
-    score: Score = Magnitude()
-    pattern: Pattern | None = None
-    try:
+    def look() -> tuple[Found, Facts, Score, Pattern]:
         score, pattern = request.checked()
         found = find()
-        found = dataclasses.replace(found, shards=[fitted(pattern, shard, shard.name) for shard in found.shards])
-    except Exception as caught:
-        error = caught
-    agreed = agree_on(comm, found, request.facts() if error is None else {}, score, error)
+        shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
+        return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
+
+    agreed, pattern = agree_on(comm, look)
     agreed.check_found()
-    assert pattern is not None  # no error
+    score = agreed.score
     ranked = Ranked(
         comm,
         agreed.roster,
-        agreed.score,
-        lambda: local_scores(agreed.score, shards := agreed.shards(), _evidence(request, shards), in_place=True),
+        score,
+        lambda: local_scores(score, shards := agreed.shards(), _evidence(request, shards), in_place=True),
     )
     choice = pattern.choose(ranked)
+    chosen, counts = _settled(ranked, choice)
+    shards = [scores.shard for scores in ranked.scores]
+    if in_place:  # The last collective is done: an error from here on leaves no other rank waiting.
+        for shard, each in zip(shards, chosen, strict=True):
+            if each.num_pruned > each.num_gone:
+                zero_where_pruned(shard.local, each.mask)
+    used = comm.traffic - traffic
+    return PruneReport(
+        score.name,
+        repr(pattern),
+        score.seed if isinstance(score, Random) else None,
+        tuple(
+            ParameterReport(member.name, numel, num_zeros - num_gone, num_zeros, threshold)
+            for member, numel, (num_zeros, num_gone), threshold in zip(
+                agreed.roster.members, ranked.numels, counts, choice.thresholds, strict=True
+            )
+        ),
+        used.num_rounds,
+        used.num_bytes,
+        time.perf_counter() - started,
+        Masks(comm, agreed.roster, shards, [each.mask for each in chosen]),
+    )
+
+
+def _settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int]]]:
+    """Return what is chosen of each of this rank's shards, and of every member (zeros, zeros before) over all ranks.
+
+    Every rank must call it: one round of 16 bytes a parameter.
+    """
     chosen: list[Chosen] = []
     num_nans: dict[str, int] = {}
 
@@ -227,40 +234,10 @@ def _choose(comm: Communicator, request: _Request, find: Callable[[], Found]) ->
                 num_nans[scores.shard.name] = each.num_nans + num_unread
                 words[0] += num_nans[scores.shard.name]
 
-    words = sum_together(comm, (1 + 2 * len(agreed.roster.members),), count)
+    words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), count)
     if words[0]:
-        raise_nans(comm, num_nans)
-    num_zeros, num_gone = words[1:].view(-1, 2).t().tolist() if len(words) > 1 else ([], [])
-    num_pruned = [after - before for after, before in zip(num_zeros, num_gone, strict=True)]
-    shards = [scores.shard for scores in ranked.scores]
-    return _Outcome(agreed, pattern, shards, chosen, num_zeros, num_pruned, choice.thresholds)
-
-
-def _pruned(
-    comm: Communicator, request: _Request, find: Callable[[], Found], started: float, traffic: Traffic
-) -> PruneReport:
-    outcome = _choose(comm, request, find)
-    # The last collective is done: an error from here on leaves no other rank waiting.
-    for shard, each in zip(outcome.shards, outcome.chosen, strict=True):
-        if each.num_pruned > each.num_gone:
-            zero_where_pruned(shard.local, each.mask)
-    parameters = tuple(
-        ParameterReport(member.name, math.prod(member.global_shape), pruned, zeros, threshold)
-        for member, pruned, zeros, threshold in zip(
-            outcome.agreed.roster.members, outcome.num_pruned, outcome.num_zeros, outcome.thresholds, strict=True
-        )
-    )
-    used, score = comm.traffic - traffic, outcome.agreed.score
-    return PruneReport(
-        score.name,
-        repr(outcome.pattern),
-        score.seed if isinstance(score, Random) else None,
-        parameters,
-        used.num_rounds,
-        used.num_bytes,
-        time.perf_counter() - started,
-        outcome.masks(),
-    )
+        raise_nans(ranked.comm, num_nans)
+    return chosen, words[1:].view(-1, 2).tolist()
 
 
 def _evidence(request: _Request, shards: Sequence[LocalShard]) -> dict[str, Evidence]:

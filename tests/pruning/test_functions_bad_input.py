@@ -385,6 +385,6 @@ def test_a_failing_commit_is_rolled_back(num_before: int, world: World, monkeypa
         return [*whole_masks(net), net(torch.ones(2, 4)).detach() if world[1] in ("plain", "fsdp2") else torch.ones(1)]
 
     breaks: list[int] = []
-    monkeypatch.setattr("distprune.pruning.torch_api.call.reparametrize", break_down)
+    monkeypatch.setattr("distprune.pruning.torch_api.commit.reparametrize", break_down)
     for wanted, got in zip(run_threads(world[0], on_rank, False), run_threads(world[0], on_rank, True), strict=True):
         assert all(map(torch.equal, got, wanted))

@@ -279,3 +279,17 @@ def test_a_module_keeps_one_mask(call: str) -> None:
     storages = [each.untyped_storage() for each in (*masks, mask)]
     assert sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) == 64 * 64 * 4
     assert 0 < int((mask == 0).sum()) < 64 * 64
+
+
+def test_a_method_keeps_its_mask_where_a_later_call_fails() -> None:
+    module = nn.Linear(2, 2)
+    prune.custom_from_mask(module, "weight", torch.eye(2))
+    (method,) = module._forward_pre_hooks.values()
+    assert isinstance(method, prune.CustomFromMask)
+    module.get_parameter("weight_orig").data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        prune.l1_pattern(module, "weight", "1:2")
+    assert method.mask is module.weight_mask
+    module.get_parameter("weight_orig").data[0, 0] = 1.0
+    prune.l1_pattern(module, "weight", "1:2")
+    assert method.mask is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +13,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives import Alone, Communicator, Group, communicator, sum_together, together
+from distprune.collectives import Alone, Communicator, Group, communicator, together
 from distprune.masks import product, undo_reparametrization
 from distprune.models import Found
 from distprune.patterns import Pattern, Ranked, Scope, check_parts
-from distprune.pruning.agreement import Agreed, agree_on
+from distprune.pruning.agreement import Agreed, Facts, agree_on
 from distprune.pruning.fitting import fitted
-from distprune.pruning.torch_api.call import Change, Decision, Plan, prune_targets
-from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, described, next_mask, scores_of
+from distprune.pruning.torch_api.commit import Change, Decision, commit
+from distprune.pruning.torch_api.targets import (
+    Hook,
+    Pairs,
+    Scores,
+    Target,
+    described,
+    facts,
+    find_targets,
+    next_mask,
+    scores_of,
+)
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
-from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, raise_nans
+from distprune.scores import LocalScores, Magnitude, Score
+from distprune.selection import Chosen
 from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_shard
 
-__all__ = ["BasePruningMethod", "PruningContainer", "Selecting", "changed", "prune_pairs"]
+__all__ = ["BasePruningMethod", "PruningContainer", "Selecting", "changed", "prune_pairs", "put_in_place"]
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):
@@ -40,17 +50,6 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
     """
 
     PRUNING_TYPE: ClassVar[str]
-    _tensor_name: str
-
-    @override
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Put the product into ``module`` under the parameter's name: a forward pre-hook. No communication."""
-        setattr(module, self._tensor_name, self.apply_mask(module))
-
-    @abstractmethod
-    @override
-    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask for ``t``, of the same shape, on top of ``default_mask``."""
 
     @override
     def apply_mask(self, module: nn.Module) -> torch.Tensor:
@@ -89,30 +88,7 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
                 ``compute_mask`` that does not work on shards.
         """
         scores = None if importance_scores is None else {(module, name): importance_scores}
-        return prune_pairs(communicator(group), [(module, name)], lambda: cls(*args, **kwargs), scores)[0]
-
-    @override
-    def prune(
-        self,
-        t: torch.Tensor,
-        default_mask: torch.Tensor | None = None,
-        importance_scores: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return ``t`` times the mask that :meth:`compute_mask` gives for it, in the layout of ``t``.
-
-        Where ``t`` is a DTensor, every rank of the default group must call it.
-
-        Raises:
-            AssertionError: ``importance_scores`` of another shape.
-        """
-        if importance_scores is None:
-            importance_scores = t
-        elif importance_scores.shape != t.shape:
-            raise AssertionError(
-                f"importance_scores should have the same shape as tensor t, got {importance_scores.shape} vs {t.shape}"
-            )
-        default_mask = default_mask if default_mask is not None else torch.ones_like(t)
-        return t * self.compute_mask(importance_scores, default_mask=default_mask)
+        return prune_pairs(communicator(group), lambda: [(module, name)], lambda: cls(*args, **kwargs), scores)[0]
 
     @override
     def remove(self, module: nn.Module) -> None:
@@ -128,19 +104,16 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
             raise AssertionError(f"Module {module} has to be pruned before pruning can be removed")
         undo_reparametrization(module, name)
 
-    def settled(self, mask: torch.Tensor) -> None:
-        """Note that ``mask``, in the parameter's layout, is in place now."""
-
-    def superseded(self) -> None:
-        """Note that another method's mask is in place now."""
+    def settled(self, mask: torch.Tensor | None) -> None:
+        """Note that ``mask``, in the parameter's layout, is in place now; ``None``: another method's is."""
 
 
 class Selecting(BasePruningMethod):
     """A method of this library: a pattern and a score, which decide on the shards of many parameters at once."""
 
     @abstractmethod
-    def rule(self) -> tuple[Pattern, Score] | None:
-        """Return the pattern and the score, or ``None`` to prune nothing."""
+    def rule(self) -> tuple[Pattern, Score]:
+        """Return the pattern and the score."""
 
     @property
     def is_overridden(self) -> bool:
@@ -149,17 +122,15 @@ class Selecting(BasePruningMethod):
 
     def fitted(self, shard: LocalShard) -> LocalShard:
         """Return the shard with its matrix, if the pattern needs it; raise if the pattern does not fit."""
-        rule = self.rule()
-        return shard if rule is None else fitted(rule[0], shard, shard.attribute)
+        return fitted(self.rule()[0], shard, shard.attribute)
 
     def choose(
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
     ) -> Callable[[], list[Chosen]]:
         """Return a function that returns what was chosen from each of the scores. Every rank must call it."""
-        rule = self.rule()
-        if rule is None:
-            return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0) for s in make_scores()]
-        pattern = rule[0].within(scope) if rule[0].has_scope or scope == "global" else rule[0]
+        pattern, _ = self.rule()
+        if pattern.has_scope or scope == "global":
+            pattern = pattern.within(scope)
         return pattern.choose(Ranked(agreed.comm, agreed.roster, agreed.score, make_scores, of_left=True)).settle
 
     @override
@@ -172,72 +143,36 @@ class Selecting(BasePruningMethod):
 
     def mask_among(self, t: torch.Tensor, default_mask: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
         """Return ``default_mask`` times what is kept among the elements at which ``earlier`` is not zero."""
-        comm, chosen = communicator() if isinstance(t, DTensor) else Alone(), list[Chosen]()
+        comm = communicator() if isinstance(t, DTensor) else Alone()
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
         t = t if t.is_floating_point() else t.double()
-        mask = None if earlier is None else local_of(earlier).bool()
-        rule, shards = self.rule(), []
-        if is_held(t):
-            shards = [self.fitted(dataclasses.replace(local_shard("0.t", t), attribute="t"))]
-        score = rule[1] if rule else Plan.score
-        found = Found(shards, [], by_default=False, has_blocks=False)
-        agreed = agree_on(comm, found, {"method": described(self)}, score)
+
+        def look() -> tuple[Found, Facts, Score, None]:
+            shards = [dataclasses.replace(local_shard("0.t", t), attribute="t")] if is_held(t) else []
+            found = Found([self.fitted(shard) for shard in shards], [], by_default=False, has_blocks=False)
+            return found, {"method": described(self)}, self.rule()[1], None
+
+        agreed, _ = agree_on(comm, look)
+        left = None if earlier is None else local_of(earlier).bool()
         settle = self.choose(
             agreed,
-            lambda: [LocalScores(s, agreed.score, {}, mask, counts_gone=True) for s in agreed.shards()],
+            lambda: [LocalScores(s, agreed.score, {}, left, counts_gone=True) for s in agreed.shards()],
             "tensor",
         )
-        num_nans: dict[str, int] = {}
+        chosen: list[Chosen] = []
 
-        def count(nans: torch.Tensor) -> None:
+        def decide() -> Decision:
             chosen[:] = settle()
-            num_nans.update({"t": sum(each.num_nans for each in chosen)})
-            nans[0] = num_nans["t"]
+            return Decision([], {"t": sum(each.num_nans for each in chosen)})
 
-        if sum_together(comm, (1,), count)[0]:
-            raise_nans(comm, num_nans)
+        commit(comm, decide)
         if not isinstance(t, DTensor):
             return (default_mask * chosen[0].mask.to(default_mask.dtype)).to(dtype)
-        local = (chosen[0].mask if chosen else t.to_local().bool()).reshape(t.to_local().shape)
-        return default_mask * dtensor_like(t, local)
+        return default_mask * dtensor_like(t, chosen[0].mask if chosen else t.to_local().bool())
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
     """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``."""
-
-    def __init__(self, *args: Any) -> None:
-        self._pruning_methods: tuple[torch_prune.BasePruningMethod, ...] = ()
-        if len(args) == 1:
-            self._tensor_name = args[0]._tensor_name
-        for method in args:
-            self.add_pruning_method(method)
-
-    @override
-    def add_pruning_method(self, method: Any) -> None:
-        """Append ``method``: a ``TypeError`` if it is none, a ``ValueError`` if it acts on another name."""
-        if method is not None and not isinstance(method, torch_prune.BasePruningMethod):
-            raise TypeError(f"{type(method)} is not a BasePruningMethod subclass")
-        if method is not None and self._tensor_name != method._tensor_name:
-            raise ValueError(
-                f"Can only add pruning methods acting on the parameter named '{self._tensor_name}' to "
-                f"PruningContainer {self}. Found '{method._tensor_name}'"
-            )
-        for earlier in self._pruning_methods:
-            if isinstance(earlier, BasePruningMethod):
-                earlier.superseded()
-        self._pruning_methods += (method,)  # type: ignore[operator]
-
-    @override
-    def __len__(self) -> int:
-        return len(self._pruning_methods)
-
-    @override
-    def __iter__(self) -> Iterator[torch_prune.BasePruningMethod]:
-        return iter(self._pruning_methods)
-
-    @override
-    def __getitem__(self, idx: Any) -> Any:
-        return self._pruning_methods[idx]
 
     @override
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
@@ -263,111 +198,123 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
 
 def prune_pairs(
     comm: Communicator,
-    pairs: Pairs,
+    make_pairs: Callable[[], Pairs],
     make_method: Callable[[], Hook],
     scores: Scores | None,
     *,
     scope: Scope = "tensor",
     hook_of_mask: Callable[[torch.Tensor], Hook] | None = None,
-    error: Exception | None = None,
 ) -> list[Hook]:
-    """Prune all of ``pairs``, each by a new method, and return their hooks. Every rank must call it.
+    """Prune all that ``make_pairs`` returns, each by a new method, and return their hooks. Every rank must call it.
 
     ``scope``: whether each competes by itself, or all together. ``hook_of_mask`` makes the hook from the mask that was
-    decided; without it the method is the hook. ``error``: what the caller already found wrong, raised on all ranks.
+    decided; without it the method is the hook. Rounds: one to agree, those of the method, and one at the end, of 16
+    bytes. If something fails there, every rank undoes its changes.
     """
-    methods: list[Hook] = []
-    try:
-        methods = [make_method() for _ in pairs] if error is None else []
-    except Exception as caught:
-        error = caught
-    return prune_targets(comm, pairs, scores, _ByMethods(methods, scope, hook_of_mask), error)
+
+    def look() -> tuple[Found, Facts, Score, tuple[list[Target], list[Hook]]]:
+        pairs = make_pairs()
+        methods = [make_method() for _ in pairs]
+        targets = find_targets(pairs, scores)
+        for target, method in zip(targets, methods, strict=True):
+            _check_fits(target, method, scope)
+        shards = [shard for target in targets if (shard := target.ranked) is not None]
+        own_facts = facts(comm, targets, described(methods[0]), scores) if targets else {}
+        score = methods[0].rule()[1] if methods and isinstance(methods[0], Selecting) else Magnitude()
+        return Found(shards, [], by_default=False, has_blocks=False), own_facts, score, (targets, methods)
+
+    agreed, (targets, methods) = agree_on(comm, look)
+    if not targets:
+        return []
+    if isinstance(methods[0], Selecting) and not methods[0].is_overridden:
+        settle = _selected(agreed, targets, methods[0], scope)
+    else:
+        settle = _computed(agreed, targets, methods, over_all=scope == "global")
+
+    def decide() -> Decision:
+        masks, num_nans = settle()
+        hooks = methods if hook_of_mask is None else [hook_of_mask(mask) for mask in masks]
+        return Decision([changed(*each) for each in zip(targets, masks, hooks, strict=True)], num_nans)
+
+    return put_in_place(comm, decide)
 
 
-class _ByMethods(Plan):
-    """Prune every target by a method of its own."""
+def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
+    """Check that ``method`` can prune ``target``, and tell each what it has to know of the other. Local."""
+    method._tensor_name = target.name
+    if scope == "global" and pruning_type(method) != "unstructured":
+        raise TypeError(
+            'Only "unstructured" PRUNING_TYPE supported for the `pruning_method`. Found method '
+            f"{type(method).__name__} of type {pruning_type(method)}"
+        )
+    if target.old_hooks:
+        check_type(method)
+    if isinstance(method, Selecting) and target.shard is not None:
+        target.shard = method.fitted(target.shard)
+    standard = (BasePruningMethod.apply_mask, torch_prune.BasePruningMethod.apply_mask)
+    if type(method).apply_mask not in standard and target.managed is not None:
+        raise NotImplementedError(
+            f"{type(method).__name__}.apply_mask is its own; under FSDP2 the mask is multiplied into the shard "
+            "before it is gathered, so only the standard product works there"
+        )
 
-    def __init__(self, methods: list[Hook], scope: Scope, hook_of_mask: Callable[[torch.Tensor], Hook] | None) -> None:
-        self._methods = methods
-        self._scope = scope
-        self._hook_of_mask = hook_of_mask
-        rule = methods[0].rule() if methods and isinstance(methods[0], Selecting) else None
-        if rule is not None:
-            self.score = rule[1]
 
-    @override
-    def look(self, targets: Sequence[Target]) -> object:
-        for target, method in zip(targets, self._methods, strict=True):
-            method._tensor_name = target.name
-            if self._scope == "global" and pruning_type(method) != "unstructured":
-                raise TypeError(
-                    'Only "unstructured" PRUNING_TYPE supported for the `pruning_method`. Found method '
-                    f"{type(method).__name__} of type {pruning_type(method)}"
-                )
-            if target.old_hooks:
-                check_type(method)
-            if isinstance(method, Selecting) and target.shard is not None:
-                target.shard = method.fitted(target.shard)
-            standard = (BasePruningMethod.apply_mask, torch_prune.BasePruningMethod.apply_mask)
-            if type(method).apply_mask not in standard and target.managed is not None:
-                raise NotImplementedError(
-                    f"{type(method).__name__}.apply_mask is its own; under FSDP2 the mask is multiplied into the shard "
-                    "before it is gathered, so only the standard product works there"
-                )
-        return described(self._methods[0])
+_Masks = tuple[list[torch.Tensor], dict[str, int]]  # of all targets; NaNs in this rank's scores, by label
 
-    @override
-    def decide(self, agreed: Agreed, targets: Sequence[Target]) -> Callable[[], Decision]:
-        method = self._methods[0]
-        if not isinstance(method, Selecting) or method.is_overridden:
-            masks = self._computed(agreed, targets)
-            return lambda: Decision(self._changes(targets, masks), {})
-        kind = pruning_type(method)
 
-        def make_scores() -> list[LocalScores]:
-            settled = {shard.name: shard for shard in agreed.shards()}
-            return [scores_of(t, settled[t.label], kind, agreed.score) for t in targets if t.label in settled]
+def _selected(agreed: Agreed, targets: Sequence[Target], method: Selecting, scope: Scope) -> Callable[[], _Masks]:
+    """Let a method of this library select. Every rank must call it; what is returned is local."""
+    kind = pruning_type(method)
+    held = [target for target in targets if target.shard is not None]
 
-        settle = method.choose(agreed, make_scores, self._scope)
+    def make_scores() -> list[LocalScores]:
+        return [scores_of(t, shard, kind, agreed.score) for t, shard in zip(held, agreed.shards(), strict=True)]
 
-        def decided() -> Decision:
-            held = [target.label for target in targets if target.ranked is not None]
-            chosen = dict(zip(held, settle(), strict=True))
-            masks = [next_mask(target, chosen.get(target.label), kind) for target in targets]
-            nans = {label: each.num_nans for label, each in chosen.items()}
-            return Decision(self._changes(targets, masks), nans)
+    settle = method.choose(agreed, make_scores, scope)
 
-        return decided
+    def masks() -> _Masks:
+        chosen = dict(zip([target.label for target in held], settle(), strict=True))
+        nans = {label: each.num_nans for label, each in chosen.items()}
+        return [next_mask(target, chosen.get(target.label), kind) for target in targets], nans
 
-    def _changes(self, targets: Sequence[Target], masks: Sequence[torch.Tensor]) -> list[Change]:
-        hooks = self._methods if self._hook_of_mask is None else [self._hook_of_mask(mask) for mask in masks]
-        return [changed(target, mask, hook) for target, mask, hook in zip(targets, masks, hooks, strict=True)]
+    return masks
 
-    def _computed(self, agreed: Agreed, targets: Sequence[Target]) -> list[torch.Tensor]:
-        """Let the user's own method compute the masks, and check that replicas get equal ones."""
-        masks: list[torch.Tensor] = []
-        with together(agreed.comm):
-            masks = masks_by_users(targets, self._methods, over_all=self._scope == "global")
 
-        def shards() -> list[LocalShard]:
-            settled = {shard.name: shard for shard in agreed.shards()}
-            return [
-                dataclasses.replace(settled[t.label], local=local_of(mask).reshape(settled[t.label].local.shape))
-                for t, mask in zip(targets, masks, strict=True)
-                if t.label in settled
-            ]
+def _computed(
+    agreed: Agreed, targets: Sequence[Target], methods: Sequence[Hook], *, over_all: bool
+) -> Callable[[], _Masks]:
+    """Let users' own methods compute the masks, and check that replicas get equal ones. Every rank must call it."""
+    masks: list[torch.Tensor] = []
+    with together(agreed.comm):
+        masks = masks_by_users(targets, methods, over_all=over_all)
+    held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
 
-        if agreed.comm.size > 1:
-            check_parts(agreed.comm, agreed.roster, shards)
-        return masks
+    def shards() -> list[LocalShard]:
+        return [
+            dataclasses.replace(shard, local=mask.reshape(shard.local.shape))
+            for shard, mask in zip(agreed.shards(), held, strict=True)
+        ]
+
+    if agreed.comm.size > 1:
+        check_parts(agreed.comm, agreed.roster, shards)
+    return lambda: (masks, {})
+
+
+def put_in_place(comm: Communicator, decide: Callable[[], Decision]) -> list[Hook]:
+    """Do what :func:`commit` does, return the hooks, and let none of their methods but the latest keep a mask."""
+    changes = commit(comm, decide)
+    for change in changes:
+        methods = flattened(change.hook)
+        for method in methods:
+            if isinstance(method, BasePruningMethod):
+                method.settled(change.mask if method is methods[-1] else None)
+    return [change.hook for change in changes]
 
 
 def changed(target: Target, mask: torch.Tensor, method: Hook) -> Change:
     """Return the change to ``mask``, with the method as hook, or a container of it and of the methods before it."""
     method._tensor_name = target.name
     old = next(iter(target.old_hooks.values()), None)
-    if isinstance(method, BasePruningMethod):
-        method.settled(mask)
     if old is None and isinstance(method, BasePruningMethod):
         return Change(target, mask, method)
     if isinstance(old, PruningContainer):

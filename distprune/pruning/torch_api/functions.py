@@ -8,7 +8,7 @@ or, if they raise, on none, and return it where PyTorch's do. What they raise is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,8 @@ from torch import nn
 from distprune.collectives import Communicator, Group, communicator
 from distprune.masks import Fsdp2Params, pruning_hooks, undo_reparametrization
 from distprune.patterns import Pattern, Scope
-from distprune.pruning.torch_api.base import BasePruningMethod, changed, prune_pairs
-from distprune.pruning.torch_api.call import Decision, commit
+from distprune.pruning.torch_api.base import BasePruningMethod, changed, prune_pairs, put_in_place
+from distprune.pruning.torch_api.commit import Decision
 from distprune.pruning.torch_api.methods import (
     CustomFromMask,
     Identity,
@@ -194,26 +194,20 @@ def _prune_many(
     kwargs: dict[str, Any],
     scope: Scope,
 ) -> None:
-    comm = communicator(group)
-    error: Exception | None = None
-    if not isinstance(parameters, Iterable):
-        error = TypeError(f"{caller}(): parameters is not an Iterable")
-    elif importance_scores is not None and not isinstance(importance_scores, dict):
-        error = TypeError(f"{caller}(): importance_scores must be of type dict")
-    pairs: Pairs = []
-    if error is None:
-        try:
-            pairs = list(cast(Pairs, parameters))
-        except Exception as caught:  # the caller's own: the other ranks must hear of it
-            error = caught
+    def pairs() -> Pairs:
+        if not isinstance(parameters, Iterable):
+            raise TypeError(f"{caller}(): parameters is not an Iterable")
+        if importance_scores is not None and not isinstance(importance_scores, dict):
+            raise TypeError(f"{caller}(): importance_scores must be of type dict")
+        return list(parameters)
+
     prune_pairs(
-        comm,
+        communicator(group),
         pairs,
         lambda: pruning_method(**kwargs, **seeded(seed)),
         cast("Scores | None", importance_scores),
         scope=scope,
         hook_of_mask=CustomFromMask if scope == "global" else None,
-        error=error,
     )
 
 
@@ -227,9 +221,7 @@ def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group:
     return module
 
 
-def put_masks(
-    comm: Communicator, shards: Callable[[], Sequence[LocalShard]], masks: Mapping[str, torch.Tensor]
-) -> None:
+def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[str, torch.Tensor]) -> None:
     """Do what :func:`custom_from_mask` does with the local ``masks`` (bool) of ``shards``, agreed on already.
 
     Every rank of ``comm`` must call it, with its own: one round of 16 bytes.
@@ -237,7 +229,7 @@ def put_masks(
 
     def decide() -> Decision:
         fsdp2, changes = Fsdp2Params(), []
-        for index, shard in enumerate(shards()):
+        for index, shard in enumerate(shards):
             if shard.module is None:
                 raise NotImplementedError(f"rows of {shard.name!r} that were spread by hand are in no module")
             target = find_target(fsdp2, shard.module, shard.attribute, index, None)
@@ -248,7 +240,7 @@ def put_masks(
             changes.append(changed(target, mask, CustomFromMask(mask)))
         return Decision(changes, {})
 
-    commit(comm, decide)
+    put_in_place(comm, decide)
 
 
 def remove(module: nn.Module, name: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import Group
-from distprune.patterns import Channels, Pattern, Unstructured, as_pattern, check_share
-from distprune.pruning.agreement import check_seed
+from distprune.patterns import Channels, Pattern, Scope, Unstructured, as_pattern, check_share
+from distprune.pruning.agreement import Agreed, check_seed
 from distprune.pruning.torch_api.base import BasePruningMethod, Selecting
-from distprune.scores import ChannelNorm, Magnitude, Norm, Random, Score
+from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
+from distprune.selection import Chosen
 from distprune.shards import dtensor_like, is_held, local_part, local_shard
 
 __all__ = [
@@ -41,8 +43,15 @@ class Identity(Selecting):
     PRUNING_TYPE = "unstructured"
 
     @override
-    def rule(self) -> None:
-        return None
+    def rule(self) -> tuple[Pattern, Score]:
+        return Unstructured(0), Magnitude()
+
+    @override
+    def choose(
+        self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
+    ) -> Callable[[], list[Chosen]]:
+        """Return a function that returns that all stays. No communication."""
+        return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0) for s in make_scores()]
 
     @classmethod
     @override
@@ -243,17 +252,14 @@ class CustomFromMask(BasePruningMethod):
                 f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
             )
         shard = local_shard("mask", default_mask) if is_held(default_mask) else None
+        mask = local_part(self.mask, default_mask, shard, "mask")
         if isinstance(default_mask, DTensor):
-            return default_mask * dtensor_like(default_mask, local_part(self.mask, default_mask, shard, "mask"))
-        return default_mask * local_part(self.mask, default_mask, shard, "mask").to(dtype=default_mask.dtype)
+            return default_mask * dtensor_like(default_mask, mask)
+        return default_mask * mask.to(default_mask.dtype)
 
     @override
-    def settled(self, mask: torch.Tensor) -> None:
+    def settled(self, mask: torch.Tensor | None) -> None:
         self.mask = mask
-
-    @override
-    def superseded(self) -> None:
-        self.mask = None
 
     @classmethod
     @override

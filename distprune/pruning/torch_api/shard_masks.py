@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from typing_extensions import override
 
 from distprune.collectives import Group, communicator
 from distprune.masks import Fsdp2Params, pruning_hooks
-from distprune.pruning.agreement import Agreed
-from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened
-from distprune.pruning.torch_api.call import Change, Decision, Plan, prune_targets
-from distprune.pruning.torch_api.targets import Target, check_binary, sharded_mask
+from distprune.models import Found
+from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
+from distprune.pruning.torch_api.commit import Change, Decision
+from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets, sharded_mask
+from distprune.scores import Magnitude, Score
 from distprune.shards import checksum, fetched, local_of
 
 __all__ = ["shard_masks"]
@@ -31,36 +30,32 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     Raises:
         ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
     """
-    error: Exception | None = None
-    pairs: list[tuple[nn.Module, str]] = []
-    try:
-        fsdp2 = Fsdp2Params()
-        for module in model.modules():
-            for hook in pruning_hooks(module).values():
-                name = str(hook._tensor_name)
-                released = fsdp2.find(module, name + "_orig")
-                if released is not None:
-                    released.release()
-                if isinstance(getattr(module, name + "_orig"), DTensor) and _is_whole(getattr(module, name + "_mask")):
-                    pairs.append((module, name))
-    except Exception as caught:
-        error = caught
-    prune_targets(communicator(group), pairs, None, _Cut(), error)
+    comm = communicator(group)
+
+    def look() -> tuple[Found, Facts, Score, list[Target]]:
+        targets = find_targets(_with_whole_masks(model))
+        for target in targets:
+            check_binary(target.label, target.whole_mask)
+        shards = [target.shard for target in targets if target.shard is not None]
+        own_facts = facts(comm, targets, [_checksum(target.whole_mask) for target in targets])
+        return Found(shards, [], by_default=False, has_blocks=False), own_facts, Magnitude(), targets
+
+    _, targets = agree_on(comm, look)
+    if targets:
+        put_in_place(comm, lambda: Decision([_brought_over(target) for target in targets], {}))
     return model
 
 
-class _Cut(Plan):
-    """Bring every whole mask over to its parameter's layout."""
-
-    @override
-    def look(self, targets: Sequence[Target]) -> object:
-        for target in targets:
-            check_binary(target.label, target.whole_mask)
-        return [_checksum(target.whole_mask) for target in targets]
-
-    @override
-    def decide(self, agreed: Agreed, targets: Sequence[Target]) -> Callable[[], Decision]:
-        return lambda: Decision([_brought_over(target) for target in targets], {})
+def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the sharded parameters whose masks are still whole; what FSDP2 left unsharded is put back."""
+    fsdp2, found = Fsdp2Params(), []
+    for module in model.modules():
+        for hook in pruning_hooks(module).values():
+            name = str(hook._tensor_name)
+            fsdp2.release(module, name + "_orig")
+            if isinstance(getattr(module, name + "_orig"), DTensor) and _is_whole(getattr(module, name + "_mask")):
+                found.append((module, name))
+    return found
 
 
 def _is_whole(mask: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "described",
     "facts",
     "find_target",
+    "find_targets",
     "next_mask",
     "scores_of",
     "sharded_mask",
@@ -93,14 +94,12 @@ def find_target(
         raise AssertionError(
             f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a PruningContainer."
         )
-    managed = fsdp2.find(module, name + "_orig" if hooks else name)
-    if managed is not None:
-        if managed.is_shared:
-            raise NotImplementedError(
-                f"FSDP2 shares parameter {name!r} of {type(module).__name__} between several modules, and prunes it in "
-                "all of them or in none; prune it in place with distprune.prune_model, or untie it before fully_shard"
-            )
-        managed.release()
+    managed = fsdp2.release(module, name + "_orig" if hooks else name)
+    if managed is not None and managed.is_shared:
+        raise NotImplementedError(
+            f"FSDP2 shares parameter {name!r} of {type(module).__name__} between several modules, and prunes it in "
+            "all of them or in none; prune it in place with distprune.prune_model, or untie it before fully_shard"
+        )
     if not hooks and name not in module._parameters:
         getattr(module, name)  # AttributeError, if there is no such thing at all
         raise TypeError(
@@ -116,9 +115,9 @@ def find_target(
             "(FSDP1), which has no room for a mask; prune it in place with distprune.prune_model"
         )
     whole_mask = cast(torch.Tensor, getattr(module, name + "_mask")) if hooks else None
-    shard = None
+    label, shard = f"{index}.{name}", None
     if is_held(original):
-        shard = dataclasses.replace(local_shard(f"{index}.{name}", original), module=module, attribute=name)
+        shard = dataclasses.replace(local_shard(label, original), module=module, attribute=name)
     if importance_scores is not None and importance_scores.shape != original.shape:
         raise AssertionError(
             f"importance_scores should have the same shape as parameter {name} of {module}, got "
@@ -127,15 +126,30 @@ def find_target(
     return Target(
         module,
         name,
-        f"{index}.{name}",
+        label,
         original,
         shard,
         whole_mask,
-        None if whole_mask is None else _is_one(local_part(whole_mask, original, shard, "mask")),
+        None if whole_mask is None else local_part(whole_mask, original, shard, "mask") == 1,
         None if importance_scores is None else local_part(importance_scores, original, shard, "importance_scores"),
         managed,
         hooks,
     )
+
+
+def find_targets(pairs: Pairs, scores: Scores | None = None) -> list[Target]:
+    """Return what is at each of ``pairs``, as :func:`find_target` does; ``scores``: of any of them. No communication.
+
+    Raises:
+        ValueError: a pair is there twice.
+    """
+    fsdp2 = Fsdp2Params()
+    targets: dict[tuple[int, str], Target] = {}
+    for index, (module, name) in enumerate(pairs):
+        if (id(module), name) in targets:
+            raise ValueError(f"parameter {name!r} of {type(module).__name__} is in the call twice")
+        targets[id(module), name] = find_target(fsdp2, module, name, index, (scores or {}).get((module, name)))
+    return list(targets.values())
 
 
 def described(method: object) -> list[Any]:
@@ -155,16 +169,14 @@ def _plain(value: object) -> object:
     return type(value).__name__
 
 
-def _is_one(mask: torch.Tensor) -> torch.Tensor:
-    return mask if mask.dtype is torch.bool else mask == 1
-
-
-def facts(comm: Communicator, targets: Sequence[Target], plan: object, scores: Scores | None) -> dict[str, object]:
+def facts(
+    comm: Communicator, targets: Sequence[Target], method: object, scores: Scores | None = None
+) -> dict[str, object]:
     """Return what all ranks must say alike of a call; a lone process need not say it."""
-    if comm.size == 1:
+    if comm.size == 1 or not targets:
         return {}
     return {
-        "method": plan,
+        "method": method,
         "pruned before by": [[type(hook).__name__ for hook in target.old_hooks.values()] for target in targets],
         "importance scores": [_plain((scores or {}).get((target.module, target.name))) for target in targets],
     }

@@ -11,7 +11,6 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from distprune.masks import product
 from distprune.pruning.torch_api.targets import Hook, Target, check_binary
 from distprune.shards import dtensor_like, is_laid_out_like, local_of, private
 
@@ -58,11 +57,10 @@ def masks_by_users(targets: Sequence[Target], methods: Sequence[Hook], *, over_a
 
 
 def _of_one(target: Target, method: Hook) -> torch.Tensor:
-    ranked = getattr(target.module, target.name) if target.scores is None else _whole_scores(target)
+    ranked = _ranked(target)
     if not isinstance(target.original, DTensor):
-        default = torch.ones_like(target.original) if target.whole_mask is None else target.whole_mask.detach().clone()
-        again = target.whole_mask is not None
-        return _checked(target, mask_by_user(method, ranked, default, again=again))
+        default = torch.ones_like(target.original) if target.whole_mask is None else target.whole_mask
+        return _checked(target, mask_by_user(method, ranked, default, again=target.whole_mask is not None))
     kept = target.mask if target.mask is not None else torch.ones_like(target.original.to_local(), dtype=torch.bool)
     default = dtensor_like(target.original, kept.to(target.original.dtype))
     mask = _checked(target, mask_by_user(method, ranked.detach(), default, again=True))
@@ -80,23 +78,21 @@ def _checked(target: Target, mask: Any) -> torch.Tensor:
     return mask
 
 
-def _whole_scores(target: Target) -> torch.Tensor:
-    assert target.scores is not None
+def _ranked(target: Target) -> torch.Tensor:
+    """Return what a method ranks elements by: the importance scores, or the parameter's values as they are used."""
+    if target.scores is None:
+        return cast(torch.Tensor, getattr(target.module, target.name))
     return dtensor_like(target.original, target.scores) if isinstance(target.original, DTensor) else target.scores
 
 
 def _over_all(targets: Sequence[Target], method: Hook) -> list[torch.Tensor]:
     """Show a user's method all plain parameters as one vector, as ``torch.nn.utils.prune`` does."""
-    ranked = torch.cat([(_product_or_parameter(t) if t.scores is None else t.scores).reshape(-1) for t in targets])
+    ranked = torch.cat([_ranked(target).reshape(-1) for target in targets])
     masks = [torch.ones_like(t.original) if t.whole_mask is None else t.whole_mask for t in targets]
     default = torch.cat([mask.reshape(-1) for mask in masks])
     whole = mask_by_user(method, ranked, default, again=True)
     pieces = torch.split(whole, [mask.numel() for mask in masks])
     return [piece.view(mask.shape).clone() for piece, mask in zip(pieces, masks, strict=True)]
-
-
-def _product_or_parameter(target: Target) -> torch.Tensor:
-    return product(target.module, target.name) if target.old_hooks else target.original
 
 
 def mask_by_user(
@@ -112,27 +108,10 @@ def mask_by_user(
     """
     if isinstance(t, DTensor):
         return _on_shards(method, t, cast(DTensor, default_mask))
-    if not again:
-        computed: torch.Tensor = cast(Any, method).compute_mask(t, default_mask=default_mask)
-        return computed
-    place = _place_of_type(method, t, default_mask)
-    mask = default_mask.to(dtype=t.dtype, copy=True)
-    mask[place] = cast(Any, method).compute_mask(t[place], default_mask=default_mask[place]).to(dtype=mask.dtype)
+    caller: Any = torch_prune.PruningContainer(method) if again else method
+    # The container writes into the mask that it gets.
+    mask: torch.Tensor = caller.compute_mask(t, default_mask=default_mask.clone())
     return mask
-
-
-def _place_of_type(method: torch_prune.BasePruningMethod, t: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Return the index of what a method of this ``PRUNING_TYPE`` gets to see."""
-    kind = pruning_type(method)
-    if kind == "unstructured":
-        return mask == 1
-    if kind == "global":
-        return ...
-    dim = cast(Any, method).dim
-    if not -t.dim() <= dim < t.dim():
-        raise IndexError(f"Index is out of bounds for tensor with dimensions {t.dim()}")
-    others = [other for other in range(t.dim()) if other != dim % t.dim()]
-    return (slice(None),) * (dim % t.dim()) + (mask.sum(dim=others) != 0,)
 
 
 class _NoScalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

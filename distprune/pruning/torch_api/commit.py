@@ -1,0 +1,76 @@
+"""The last round of a call on many parameters: it succeeds on all ranks, or changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from distprune.collectives import Communicator, max_together
+from distprune.masks import reparametrize, snapshot
+from distprune.pruning.torch_api.targets import Hook, Target
+from distprune.selection import raise_nans
+
+__all__ = ["Change", "Decision", "commit"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A target's next mask, in the layout of its parameter, and the hook that goes with it.
+
+    ``added``: the method to append to the hook, if that is a container which is there already.
+    """
+
+    target: Target
+    mask: torch.Tensor
+    hook: Hook
+    added: Hook | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``changes``: one for every target. ``num_nans``: NaNs in this rank's scores, by label."""
+
+    changes: Sequence[Change]
+    num_nans: Mapping[str, int]
+
+
+def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Change]:
+    """Put the masks and hooks in place, and return the changes; ``decide`` is local. One round of 16 bytes.
+
+    If any of it fails on one rank, every rank puts everything back.
+    """
+    undo: list[Callable[[], None]] = []
+    decision = Decision([], {})
+
+    def place(any_nan: torch.Tensor) -> None:
+        nonlocal decision
+        decision = decide()
+        any_nan[0] = any(decision.num_nans.values())
+        for change in decision.changes:
+            undo.append(snapshot(change.target.module, change.target.managed))
+            _place(change, undo)
+
+    try:
+        if max_together(comm, (1,), place)[0]:
+            raise_nans(comm, decision.num_nans)
+    except BaseException:
+        for put_back in reversed(undo):
+            put_back()
+        raise
+    return decision.changes
+
+
+def _place(change: Change, undo: list[Callable[[], None]]) -> None:
+    target = change.target
+    if change.added is not None:
+        container = cast(Any, change.hook)
+        before = container.__dict__.copy()
+        undo.append(lambda: container.__dict__.update(before))
+        container.add_pruning_method(change.added)
+    for key in target.old_hooks:
+        del target.module._forward_pre_hooks[key]
+    reparametrize(target.module, target.name, change.mask, target.managed)
+    target.module.register_forward_pre_hook(change.hook)
