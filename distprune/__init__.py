@@ -15,7 +15,7 @@ from distprune.pruning import (
     prune_shards,
     sparsity,
 )
-from distprune.pruning.torch_api.base import BasePruningMethod, PruningContainer
+from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, PruningContainer
 from distprune.pruning.torch_api.functions import (
     custom_from_mask,
     global_unstructured,
@@ -39,7 +39,6 @@ from distprune.pruning.torch_api.helpers import (
     _validate_structured_pruning as _validate_structured_pruning,
 )
 from distprune.pruning.torch_api.methods import (
-    CustomFromMask,
     Identity,
     L1Pattern,
     L1Unstructured,

@@ -218,13 +218,13 @@ class Fsdp2Params:
             modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
             self._unknown.update(id(part) for module in modules for part in module.modules())
             return
-        for state in _states():
-            for group in _groups(state):
-                for param in group.fsdp_params:
-                    info, managed = param._module_info, Managed(param, group)
-                    self._found[id(info.module), info.param_name] = managed
-                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                        self._found[id(module), name] = managed
+        for reference in _all_states():
+            state = reference()
+            for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
+                info = managed.param._module_info
+                self._found[id(info.module), info.param_name] = managed
+                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    self._found[id(module), name] = managed
 
     def find(self, module: nn.Module, name: str) -> Managed | None:
         """Return what FSDP2 manages under ``name`` in ``module``, if it does.
@@ -247,7 +247,7 @@ class Fsdp2Params:
 def own_params(module: nn.Module) -> list[Managed]:
     """Return what FSDP2 gathers before the forward of ``module`` itself; nothing if it does not manage it."""
     state = _state_of(module)
-    return [Managed(param, group) for group in (_groups(state) if state else ()) for param in group.fsdp_params]
+    return [] if state is None else _managed_by(state)
 
 
 def take_roots(model: nn.Module) -> None:
@@ -287,20 +287,18 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
     FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
     once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
     """
-    groups: dict[int, Any] = {}
-    for part in module.modules():
-        if (state := _state_of(part)) is not None:
-            groups.update((id(group), group) for group in _groups(state))
-    before = {key: group.post_forward_mesh_info for key, group in groups.items()}
+    states = [state for part in module.modules() if (state := _state_of(part)) is not None]
+    groups = [group for state in states for group in _groups(state)]
+    before = [group.post_forward_mesh_info for group in groups]
     try:
-        for group in groups.values():
+        for group in groups:
             group.post_forward_mesh_info = None  # reshard_after_forward=False
             if _is_gathered_pairwise(group):
                 _gather(group)
         yield
     finally:
-        for key, group in groups.items():
-            group.post_forward_mesh_info = before[key]
+        for group, mesh_info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh_info
         reset_forward(module)
 
 
@@ -347,21 +345,16 @@ def _state_of(module: nn.Module) -> FSDPState | None:
     return module._get_fsdp_state()
 
 
-def _states() -> Iterator[FSDPState]:
-    seen: set[int] = set()
-    for reference in _snapshot():
-        state = reference()
-        if isinstance(state, FSDPState) and id(state) not in seen:
-            seen.add(id(state))
-            yield state
-
-
-def _snapshot() -> list[weakref.ReferenceType[Any]]:
+def _all_states() -> list[weakref.ReferenceType[Any]]:
     while True:  # another thread may be sharding its own model
         try:
             return list(_module_state_mapping.values())
         except RuntimeError:
             continue
+
+
+def _managed_by(state: FSDPState) -> list[Managed]:
+    return [Managed(param, group) for group in _groups(state) for param in group.fsdp_params]
 
 
 def _groups(state: FSDPState) -> list[Any]:

@@ -13,6 +13,7 @@ product is the gathered original itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -91,11 +92,11 @@ def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
     return product(module, name)
 
 
+@dataclass(frozen=True)
 class DropProduct:
     """A forward hook that removes the product from the module again."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         module.__dict__.pop(self.name, None)
@@ -182,7 +183,7 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
     else:
         module.register_buffer(name + "_mask", mask)
     _set_products(module, name, present=True)
-    if not any(isinstance(hook, DropProduct) and hook.name == name for hook in module._forward_hooks.values()):
+    if DropProduct(name) not in module._forward_hooks.values():
         module.register_forward_hook(DropProduct(name), always_call=True)
     if managed is not None:
         managed.rename(original, masked=isinstance(mask, DTensor))
@@ -212,7 +213,7 @@ def undo_reparametrization(module: nn.Module, name: str) -> None:
 def _forget_product(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
     for key, hook in list(module._forward_hooks.items()):
-        if isinstance(hook, DropProduct) and hook.name == name:
+        if hook == DropProduct(name):
             del module._forward_hooks[key]
             module._forward_hooks_always_called.pop(key, None)
     _set_products(module, name, present=False)

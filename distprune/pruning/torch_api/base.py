@@ -1,4 +1,4 @@
-"""``BasePruningMethod`` and ``PruningContainer``: the contract of ``torch.nn.utils.prune``, in any layout."""
+"""The contract of ``torch.nn.utils.prune``, in any layout: methods, a container of them, and calls on parameters."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ from distprune.pruning.torch_api.targets import (
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores import LocalScores, Magnitude, Score
 from distprune.selection import Chosen
-from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_shard
+from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_part, local_shard
 
-__all__ = ["BasePruningMethod", "PruningContainer", "Selecting", "changed", "prune_pairs", "put_in_place"]
+__all__ = [
+    "BasePruningMethod",
+    "CustomFromMask",
+    "PruningContainer",
+    "Selecting",
+    "changed",
+    "prune_pairs",
+    "put_in_place",
+]
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):
@@ -104,9 +112,6 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
             raise AssertionError(f"Module {module} has to be pruned before pruning can be removed")
         undo_reparametrization(module, name)
 
-    def settled(self, mask: torch.Tensor | None) -> None:
-        """Note that ``mask``, in the parameter's layout, is in place now; ``None``: another method's is."""
-
 
 class Selecting(BasePruningMethod):
     """A method of this library: a pattern and a score, which decide on the shards of many parameters at once."""
@@ -119,10 +124,6 @@ class Selecting(BasePruningMethod):
     def is_overridden(self) -> bool:
         """Whether a subclass computes masks in its own way."""
         return type(self).compute_mask is not Selecting.compute_mask
-
-    def fitted(self, shard: LocalShard) -> LocalShard:
-        """Return the shard with its matrix, if the pattern needs it; raise if the pattern does not fit."""
-        return fitted(self.rule()[0], shard, shard.attribute)
 
     def choose(
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
@@ -148,9 +149,10 @@ class Selecting(BasePruningMethod):
         t = t if t.is_floating_point() else t.double()
 
         def look() -> tuple[Found, Facts, Score, None]:
-            shards = [dataclasses.replace(local_shard("0.t", t), attribute="t")] if is_held(t) else []
-            found = Found([self.fitted(shard) for shard in shards], [], by_default=False, has_blocks=False)
-            return found, {"method": described(self)}, self.rule()[1], None
+            pattern, score = self.rule()
+            shards = [fitted(pattern, local_shard("0.t", t), "t")] if is_held(t) else []
+            found = Found(shards, [], by_default=False, has_blocks=False)
+            return found, {"method": described(self)}, score, None
 
         agreed, _ = agree_on(comm, look)
         left = None if earlier is None else local_of(earlier).bool()
@@ -196,6 +198,40 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
         return mask_by_user(method, t, default_mask, again=True)
 
 
+class CustomFromMask(BasePruningMethod):
+    """Prunes by a given ``mask``. See ``torch.nn.utils.prune.CustomFromMask``.
+
+    For a sharded parameter the mask is of zeros and ones: plain and whole on every rank, or a DTensor in
+    the parameter's layout. Once applied, ``mask`` is the parameter's own, and ``None`` when another one is in place:
+    a module keeps one mask, however often it is pruned.
+    """
+
+    PRUNING_TYPE = "global"
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask: torch.Tensor | None = mask
+
+    @override
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        assert self.mask is not None  # not applied yet
+        if default_mask.shape != self.mask.shape:
+            raise AssertionError(
+                f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
+            )
+        shard = local_shard("mask", default_mask) if is_held(default_mask) else None
+        mask = local_part(self.mask, default_mask, shard, "mask")
+        if isinstance(default_mask, DTensor):
+            return default_mask * dtensor_like(default_mask, mask)
+        return default_mask * mask.to(default_mask.dtype)
+
+    @classmethod
+    @override
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None
+    ) -> torch_prune.BasePruningMethod:
+        return super().apply(module, name, mask=mask, group=group)
+
+
 def prune_pairs(
     comm: Communicator,
     make_pairs: Callable[[], Pairs],
@@ -203,13 +239,12 @@ def prune_pairs(
     scores: Scores | None,
     *,
     scope: Scope = "tensor",
-    hook_of_mask: Callable[[torch.Tensor], Hook] | None = None,
 ) -> list[Hook]:
     """Prune all that ``make_pairs`` returns, each by a new method, and return their hooks. Every rank must call it.
 
-    ``scope``: whether each competes by itself, or all together. ``hook_of_mask`` makes the hook from the mask that was
-    decided; without it the method is the hook. Rounds: one to agree, those of the method, and one at the end, of 16
-    bytes. If something fails there, every rank undoes its changes.
+    ``scope``: whether each competes by itself, or all together. Then the hooks are of the masks that were decided,
+    as in PyTorch. Rounds: one to agree, those of the method, and one at the end, of 16 bytes. If something fails there,
+    every rank undoes its changes.
     """
 
     def look() -> tuple[Found, Facts, Score, tuple[list[Target], list[Hook]]]:
@@ -233,7 +268,7 @@ def prune_pairs(
 
     def decide() -> Decision:
         masks, num_nans = settle()
-        hooks = methods if hook_of_mask is None else [hook_of_mask(mask) for mask in masks]
+        hooks = [CustomFromMask(mask) for mask in masks] if scope == "global" else methods
         return Decision([changed(*each) for each in zip(targets, masks, hooks, strict=True)], num_nans)
 
     return put_in_place(comm, decide)
@@ -250,7 +285,7 @@ def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
     if target.old_hooks:
         check_type(method)
     if isinstance(method, Selecting) and target.shard is not None:
-        target.shard = method.fitted(target.shard)
+        target.shard = fitted(method.rule()[0], target.shard, target.name)
     standard = (BasePruningMethod.apply_mask, torch_prune.BasePruningMethod.apply_mask)
     if type(method).apply_mask not in standard and target.managed is not None:
         raise NotImplementedError(
@@ -304,10 +339,12 @@ def put_in_place(comm: Communicator, decide: Callable[[], Decision]) -> list[Hoo
     """Do what :func:`commit` does, return the hooks, and let none of their methods but the latest keep a mask."""
     changes = commit(comm, decide)
     for change in changes:
+        if isinstance(change.hook, PruningContainer) and change.added is not None:
+            change.hook.add_pruning_method(change.added)
         methods = flattened(change.hook)
         for method in methods:
-            if isinstance(method, BasePruningMethod):
-                method.settled(change.mask if method is methods[-1] else None)
+            if isinstance(method, CustomFromMask):
+                method.mask = change.mask if method is methods[-1] else None
     return [change.hook for change in changes]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
@@ -20,7 +19,7 @@ __all__ = ["Change", "Decision", "commit"]
 class Change:
     """A target's next mask, in the layout of its parameter, and the hook that goes with it.
 
-    ``added``: the method to append to the hook, if that is a container which is there already.
+    ``added``: the method that the caller appends to the hook afterwards, if that is a container which is there already.
     """
 
     target: Target
@@ -50,8 +49,12 @@ def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Chang
         decision = decide()
         any_nan[0] = any(decision.num_nans.values())
         for change in decision.changes:
-            undo.append(snapshot(change.target.module, change.target.managed))
-            _place(change, undo)
+            target = change.target
+            undo.append(snapshot(target.module, target.managed))
+            for key in target.old_hooks:
+                del target.module._forward_pre_hooks[key]
+            reparametrize(target.module, target.name, change.mask, target.managed)
+            target.module.register_forward_pre_hook(change.hook)
 
     try:
         if max_together(comm, (1,), place)[0]:
@@ -61,16 +64,3 @@ def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Chang
             put_back()
         raise
     return decision.changes
-
-
-def _place(change: Change, undo: list[Callable[[], None]]) -> None:
-    target = change.target
-    if change.added is not None:
-        container = cast(Any, change.hook)
-        before = container.__dict__.copy()
-        undo.append(lambda: container.__dict__.update(before))
-        container.add_pruning_method(change.added)
-    for key in target.old_hooks:
-        del target.module._forward_pre_hooks[key]
-    reparametrize(target.module, target.name, change.mask, target.managed)
-    target.module.register_forward_pre_hook(change.hook)

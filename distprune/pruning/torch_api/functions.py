@@ -18,10 +18,9 @@ from torch import nn
 from distprune.collectives import Communicator, Group, communicator
 from distprune.masks import Fsdp2Params, pruning_hooks, undo_reparametrization
 from distprune.patterns import Pattern, Scope
-from distprune.pruning.torch_api.base import BasePruningMethod, changed, prune_pairs, put_in_place
+from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
 from distprune.pruning.torch_api.commit import Decision
 from distprune.pruning.torch_api.methods import (
-    CustomFromMask,
     Identity,
     L1Pattern,
     L1Unstructured,
@@ -207,7 +206,6 @@ def _prune_many(
         lambda: pruning_method(**kwargs, **seeded(seed)),
         cast("Scores | None", importance_scores),
         scope=scope,
-        hook_of_mask=CustomFromMask if scope == "global" else None,
     )
 
 

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import Group
 from distprune.patterns import Channels, Pattern, Scope, Unstructured, as_pattern, check_share
 from distprune.pruning.agreement import Agreed, check_seed
-from distprune.pruning.torch_api.base import BasePruningMethod, Selecting
+from distprune.pruning.torch_api.base import Selecting
 from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
 from distprune.selection import Chosen
-from distprune.shards import dtensor_like, is_held, local_part, local_shard
 
 __all__ = [
-    "CustomFromMask",
     "Identity",
     "L1Pattern",
     "L1Unstructured",
@@ -229,41 +226,3 @@ class RandomPattern(Selecting):
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return self.pattern, Random(self.seed)
-
-
-class CustomFromMask(BasePruningMethod):
-    """Prunes by a given ``mask``. See ``torch.nn.utils.prune.CustomFromMask``.
-
-    For a sharded parameter the mask is of zeros and ones: plain and whole on every rank, or a DTensor in
-    the parameter's layout. Once applied, ``mask`` is the parameter's own, and ``None`` when another one is in place:
-    a module keeps one mask, however often it is pruned.
-    """
-
-    PRUNING_TYPE = "global"
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self.mask: torch.Tensor | None = mask
-
-    @override
-    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
-        assert self.mask is not None  # not applied yet
-        if default_mask.shape != self.mask.shape:
-            raise AssertionError(
-                f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
-            )
-        shard = local_shard("mask", default_mask) if is_held(default_mask) else None
-        mask = local_part(self.mask, default_mask, shard, "mask")
-        if isinstance(default_mask, DTensor):
-            return default_mask * dtensor_like(default_mask, mask)
-        return default_mask * mask.to(default_mask.dtype)
-
-    @override
-    def settled(self, mask: torch.Tensor | None) -> None:
-        self.mask = mask
-
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, mask=mask, group=group)

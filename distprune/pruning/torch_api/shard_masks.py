@@ -12,9 +12,9 @@ from distprune.models import Found
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
 from distprune.pruning.torch_api.commit import Change, Decision
-from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets, sharded_mask
+from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets
 from distprune.scores import Magnitude, Score
-from distprune.shards import checksum, fetched, local_of
+from distprune.shards import checksum, dtensor_like, fetched, local_of
 
 __all__ = ["shard_masks"]
 
@@ -68,8 +68,9 @@ def _checksum(mask: torch.Tensor | None) -> int:
 
 
 def _brought_over(target: Target) -> Change:
+    assert isinstance(target.original, DTensor)
     assert target.mask is not None
     hook = next(iter(target.old_hooks.values()))
     if not isinstance(hook, BasePruningMethod):
         hook = contained(target.name, flattened(hook))
-    return Change(target, sharded_mask(target, target.mask), hook)
+    return Change(target, dtensor_like(target.original, target.mask), hook)

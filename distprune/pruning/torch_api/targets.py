@@ -45,7 +45,6 @@ __all__ = [
     "find_targets",
     "next_mask",
     "scores_of",
-    "sharded_mask",
 ]
 
 Pairs = Sequence[tuple[nn.Module, str]]
@@ -182,12 +181,6 @@ def facts(
     }
 
 
-def sharded_mask(target: Target, local: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` (bool) as a mask in the layout of the target's parameter: a DTensor where that is one."""
-    original = target.original
-    return dtensor_like(original, local) if isinstance(original, DTensor) else local.to(original.dtype)
-
-
 def check_binary(label: str, mask: torch.Tensor | None) -> None:
     """Raise a ``ValueError`` that names ``label`` if its ``mask`` holds other values than 0 and 1."""
     if mask is not None and not mask.is_meta and not _is_binary(mask):
@@ -215,15 +208,13 @@ def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> Loc
 
 def next_mask(target: Target, chosen: Chosen | None, kind: str) -> torch.Tensor:
     """Return the target's next mask: the one it has, without what was chosen."""
-    if chosen is None:  # this rank holds no part of it
-        assert isinstance(target.original, DTensor)
-        return dtensor_like(target.original, torch.empty(0, dtype=torch.bool))
-    keep = chosen.mask
-    if target.mask is None:
-        return sharded_mask(target, keep)
     if isinstance(target.original, DTensor):
-        return dtensor_like(target.original, target.mask & keep)
-    assert target.whole_mask is not None
+        if chosen is None:  # this rank holds no part of it
+            return dtensor_like(target.original, torch.empty(0, dtype=torch.bool))
+        return dtensor_like(target.original, chosen.mask if target.mask is None else target.mask & chosen.mask)
+    keep = cast(Chosen, chosen).mask
+    if target.whole_mask is None:
+        return keep.to(target.original.dtype)
     if kind == "unstructured":
-        keep = keep | ~target.mask  # what is neither 0 nor 1 was not up for selection
+        keep = keep | (target.whole_mask != 1)  # what is neither 0 nor 1 was not up for selection
     return target.whole_mask.detach() * keep.to(target.whole_mask.dtype)

@@ -58,18 +58,15 @@ def masks_by_users(targets: Sequence[Target], methods: Sequence[Hook], *, over_a
 
 def _of_one(target: Target, method: Hook) -> torch.Tensor:
     ranked = _ranked(target)
-    if not isinstance(target.original, DTensor):
-        default = torch.ones_like(target.original) if target.whole_mask is None else target.whole_mask
-        return _checked(target, mask_by_user(method, ranked, default, again=target.whole_mask is not None))
-    kept = target.mask if target.mask is not None else torch.ones_like(target.original.to_local(), dtype=torch.bool)
-    default = dtensor_like(target.original, kept.to(target.original.dtype))
-    mask = _checked(target, mask_by_user(method, ranked.detach(), default, again=True))
-    check_binary(target.label, mask)
-    local = local_of(mask)
-    return dtensor_like(target.original, kept.reshape(local.shape) & local.bool())
-
-
-def _checked(target: Target, mask: Any) -> torch.Tensor:
+    if isinstance(target.original, DTensor):
+        kept = target.mask if target.mask is not None else torch.ones_like(target.original.to_local(), dtype=torch.bool)
+        sharded = dtensor_like(target.original, kept.to(target.original.dtype))
+        mask = mask_by_user(method, ranked.detach(), sharded, again=True)
+        check_binary(target.label, mask)
+        local = local_of(mask)
+        return dtensor_like(target.original, kept.reshape(local.shape) & local.bool())
+    default = torch.ones_like(target.original) if target.whole_mask is None else target.whole_mask
+    mask = mask_by_user(method, ranked, default, again=target.whole_mask is not None)
     if not isinstance(mask, torch.Tensor) or mask.shape != target.original.shape:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else None
         raise ValueError(
