@@ -268,10 +268,7 @@ def reset_forward(model: nn.Module) -> None:
     FSDP2 keeps what it has gathered for a forward that has not ended, and does not prepare for the backward of
     what it takes for a part of it. (torch 2.13 has ``FSDPModule.reset_iter_state`` for it.) Local.
     """
-    for module in model.modules():
-        state: Any = _state_of(module)
-        if state is None:
-            continue
+    for state in _states_in(model):
         state._training_state = _TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._modules_to_run_forward.clear()
@@ -287,8 +284,7 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
     FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
     once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
     """
-    states = [state for part in module.modules() if (state := _state_of(part)) is not None]
-    groups = [group for state in states for group in _groups(state)]
+    groups = [group for state in _states_in(module) for group in _groups(state)]
     before = [group.post_forward_mesh_info for group in groups]
     try:
         for group in groups:
@@ -343,6 +339,10 @@ def _state_of(module: nn.Module) -> FSDPState | None:
         return None
     _INSIDE.check()
     return module._get_fsdp_state()
+
+
+def _states_in(model: nn.Module) -> list[Any]:
+    return [state for module in model.modules() if (state := _state_of(module)) is not None]
 
 
 def _all_states() -> list[weakref.ReferenceType[Any]]:

@@ -175,13 +175,9 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
     """
     original = name + "_orig"
     if original not in module._parameters:
-        parameter = module._parameters.pop(name)
-        module.register_parameter(original, parameter)
+        module.register_parameter(original, module._parameters.pop(name))
     module.__dict__.pop(name, None)
-    if name + "_mask" in module._buffers:
-        module._buffers[name + "_mask"] = mask  # where it is: the order of buffers is PyTorch's
-    else:
-        module.register_buffer(name + "_mask", mask)
+    module.register_buffer(name + "_mask", mask)
     _set_products(module, name, present=True)
     if DropProduct(name) not in module._forward_hooks.values():
         module.register_forward_hook(DropProduct(name), always_call=True)

@@ -206,11 +206,9 @@ class Masks(Mapping[str, torch.Tensor]):
             if state_dict.keys() != self.keys():
                 raise ValueError(f"masks of other parameters: {sorted(state_dict.keys() ^ self.keys())[:4]}")
             mask, own = state_dict[shard.name], self[shard.name]
-            if isinstance(own, DTensor):
-                is_like = is_laid_out_like(mask, own)
-            else:
-                is_like = isinstance(mask, torch.Tensor) and not isinstance(mask, DTensor)
-            if not is_like or mask.shape != own.shape or mask.dtype is not torch.bool:
+            is_like = is_laid_out_like(mask, own) if isinstance(own, DTensor) else not isinstance(mask, DTensor)
+            is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == own.shape
+            if not is_like or not is_mask:
                 raise ValueError(f"the mask of {shard.name!r} must be {_described(own)}, not {_described(mask)}")
             return local_of(mask).to(own.device).reshape(shard.geometry.local_shape).clone()
 
@@ -248,13 +246,10 @@ def _values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
     """Return the local part of the shard's parameter, which another may have replaced. What FSDP2 left whole is cut."""
     if shard.module is None or shard.tensor is None:  # rows spread by hand, FSDP1
         return shard.local
-    parameters = shard.module._parameters
-    name = next((n for n in (shard.attribute, f"{shard.attribute}_orig") if n in parameters), None)
-    if name is not None:
+    for name in (shard.attribute, f"{shard.attribute}_orig"):
         fsdp2.release(shard.module, name)
-        tensor = parameters[name]
-        now = None if tensor is None else local_shard(shard.name, tensor)
-        if now is not None and now.geometry == shard.geometry:
+        tensor = shard.module._parameters.get(name)
+        if tensor is not None and (now := local_shard(shard.name, tensor)).geometry == shard.geometry:
             return now.local
     raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
 

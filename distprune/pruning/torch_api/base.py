@@ -116,6 +116,8 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
 class Selecting(BasePruningMethod):
     """A method of this library: a pattern and a score, which decide on the shards of many parameters at once."""
 
+    PRUNING_TYPE = "unstructured"
+
     @abstractmethod
     def rule(self) -> tuple[Pattern, Score]:
         """Return the pattern and the score."""
@@ -352,18 +354,17 @@ def changed(target: Target, mask: torch.Tensor, method: Hook) -> Change:
     """Return the change to ``mask``, with the method as hook, or a container of it and of the methods before it."""
     method._tensor_name = target.name
     old = next(iter(target.old_hooks.values()), None)
-    if old is None and isinstance(method, BasePruningMethod):
-        return Change(target, mask, method)
     if isinstance(old, PruningContainer):
         return Change(target, mask, old, added=method)
+    if old is None and isinstance(method, BasePruningMethod):
+        return Change(target, mask, method)
     # A method of PyTorch's own goes into a container of ours, which knows the layouts.
-    return Change(target, mask, contained(target.name, [*flattened(old), method]))
+    earlier = [] if old is None else flattened(old)
+    return Change(target, mask, contained(target.name, [*earlier, method]))
 
 
-def flattened(hook: Hook | None) -> list[Hook]:
+def flattened(hook: Hook) -> list[Hook]:
     """Return the methods of a container, or the one method."""
-    if hook is None:
-        return []
     return list(hook) if isinstance(hook, torch_prune.PruningContainer) else [hook]
 
 

@@ -9,7 +9,7 @@ or, if they raise, on none, and return it where PyTorch's do. What they raise is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -17,7 +17,7 @@ from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator
 from distprune.masks import Fsdp2Params, pruning_hooks, undo_reparametrization
-from distprune.patterns import Pattern, Scope
+from distprune.patterns import Pattern
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
 from distprune.pruning.torch_api.commit import Decision
 from distprune.pruning.torch_api.methods import (
@@ -30,7 +30,7 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
     seeded,
 )
-from distprune.pruning.torch_api.targets import Pairs, Scores, find_target, next_mask
+from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
 from distprune.scores import Norm
 from distprune.selection import Chosen
 from distprune.shards import LocalShard
@@ -163,7 +163,13 @@ def global_unstructured(
         TypeError: ``parameters`` or ``importance_scores`` of the wrong type, or a method that is not
             unstructured.
     """
-    _prune_many("global_unstructured", parameters, pruning_method, importance_scores, group, seed, kwargs, "global")
+    prune_pairs(
+        communicator(group),
+        lambda: _listed("global_unstructured", parameters, importance_scores),
+        lambda: pruning_method(**kwargs, **seeded(seed)),
+        importance_scores,
+        scope="global",
+    )
 
 
 def prune_each(
@@ -180,33 +186,21 @@ def prune_each(
     It does what a loop of ``pruning_method.apply(module, name, **kwargs)`` does. Arguments as in
     :func:`global_unstructured`; structured methods work, too.
     """
-    _prune_many("prune_each", parameters, pruning_method, importance_scores, group, seed, kwargs, "tensor")
-
-
-def _prune_many(
-    caller: str,
-    parameters: object,
-    pruning_method: type[torch_prune.BasePruningMethod],
-    importance_scores: object,
-    group: Group,
-    seed: int | None,
-    kwargs: dict[str, Any],
-    scope: Scope,
-) -> None:
-    def pairs() -> Pairs:
-        if not isinstance(parameters, Iterable):
-            raise TypeError(f"{caller}(): parameters is not an Iterable")
-        if importance_scores is not None and not isinstance(importance_scores, dict):
-            raise TypeError(f"{caller}(): importance_scores must be of type dict")
-        return list(parameters)
-
     prune_pairs(
         communicator(group),
-        pairs,
+        lambda: _listed("prune_each", parameters, importance_scores),
         lambda: pruning_method(**kwargs, **seeded(seed)),
-        cast("Scores | None", importance_scores),
-        scope=scope,
+        importance_scores,
+        scope="tensor",
     )
+
+
+def _listed(caller: str, parameters: object, importance_scores: object) -> Pairs:
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"{caller}(): parameters is not an Iterable")
+    if importance_scores is not None and not isinstance(importance_scores, dict):
+        raise TypeError(f"{caller}(): importance_scores must be of type dict")
+    return list(parameters)
 
 
 def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None) -> nn.Module:

@@ -11,15 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from distprune.shards import private
 
-__all__ = [
-    "_compute_norm",
-    "_compute_nparams_toprune",
-    "_validate_pruning_amount",
-    "_validate_pruning_amount_init",
-    "_validate_pruning_dim",
-    "_validate_structured_pruning",
-]
-
 _TORCH = "torch.nn.utils.prune"
 _compute_nparams_toprune = private(_TORCH, "_compute_nparams_toprune")
 _validate_pruning_amount = private(_TORCH, "_validate_pruning_amount")

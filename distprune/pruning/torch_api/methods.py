@@ -37,8 +37,6 @@ def seeded(seed: int | None) -> dict[str, Any]:
 class Identity(Selecting):
     """Prunes nothing; sets up the mask. See ``torch.nn.utils.prune.Identity``."""
 
-    PRUNING_TYPE = "unstructured"
-
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return Unstructured(0), Magnitude()
@@ -65,8 +63,6 @@ class RandomUnstructured(Selecting):
     from torch's default generator.
     """
 
-    PRUNING_TYPE = "unstructured"
-
     def __init__(self, amount: int | float, *, seed: int | None = None) -> None:
         check_share(amount, "amount")
         check_seed(seed)
@@ -87,8 +83,6 @@ class RandomUnstructured(Selecting):
 
 class L1Unstructured(Selecting):
     """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``."""
-
-    PRUNING_TYPE = "unstructured"
 
     def __init__(self, amount: int | float) -> None:
         check_share(amount, "amount")
@@ -200,8 +194,6 @@ class L1Pattern(Selecting):
     ``ValueError`` there, ``prune_each`` takes them.
     """
 
-    PRUNING_TYPE = "unstructured"
-
     def __init__(self, pattern: Pattern | str) -> None:
         self.pattern = as_pattern(pattern)
 
@@ -215,8 +207,6 @@ class RandomPattern(Selecting):
 
     See :class:`L1Pattern` for patterns, :class:`RandomUnstructured` for randomness. Blocks are drawn by their number.
     """
-
-    PRUNING_TYPE = "unstructured"
 
     def __init__(self, pattern: Pattern | str, *, seed: int | None = None) -> None:
         check_seed(seed)

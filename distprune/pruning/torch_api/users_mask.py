@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -131,8 +130,7 @@ def _on_shards(method: torch_prune.BasePruningMethod, t: DTensor, default_mask: 
     )
     try:
         # DTensor would gather the parameter without a word; that is not what anybody wants here.
-        context = cast("AbstractContextManager[None]", _no_redistribution(strict=True))
-        with context, _NoScalars(), torch.no_grad():  # type: ignore[no-untyped-call]
+        with _no_redistribution(strict=True), _NoScalars(), torch.no_grad():  # type: ignore[no-untyped-call]
             mask: torch.Tensor = cast(Any, method).compute_mask(t, default_mask=default_mask)
     except (ValueError, TypeError, AssertionError):
         raise
