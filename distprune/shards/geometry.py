@@ -46,29 +46,19 @@ def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs:
     """Return the runs left of ``range(size)`` after ``splits``, applied from the first mesh axis to the last.
 
     Chunks are those of ``torch.chunk``: all of ceil(size / num_chunks), the last ones shorter or empty.
-    A strided split whose stride is the product of the later splits says that those came first
-    (FSDP2 on top of tensor parallel); they are then applied first, which also holds for uneven sizes.
+    A strided split whose stride is the product of the later ones is applied after those (FSDP2 on top of
+    tensor parallel), which also holds for uneven sizes.
     """
-    runs: Runs = ((0, size),)
-    pending = list(splits)
-    while pending:
-        split = pending.pop(0)
-        if split.stride > 1:
-            if math.prod(later.num_chunks for later in pending) == split.stride:
-                runs = _split_all(runs, pending)
-                pending = []
-                runs = chunk_runs(runs, split.num_chunks, split.index)
-            else:
-                parts = [chunk_runs(runs, split.stride, part) for part in range(split.stride)]
-                runs = tuple(run for part in parts for run in chunk_runs(part, split.num_chunks, split.index))
+    in_order: list[Split] = []
+    for split in reversed(splits):
+        if split.stride > 1 and split.stride == math.prod(later.num_chunks for later in in_order):
+            in_order.append(Split(split.num_chunks, split.index))
         else:
-            runs = chunk_runs(runs, split.num_chunks, split.index)
-    return runs
-
-
-def _split_all(runs: Runs, splits: Sequence[Split]) -> Runs:
-    for split in splits:
-        runs = chunk_runs(runs, split.num_chunks, split.index)
+            in_order.insert(0, split)
+    runs: Runs = ((0, size),) if size else ()
+    for split in in_order:
+        parts = [chunk_runs(runs, split.stride, part) for part in range(split.stride)]
+        runs = tuple(run for part in parts for run in chunk_runs(part, split.num_chunks, split.index))
     return runs
 
 
@@ -119,17 +109,11 @@ class Geometry:
     def nothing(global_shape: Sequence[int]) -> Geometry:
         """Return the geometry of a rank that holds no element."""
         shape = tuple(global_shape)
-        return Geometry(shape, ((),) * max(len(shape), 1)) if shape else Geometry((), ((),))
+        return Geometry(shape, ((),) * max(len(shape), 1))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        if self._holds_nothing_of_a_scalar:
-            return (0,)
         return tuple(sum(stop - start for start, stop in runs) for runs in self.dim_runs)
-
-    @property
-    def _holds_nothing_of_a_scalar(self) -> bool:
-        return not self.global_shape and len(self.dim_runs) == 1
 
     @cached_property
     def local_numel(self) -> int:

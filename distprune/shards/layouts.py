@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from distprune.shards.geometry import Geometry, Runs, Split, runs_of_splits
+from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, cut
 from distprune.shards.torch_private import StridedShard
 
@@ -106,11 +104,9 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     splits: list[list[Split]] = [[] for _ in global_shape]
     replica_axes: list[int] = []
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, StridedShard):
-            stride = int(placement.split_factor)
+        if isinstance(placement, StridedShard) or type(placement) is Shard:
+            stride = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
             splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis], stride))
-        elif type(placement) is Shard:
-            splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis]))
         elif isinstance(placement, Replicate):
             replica_axes.append(axis)
         elif isinstance(placement, Partial):
@@ -120,23 +116,11 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
             )
         else:
             raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
-    dim_runs: tuple[Runs, ...] = tuple(
-        runs_of_splits(size, dim_splits) if size else () for size, dim_splits in zip(global_shape, splits, strict=True)
-    )
-    geometry = Geometry(global_shape, dim_runs)
-    holders = _replica_ranks(mesh.mesh, list(coordinate), replica_axes)
-    owned = dist.get_rank() == min(holders)
+    geometry = Geometry(global_shape, tuple(map(runs_of_splits, global_shape, splits)))
+    # The ranks at this one's place on all other axes.
+    holders = mesh.mesh[tuple(slice(None) if a in replica_axes else c for a, c in enumerate(coordinate))]
+    owned = dist.get_rank() == int(holders.min())
     # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
     if local.numel() == 0 == geometry.local_numel:
         local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, owned, len(holders), mesh.mesh.flatten(), tensor=tensor)
-
-
-def _replica_ranks(mesh: torch.Tensor, coordinate: list[int], replica_axes: list[int]) -> list[int]:
-    ranks = []
-    for indices in itertools.product(*(range(mesh.size(axis)) for axis in replica_axes)):
-        place = list(coordinate)
-        for axis, index in zip(replica_axes, indices, strict=True):
-            place[axis] = index
-        ranks.append(int(mesh[tuple(place)]))
-    return ranks
+    return LocalShard(name, local, geometry, owned, holders.numel(), mesh.mesh.flatten(), tensor=tensor)

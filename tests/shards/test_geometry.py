@@ -49,6 +49,13 @@ def test_a_strided_split_is_applied_after_the_inner_one(size: int, outer_size: i
     assert sorted(seen) == list(range(size))
 
 
+def test_strided_splits_are_applied_from_the_last_to_the_first() -> None:
+    """Three axes cut one dim, each on top of those behind it, as in ``(_StridedShard, _StridedShard, Shard)``."""
+    for first, second, third in itertools.product(range(2), repeat=3):
+        splits = [Split(2, first, stride=4), Split(2, second, stride=2), Split(2, third)]
+        assert indices(runs_of_splits(8, splits)) == [4 * third + 2 * second + first]
+
+
 def test_a_strided_split_alone_interleaves() -> None:
     assert runs_of_splits(8, [Split(2, 0, stride=2)]) == ((0, 2), (4, 6))
     assert runs_of_splits(8, [Split(2, 1, stride=2)]) == ((2, 4), (6, 8))
