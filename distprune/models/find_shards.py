@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
-from distprune.shards import FlatPart, LocalShard, find_flat_parts, is_held, local_shard
+from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
 
 __all__ = ["Found", "NamePattern", "find_shards"]
 
@@ -25,7 +25,7 @@ NamePattern = str | nn.Module
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 # A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
-_Held = torch.Tensor | FlatPart
+_Held = torch.Tensor | LocalShard
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def find_shards(
             targets[aliases[0]] = held
     shards = []
     for name, held in targets.items():
-        if isinstance(held, FlatPart) or is_held(held):
-            shard = held.local_shard(name) if isinstance(held, FlatPart) else local_shard(name, held)
+        if isinstance(held, LocalShard) or is_held(held):
+            shard = held if isinstance(held, LocalShard) else local_shard(name, held)
             module, attribute = holders[held]
-            shards.append(dataclasses.replace(shard, module=module, attribute=attribute))
+            shards.append(dataclasses.replace(shard, name=name, module=module, attribute=attribute))
     patterns = list(zip((*include, *exclude), num_matches, strict=True))
     return Found(shards, patterns, not include, bool(blocks))
 
@@ -106,7 +106,7 @@ def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
     return [patterns] if isinstance(patterns, str | nn.Module) else list(patterns)
 
 
-def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], FlatPart]) -> list[tuple[str, _Held]]:
+def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], LocalShard]) -> list[tuple[str, _Held]]:
     """Return the parameters of ``module`` itself, under the names that they had before FSDP1 or a mask."""
     own: dict[str, _Held] = {}
     for name, parameter in module._parameters.items():
@@ -138,7 +138,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[tuple[int, str], FlatPart]) -> set[_Held]:
+def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[tuple[int, str], LocalShard]) -> set[_Held]:
     return {
         held
         for root in modules

@@ -2,7 +2,7 @@
 
 from distprune.shards.checksum import checksum
 from distprune.shards.device import chunk_size, fetched, on_host, sent
-from distprune.shards.flat_param import FlatPart, find_flat_parts, is_flattened
+from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
 from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
@@ -10,7 +10,6 @@ from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.torch_private import Inside, StridedShard, private
 
 __all__ = [
-    "FlatPart",
     "Geometry",
     "Inside",
     "LocalMatrix",

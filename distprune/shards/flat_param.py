@@ -7,7 +7,6 @@ part of a parameter is a run of its flat indices, which may cut a row or be empt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.torch_private import Inside, private
 
-__all__ = ["FlatPart", "find_flat_parts", "is_flattened"]
+__all__ = ["find_flat_parts", "is_flattened"]
 
 _FSDP1 = "torch.distributed.fsdp."
 _reshard = private(_FSDP1 + "_runtime_utils", "_reshard")
@@ -51,44 +50,21 @@ _INSIDE = Inside(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class FlatPart:
-    """This rank's part of one original parameter of a ``FlatParameter``."""
-
-    shape: tuple[int, ...]  # of the original parameter
-    local: torch.Tensor  # 1-D, shares storage with the flat parameter
-    geometry: Geometry  # of the flattened original
-    mesh_ranks: torch.Tensor | None  # global ranks the flat parameter is sharded over; None: whole on every rank
-
-    def local_shard(self, name: str) -> LocalShard:
-        """Return the part as a shard; its global shape is that of the flattened parameter."""
-        if self.mesh_ranks is None:
-            return LocalShard(name, self.local, self.geometry, original_shape=self.shape)
-        return LocalShard(
-            name,
-            self.local,
-            self.geometry,
-            owned=True,
-            num_replicas=1,
-            mesh_ranks=self.mesh_ranks,
-            original_shape=self.shape,
-        )
-
-
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return whether FSDP1 holds this parameter in a flat one (``use_orig_params=True``)."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], FlatPart]:
+def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
     """Return this rank's parts by (id of the module, name in it), tied weights under all their names.
 
-    Flat parameters that are still unsharded after a forward are resharded first.
+    The geometry of a part is in the flattened parameter. Flat parameters that are still unsharded after a forward are
+    resharded first.
 
     Raises:
         NotImplementedError: there is an FSDP1 module, and this torch names its parts differently.
     """
-    parts: dict[tuple[int, str], FlatPart] = {}
+    parts: dict[tuple[int, str], LocalShard] = {}
     for wrapped in model.modules():
         if not isinstance(wrapped, FullyShardedDataParallel):
             continue
@@ -100,16 +76,20 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], FlatPart]:
         is_sharded = handle.uses_sharded_strategy
         if is_sharded and "_local_shard" in flat.__dict__:  # set up by the first forward
             _reshard(wrapped, handle, free_unsharded_flat_param=True)
-        ranks = torch.tensor(dist.get_process_group_ranks(handle.process_group)) if is_sharded else None
+        counts: dict[str, Any] = {}  # whole on every rank: the owner is open
+        if is_sharded:
+            ranks = torch.tensor(dist.get_process_group_ranks(handle.process_group))
+            counts = {"owned": True, "num_replicas": 1, "mesh_ranks": ranks}
         data = flat.detach()
         for info, shape, numel, place in zip(
             flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
         ):
-            start, stop = (place.intra_param_start_idx, place.intra_param_end_idx + 1) if place.in_shard else (0, 0)
-            local = data[place.offset_in_shard :][: stop - start] if place.in_shard else data[:0]
-            geometry = Geometry((numel,), ((((start, stop),) if stop > start else ()),))
-            parts[id(info.module), info.param_name] = FlatPart(tuple(shape), local, geometry, ranks)
+            first, start, stop = 0, 0, 0
+            if place.in_shard:
+                first, start, stop = place.offset_in_shard, place.intra_param_start_idx, place.intra_param_end_idx + 1
+            local, geometry = data[first : first + stop - start], Geometry.rows((numel,), start, stop)
+            part = LocalShard(info.param_name, local, geometry, original_shape=tuple(shape), **counts)
+            parts[id(info.module), info.param_name] = part
         for shared in flat._shared_param_infos:
-            first = parts[id(shared.prim_module), shared.prim_param_name]
-            parts[id(shared.module), shared.param_name] = first
+            parts[id(shared.module), shared.param_name] = parts[id(shared.prim_module), shared.prim_param_name]
     return parts

@@ -20,7 +20,7 @@ from distprune.shards.matrix import Matrix
 __all__ = ["LocalShard", "count_zeros", "cut", "flat_chunk", "flat_chunks"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalShard:
     """One parameter on this rank. ``local`` shares storage with the parameter, and is detached from gradients.
 

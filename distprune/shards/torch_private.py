@@ -15,19 +15,24 @@ import torch
 __all__ = ["Inside", "StridedShard", "private"]
 
 
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
 def private(module: str, name: str) -> Any:
     """Return ``name`` of torch's ``module``. If torch has no such name, return a class in its place.
 
     Nothing is an instance of that class. Calling it raises ``NotImplementedError``.
     """
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError):
 
-        def raises(*_: object, **__: object) -> None:
-            raise _moved(f"{module}.{name}")
+    def raises(*_: object, **__: object) -> None:
+        raise _moved(f"{module}.{name}")
 
-        return type(name, (), {"__new__": raises})
+    found = _find(module, name)
+    return type(name, (), {"__new__": raises}) if found is None else found
 
 
 if TYPE_CHECKING:
@@ -49,7 +54,7 @@ class Inside:
         """The names that this torch does not have."""
         found: list[str] = []
         for (module, name), attributes in self.names.items():
-            owner = getattr(import_module(module), name, None) if _is_there(module) else None
+            owner = _find(module, name)
             if owner is None:
                 found.append(f"{module}.{name}")
             elif isinstance(owner, type):
@@ -76,14 +81,6 @@ def attributes_of(owner: type) -> set[str]:
             code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
             names.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR") if code else None
     return names
-
-
-def _is_there(module: str) -> bool:
-    try:
-        import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 def _moved(names: str, feature: str = "", advice: str = "") -> NotImplementedError:
