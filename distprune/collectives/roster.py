@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from distprune.collectives.base import Communicator
 
@@ -87,29 +88,25 @@ def _merge(lists: list[list[Member]]) -> Roster:
 
 def _merged_order(lists: list[list[str]]) -> list[str]:
     """Topological merge (Kahn): of the names that no list still puts behind another, the smallest first."""
-    followers: dict[str, set[str]] = {name: set() for names in lists for name in names}
-    num_before = dict.fromkeys(followers, 0)
+    sorter: TopologicalSorter[str] = TopologicalSorter({name: () for names in lists for name in names})
     for names in lists:
         for before, after in itertools.pairwise(names):
-            if after not in followers[before]:
-                followers[before].add(after)
-                num_before[after] += 1
-    ready = [(_natural(name), name) for name, count in num_before.items() if count == 0]
-    heapq.heapify(ready)
-    order: list[str] = []
-    while ready:
-        _, name = heapq.heappop(ready)
-        order.append(name)
-        for after in followers[name]:
-            num_before[after] -= 1
-            if num_before[after] == 0:
-                heapq.heappush(ready, (_natural(after), after))
-    if len(order) < len(followers):
-        stuck = sorted((name for name in followers if num_before[name] > 0), key=_natural)
+            sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = sorted(set(error.args[1]), key=_natural)
         raise ValueError(
             f"ranks list the same parameters in different orders, {stuck[:4]} among them; "
             "build the model and the list in the same way on every rank"
-        )
+        ) from None
+    ready: list[tuple[list[tuple[int, str]], str]] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (_natural(name), name))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 
