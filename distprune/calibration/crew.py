@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Communicator, gather_features
 from distprune.masks import Fsdp2Params
 from distprune.models import EXPERT_WEIGHTS, is_experts
-from distprune.shards import chunk_runs
 
 __all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
 
@@ -51,7 +50,8 @@ class Crew:
 
         They are those that tensor parallelism gives it of an input that is cut. Local.
         """
-        return _chunk(num_in, self.size, self.place)
+        step = -(-num_in // self.size)
+        return min(self.place * step, num_in), min((self.place + 1) * step, num_in)
 
     def gather(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
         """Return the whole input (tokens, ``num_in``), of which ``x`` are this rank's features.
@@ -59,8 +59,7 @@ class Crew:
         Every rank of the crew must call it: one round, of the input's bytes.
         """
         assert self.group is not None  # a crew of one holds all features
-        chunks = [_chunk(num_in, self.size, place) for place in range(self.size)]
-        return gather_features(comm, self.group, x, [stop - start for start, stop in chunks])
+        return gather_features(comm, self.group, x, num_in)
 
 
 def shared_axis(model: nn.Module) -> Axis | None:
@@ -142,8 +141,3 @@ def _axes_beyond(data_ranks: frozenset[int], mesh: DeviceMesh) -> list[Axis]:
         if len(line) > 1 and not set(line) <= data_ranks:
             found.append(Axis(tuple(line), mesh.get_group(axis)))
     return found
-
-
-def _chunk(num_in: int, num_chunks: int, index: int) -> tuple[int, int]:
-    runs = chunk_runs(((0, num_in),), num_chunks, index) if num_in else ()
-    return runs[0] if runs else (num_in, num_in)

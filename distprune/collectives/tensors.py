@@ -49,36 +49,31 @@ def exchange(
     pieces = [local.narrow(cut_dim, a, b - a).reshape(-1) for a, b in itertools.pairwise(bounds)]
     shape = list(local.shape)
     shape[cut_dim] = bounds[rank + 1] - bounds[rank]
-    shapes = [[*shape[:whole_dim], size, *shape[whole_dim + 1 :]] for size in sizes]
-    numels = [torch.Size(s).numel() for s in shapes]
-    device = staging_device(group)
-    sent = torch.cat(pieces).to(device)
-    received = sent.new_empty(sum(numels))
-    comm._count(max(sent.numel(), received.numel()) * sent.element_size())
-    dist.all_to_all_single(received, sent, numels, [piece.numel() for piece in pieces], group=group)
+    shapes = [torch.Size([*shape[:whole_dim], size, *shape[whole_dim + 1 :]]) for size in sizes]
+    numels = [s.numel() for s in shapes]
+    sent = torch.cat(pieces).to(staging_device(group))
+    received = _swap(comm, group, sent, [piece.numel() for piece in pieces], numels)
     parts = torch.split(received.to(local.device), numels)
     return torch.cat([part.view(s) for part, s in zip(parts, shapes, strict=True)], dim=whole_dim)
 
 
-def gather_features(
-    comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, sizes: list[int]
-) -> torch.Tensor:
-    """Return (tokens, sum of ``sizes``): the ranks' ``local`` (tokens, ``sizes[r]``) side by side.
+def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, num_in: int) -> torch.Tensor:
+    """Return (tokens, ``num_in``): the ranks' ``local`` side by side, each the chunk that ``torch.chunk`` gives it.
 
     For activations, which tensor parallelism cuts along their features; never for parameters. Every rank
     of ``group`` must call it, with as many tokens and the same dtype: one round, counted in the traffic of
     ``comm``, of the result's bytes (every part padded to the largest).
     """
-    width = max(sizes)
-    sent = local.new_zeros((local.shape[0], width))
+    num_ranks = dist.get_world_size(group)
+    sent = local.new_zeros((local.shape[0], -(-num_in // num_ranks)))
     sent[:, : local.shape[1]] = local
     staged = sent.view(torch.uint8).to(staging_device(group))  # bytes: not every backend knows every dtype
-    parts = [torch.empty_like(staged) for _ in sizes]
-    comm._count(staged.numel() * len(sizes))
+    parts = [torch.empty_like(staged) for _ in range(num_ranks)]
+    comm._count(staged.numel() * num_ranks)
     if staged.numel():
         dist.all_gather(parts, staged, group=group)
-    received = [part.to(local.device).view(local.dtype) for part in parts]
-    return torch.cat([part[:, :size] for part, size in zip(received, sizes, strict=True)], dim=1)
+    # Only the last chunks are shorter, so that what they are padded with is at the end.
+    return torch.cat(parts, dim=1).to(local.device).view(local.dtype)[:, :num_in]
 
 
 def gather_pairwise(group: dist.ProcessGroup, wholes: Sequence[torch.Tensor]) -> None:
@@ -117,19 +112,12 @@ def lookup_rows(
     indices = indices.to(device)
     ends = torch.searchsorted(indices, torch.arange(1, num_ranks + 1, device=device) * step)
     asked = ends.diff(prepend=ends.new_zeros(1))
-    answered = torch.empty_like(asked)
-    comm._count(asked.numel() * asked.element_size())
-    dist.all_to_all_single(answered, asked, group=group)
-    num_asked, num_answered = asked.tolist(), answered.tolist()
-    wanted = indices.new_empty(sum(num_answered))
-    comm._count(8 * max(sum(num_asked), sum(num_answered)))
-    dist.all_to_all_single(wanted, indices, num_answered, num_asked, group=group)
+    num_asked = asked.tolist()
+    num_answered = _swap(comm, group, asked, [1] * num_ranks, [1] * num_ranks).tolist()
+    wanted = _swap(comm, group, indices, num_asked, num_answered)
     rows = local[(wanted - rank * step).to(local.device)].contiguous()
     staged = rows.view(torch.uint8).to(device)  # bytes: not every backend knows every dtype
-    found = staged.new_empty((sum(num_asked), staged.shape[1]))
-    comm._count(max(staged.numel(), found.numel()))
-    dist.all_to_all_single(found, staged, num_asked, num_answered, group=group)
-    return found.to(local.device).view(local.dtype)
+    return _swap(comm, group, staged, num_answered, num_asked).to(local.device).view(local.dtype)
 
 
 def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
@@ -141,3 +129,13 @@ def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
     if not all(placement.is_replicate() for placement in sharded.placements):
         comm._count(sharded.numel() * sharded.element_size())
     return sharded.full_tensor().detach()
+
+
+def _swap(
+    comm: Communicator, group: dist.ProcessGroup, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]
+) -> torch.Tensor:
+    """Return what the ranks of ``group`` have for this one, ``sizes[r]`` rows each; rank r gets ``sent_sizes[r]``."""
+    received = sent.new_empty((sum(sizes), *sent.shape[1:]))
+    comm._count(max(sent.nbytes, received.nbytes))
+    dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
+    return received

@@ -84,11 +84,11 @@ def gather_on_rank(rank: int, dtype: torch.dtype) -> None:
     comm, whole = communicator(), torch.arange(35).view(5, 7).to(dtype)
     sizes = [3, 3, 1]
     group: Any = dist.group.WORLD
-    found = gather_features(comm, group, whole[:, 3 * rank : 3 * rank + sizes[rank]], sizes)
+    found = gather_features(comm, group, whole[:, 3 * rank : 3 * rank + sizes[rank]], 7)
     assert found.dtype == dtype
     assert torch.equal(found, whole)
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == (1, 5 * 9 * dtype.itemsize)
-    assert gather_features(comm, group, whole[:0, : sizes[rank]], sizes).shape == (0, 7)
+    assert gather_features(comm, group, whole[:0, : sizes[rank]], 7).shape == (0, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
