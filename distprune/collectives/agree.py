@@ -72,11 +72,11 @@ def swap_together(
     make: Callable[[], Sequence[torch.Tensor]],
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> list[torch.Tensor]:
-    """Return what every rank's ``make`` has for this rank, in rank order, as :meth:`Communicator.swap` does.
+    """Return what every rank's ``make`` has for this rank, in rank order, on the CPU.
 
-    All ranks must call it; ``make`` returns a uint8 piece for every rank and must not communicate. ``sizes``: how many
-    bytes go to and come from every rank, where all ranks know that before: one round of 8 bytes a rank and the pieces.
-    Without it two rounds: 8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
+    All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. ``sizes``:
+    how many bytes go to and come from every rank, where all ranks know that before: one round of 8 bytes a rank and the
+    pieces. Without it two rounds: 8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
 
     Raises:
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
@@ -96,8 +96,8 @@ def swap_together(
     if sizes is None:
         told = comm.swap_sizes(sent_sizes)
         _raise_errors(comm, min(told) < 0, error)
-        return comm.swap_joined(sent, sent_sizes, told)
-    received = comm.swap_joined(sent, [_WORD + size for size in sent_sizes], [_WORD + size for size in sizes[1]])
+        return comm.swap(sent, sent_sizes, told)
+    received = comm.swap(sent, [_WORD + size for size in sent_sizes], [_WORD + size for size in sizes[1]])
     _raise_errors(comm, any(int(piece[0]) for piece in received), error)
     return [piece[_WORD:] for piece in received]
 
@@ -124,16 +124,14 @@ def same_everywhere(comm: Communicator, value: Any, error: Exception | None = No
         if error is not None:
             raise error
         digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-        halves = words[1:].view(2, _NUM_DIGEST_WORDS)
-        halves[0] = torch.tensor(
-            [int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 1 for i in range(_NUM_DIGEST_WORDS)]
-        )
-        halves[1] = -halves[0]
+        own = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
+        words[1:] = torch.cat([own, -own])
         words[0] = drawn if comm.rank == 0 else 0
 
+    words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)
     # max(w) == -max(-w) on every word says that all ranks hold the same w.
-    found, *words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill).tolist()
-    return words[:_NUM_DIGEST_WORDS] == [-word for word in words[_NUM_DIGEST_WORDS:]], found
+    largest, smallest = words[1:].view(2, _NUM_DIGEST_WORDS) * torch.tensor([[1], [-1]])
+    return torch.equal(largest, smallest), int(words[0])
 
 
 @contextmanager

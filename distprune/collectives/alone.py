@@ -34,7 +34,3 @@ class Alone(Communicator):
     @override
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         return sent
-
-    @override
-    def abort(self, code: int) -> None:
-        pass

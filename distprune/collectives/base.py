@@ -76,14 +76,10 @@ class Communicator(ABC):
 
         ``value`` is anything JSON carries; the other ranks' argument is ignored. Nothing is pickled.
         """
-        payload = json.dumps(value).encode() if self.rank == source else b""
-        length = int(self.max(torch.tensor([len(payload)]))[0])
-        buffer = torch.zeros(length, dtype=torch.uint8)
-        if self.rank == source:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._count(length)
+        buffer = self._padded(json.dumps(value) if self.rank == source else "")
+        self._count(len(buffer))
         self._broadcast_in_place(buffer, source)
-        return json.loads(bytes(buffer.tolist()))
+        return json.loads(bytes(buffer.numpy()))
 
     @final
     def gather(self, value: Any) -> list[Any]:
@@ -91,35 +87,29 @@ class Communicator(ABC):
 
         For small objects only: bytes are ranks x the longest text. Nothing is pickled.
         """
-        payload = json.dumps(value).encode()
-        length = int(self.max(torch.tensor([len(payload)]))[0])
-        # JSON text may end in blanks, so padding needs no lengths beside it.
-        buffer = torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
-        self._count(length * self.size)
+        buffer = self._padded(json.dumps(value))
+        self._count(len(buffer) * self.size)
         return [json.loads(text) for text in self._gather_bytes(buffer)]
 
-    @final
-    def swap(self, pieces: Sequence[torch.Tensor], sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return what every rank has for this one, in rank order; ``pieces[r]`` goes to rank r.
-
-        Pieces are uint8, 1-D, and may be empty; what is returned is on the CPU. ``sizes``: how many bytes
-        come from every rank, where that is known; else a round of 8 bytes a rank tells. One round more for
-        the pieces.
-        """
-        sent_sizes = [piece.numel() for piece in pieces]
-        sizes = self.swap_sizes(sent_sizes) if sizes is None else sizes
-        return self.swap_joined(torch.cat([piece.detach().cpu() for piece in pieces]), sent_sizes, sizes)
+    def _padded(self, text: str) -> torch.Tensor:
+        """Return ``text`` as bytes, as many on every rank (one round); JSON may end in blanks."""
+        payload = text.encode()
+        length = int(self.max(torch.tensor([len(payload)]))[0])
+        return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
 
     @final
     def swap_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return the number that every rank has for this one, in rank order (one round, 8 bytes a rank)."""
         words = [8] * self.size
-        received = self.swap_joined(torch.tensor(sizes).view(torch.uint8), words, words)
+        received = self.swap(torch.tensor(sizes).view(torch.uint8), words, words)
         return torch.cat(received).view(torch.int64).tolist()
 
     @final
-    def swap_joined(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return what :meth:`swap` returns (one round); ``sent`` is the pieces, joined, on the CPU."""
+    def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return what every rank has for this one, in rank order (one round), on the CPU.
+
+        ``sent`` (uint8, on the CPU) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come.
+        """
         self._count(max(sum(sent_sizes), sum(sizes)))
         return list(torch.split(self._swap_bytes(sent, list(sent_sizes), list(sizes)), list(sizes)))
 
@@ -144,6 +134,5 @@ class Communicator(ABC):
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         """Return what every rank sent to this one, joined: ``sizes[r]`` bytes from rank r; all uint8, on the CPU."""
 
-    @abstractmethod
-    def abort(self, code: int) -> None:
+    def abort(self, code: int) -> None:  # noqa: B027
         """End the other ranks too, where the launcher would leave them waiting; may return."""

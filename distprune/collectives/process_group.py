@@ -40,15 +40,13 @@ class ProcessGroup(Communicator):
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         staged = values.to(self.device)
         dist.all_reduce(staged, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        if staged is not values:
-            values.copy_(staged)
+        values.copy_(staged)
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         staged = buffer.to(self.device)
         dist.broadcast(staged, src=self.global_rank(source), group=self.group)
-        if staged is not buffer:
-            buffer.copy_(staged)
+        buffer.copy_(staged)
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
@@ -62,11 +60,6 @@ class ProcessGroup(Communicator):
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(received, sent.to(self.device), sizes, sent_sizes, group=self.group)
         return received.cpu()
-
-    @override
-    def abort(self, code: int) -> None:
-        # torchrun ends the other workers when one of them fails; there is nothing to add.
-        pass
 
 
 def staging_device(group: dist.ProcessGroup) -> torch.device:

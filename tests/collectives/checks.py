@@ -30,7 +30,6 @@ def check_all(comm: Communicator) -> None:
     """Run every check; all ranks of ``comm`` must call it."""
     _check_reductions(comm)
     _check_objects(comm)
-    _check_swap(comm)
     _check_counts(comm)
     _check_agreement(comm)
     _check_together(comm)
@@ -61,21 +60,6 @@ def _check_objects(comm: Communicator) -> None:
         }
     # Texts of different lengths, an empty one among them.
     assert comm.gather(list(range(comm.rank))) == [list(range(rank)) for rank in range(comm.size)]
-
-
-def _check_swap(comm: Communicator) -> None:
-    """Rank r hands r + s bytes of value r to rank s, none to itself."""
-    sizes = [(comm.rank + other) * (comm.rank != other) for other in range(comm.size)]
-    pieces = [torch.full((size,), comm.rank, dtype=torch.uint8) for size in sizes]
-    for known in (None, sizes):
-        before = comm.traffic.copy()
-        received = comm.swap(pieces, known)
-        assert [piece.tolist() for piece in received] == [[other] * size for other, size in enumerate(sizes)]
-        used = comm.traffic - before
-        wanted = (1, sum(sizes)) if known is not None else (2, sum(sizes) + 8 * comm.size)
-        assert (used.num_rounds, used.num_bytes) == wanted
-    nothing = comm.swap([torch.empty(0, dtype=torch.uint8)] * comm.size)
-    assert [piece.numel() for piece in nothing] == [0] * comm.size
 
 
 def _check_counts(comm: Communicator) -> None:
@@ -152,6 +136,8 @@ def _check_swapped_together(comm: Communicator) -> None:
         assert [piece.tolist() for piece in received] == [[other] * size for other, size in enumerate(sizes)]
         assert used == (2 - known, 8 * comm.size + sum(sizes))
         _check_errors(comm, partial(swap, known=known), num_bytes=8 * comm.size + known * sum(sizes))
+    nothing = swap_together(comm, lambda: [torch.empty(0, dtype=torch.uint8)] * comm.size)
+    assert [piece.numel() for piece in nothing] == [0] * comm.size
     with pytest.raises(ValueError, match="were announced"):
         swap(known=True, extra=int(comm.rank == comm.size - 1))
 
