@@ -64,7 +64,8 @@ def find_shards(
         TypeError: a pattern that is neither a string nor a module.
     """
     include, exclude = _listed(include), _listed(exclude)
-    for pattern in (*include, *exclude):
+    patterns = [*include, *exclude]
+    for pattern in patterns:
         if not isinstance(pattern, str | nn.Module):
             raise TypeError(f"a pattern is a string or a module, not {type(pattern).__name__}: {pattern!r}")
     for module in model.modules():
@@ -78,28 +79,23 @@ def find_shards(
         for name, held in _held_by(module, flat_parts):
             names.setdefault(held, []).append(_clean(f"{prefix}.{name}" if prefix else name))
             holders.setdefault(held, (module, name))
-    num_matches = [0] * (len(include) + len(exclude))
-    targets: dict[str, _Held] = {}
     blocks = [] if include else _blocks(bare)
     by_default = set() if include else _weights_of(blocks or [bare], flat_parts)
-    weights_inside = [_weights_of([p], flat_parts) if isinstance(p, nn.Module) else set() for p in (*include, *exclude)]
+    weights_inside = [_weights_of([p], flat_parts) if isinstance(p, nn.Module) else set() for p in patterns]
+    num_matches = [0] * len(patterns)
+    shards = []
     for held, aliases in names.items():
         hits = [
             held in inside if isinstance(pattern, nn.Module) else any(fnmatchcase(a, pattern) for a in aliases)
-            for pattern, inside in zip((*include, *exclude), weights_inside, strict=True)
+            for pattern, inside in zip(patterns, weights_inside, strict=True)
         ]
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
         wanted = any(hits[: len(include)]) if include else held in by_default
-        if wanted and not any(hits[len(include) :]):
-            targets[aliases[0]] = held
-    shards = []
-    for name, held in targets.items():
-        if isinstance(held, LocalShard) or is_held(held):
-            shard = held if isinstance(held, LocalShard) else local_shard(name, held)
+        if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
+            shard = held if isinstance(held, LocalShard) else local_shard(aliases[0], held)
             module, attribute = holders[held]
-            shards.append(dataclasses.replace(shard, name=name, module=module, attribute=attribute))
-    patterns = list(zip((*include, *exclude), num_matches, strict=True))
-    return Found(shards, patterns, not include, bool(blocks))
+            shards.append(dataclasses.replace(shard, name=aliases[0], module=module, attribute=attribute))
+    return Found(shards, list(zip(patterns, num_matches, strict=True)), not include, bool(blocks))
 
 
 def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:

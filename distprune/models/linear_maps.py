@@ -73,10 +73,10 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
 
 
 def _dense_maps(block: nn.Module) -> dict[str, str]:
-    routers = _routers(block)
-    alone = {name: linear for name, linear in _matrices(block).items() if linear.expert is None}
-    gates = {name: "a gate: it has one output" for name, linear in alone.items() if linear.num_out == 1}
-    return {**{name: "a router" for name, linear in alone.items() if linear.module in routers}, **gates}
+    maps, routers = _matrices(block), _routers(block)
+    found = {name: "a router" for name, linear in maps.items() if linear.module in routers}
+    gates = [name for name, linear in maps.items() if linear.num_out == 1 and linear.expert is None]
+    return found | dict.fromkeys(gates, "a gate: it has one output")
 
 
 def _matrices(block: nn.Module) -> dict[str, LinearMap]:
