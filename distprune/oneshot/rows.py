@@ -8,17 +8,17 @@ along its outputs (or along the experts) is worked on where it lies; one that is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, exchange
 from distprune.models import LinearMap
-from distprune.shards import Geometry, LocalShard, Runs, StridedShard, chunk_runs, local_shard
+from distprune.shards import Geometry, LocalShard, Runs, Split, chunk_runs, in_order, local_shard, splits_of
 
 __all__ = ["Rows", "whole_rows"]
 
@@ -52,9 +52,10 @@ class Rows:
 class _Turned:
     """A parameter's local part once no dim of it cuts a row, and the way back."""
 
+    shard: LocalShard  # as the parameter is laid out
     local: torch.Tensor
     dim_runs: list[Runs]
-    moves: list[tuple[int, list[int]]]  # (mesh axis, lengths along the inputs), in the order in which they were made
+    moves: list[tuple[dist.ProcessGroup, list[int]]]  # in turn: the group, and its ranks' lengths along the outputs
 
 
 @contextmanager
@@ -108,62 +109,36 @@ def _in_dim(linear: LinearMap) -> int:
 def _turn(comm: Communicator, path: str, linear: LinearMap) -> _Turned:
     parameter = linear.parameter.detach()
     shard = local_shard(path, parameter)
-    part = _Turned(shard.local, list(shard.geometry.dim_runs), [])
+    part = _Turned(shard, shard.local, list(shard.geometry.dim_runs), [])
     in_dim, out_dim = _in_dim(linear), _out_dim(linear)
     if not isinstance(parameter, DTensor):
         return part
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    axes = _cutting(path, parameter, in_dim)
-    if not axes or coordinate is None:
+    splits = [split for split in in_order(splits_of(parameter, in_dim)) if split.num_chunks > 1]
+    if any(split.stride > 1 for split in splits):
+        raise NotImplementedError(f"the inputs of {path!r} are cut in an order this library does not know")
+    if not splits:
         return part
-    size, levels = linear.num_in, []
-    for axis in axes:
-        num_ranks = mesh.size(axis)
-        sizes = [sum(b - a for a, b in chunk_runs(((0, size),), num_ranks, r)) for r in range(num_ranks)]
-        levels.append((axis, sizes))
-        size = sizes[coordinate[axis]]
-    local = shard.local.reshape([sum(b - a for a, b in runs) for runs in part.dim_runs])
-    for axis, sizes in reversed(levels):  # what was cut last is put together first
-        local = exchange(comm, mesh.get_group(axis), local, in_dim, sizes, out_dim)
-        part.dim_runs[out_dim] = chunk_runs(part.dim_runs[out_dim], mesh.size(axis), coordinate[axis])
-        part.moves.append((axis, sizes))
-    part.dim_runs[in_dim] = ((0, linear.num_in),)
-    part.local = local
+    in_runs: Runs = ((0, linear.num_in),)
+    part.dim_runs[in_dim], in_sizes = in_runs, []
+    for split in splits:
+        sizes, in_runs = _chunks(in_runs, split)
+        in_sizes.append(sizes)
+    part.local = shard.local.reshape(shard.geometry.local_shape)
+    for split, sizes in zip(reversed(splits), reversed(in_sizes), strict=True):  # what was cut last is joined first
+        group = parameter.device_mesh.get_group(split.axis)
+        out_sizes, part.dim_runs[out_dim] = _chunks(part.dim_runs[out_dim], split)
+        part.local = exchange(comm, group, part.local, in_dim, sizes, out_dim)
+        part.moves.append((group, out_sizes))
     return part
 
 
 def _turn_back(comm: Communicator, linear: LinearMap, part: _Turned) -> None:
-    parameter = linear.parameter.detach()
-    assert isinstance(parameter, DTensor)
-    mesh, original = parameter.device_mesh, local_shard(linear.parameter_path, parameter)
-    in_dim, out_dim = _in_dim(linear), _out_dim(linear)
-    levels = [sum(b - a for a, b in original.geometry.dim_runs[out_dim])]  # outputs held before each move
-    coordinate = list(mesh.get_coordinate() or ())
-    sizes_of_move = []
-    for axis, _ in part.moves:
-        num_ranks = mesh.size(axis)
-        sizes = [sum(b - a for a, b in chunk_runs(((0, levels[-1]),), num_ranks, r)) for r in range(num_ranks)]
-        sizes_of_move.append(sizes)
-        levels.append(sizes[coordinate[axis]])
-    local = part.local
-    for (axis, _), sizes in zip(reversed(part.moves), reversed(sizes_of_move), strict=True):
-        local = exchange(comm, mesh.get_group(axis), local, out_dim, sizes, in_dim)
-    original.local.copy_(local.view(original.local.shape))
+    for group, out_sizes in reversed(part.moves):
+        part.local = exchange(comm, group, part.local, _out_dim(linear), out_sizes, _in_dim(linear))
+    part.shard.local.copy_(part.local.view(part.shard.local.shape))
 
 
-def _cutting(path: str, parameter: DTensor, dim: int) -> list[int]:
-    """Return the mesh axes that cut ``dim``, in the order in which they do."""
-    mesh = parameter.device_mesh
-    cuts = [
-        (axis, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
-        for axis, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard | StridedShard) and placement.dim == dim and mesh.size(axis) > 1
-    ]
-    axes = [axis for axis, _ in cuts]
-    strides = [stride for _, stride in cuts]
-    if all(stride == 1 for stride in strides):
-        return axes
-    # FSDP2 on top of tensor parallelism: the later axes have cut first.
-    if set(strides[1:]) <= {1} and strides[0] == math.prod(mesh.size(axis) for axis in axes[1:]):
-        return [*axes[1:], axes[0]]
-    raise NotImplementedError(f"the inputs of {path!r} are cut in an order this library does not know")
+def _chunks(runs: Runs, split: Split) -> tuple[list[int], Runs]:
+    """Return the sizes of all chunks of what ``runs`` cover, and this rank's chunk."""
+    chunks = [chunk_runs(runs, split.num_chunks, index) for index in range(split.num_chunks)]
+    return [sum(stop - start for start, stop in chunk) for chunk in chunks], chunks[split.index]

@@ -3,11 +3,19 @@
 from distprune.shards.checksum import checksum
 from distprune.shards.device import chunk_size, fetched, on_host, sent
 from distprune.shards.flat_param import find_flat_parts, is_flattened
-from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, runs_of_splits
-from distprune.shards.layouts import dtensor_like, is_held, is_laid_out_like, local_of, local_part, local_shard
+from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
+from distprune.shards.layouts import (
+    dtensor_like,
+    is_held,
+    is_laid_out_like,
+    local_of,
+    local_part,
+    local_shard,
+    splits_of,
+)
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
-from distprune.shards.torch_private import Inside, StridedShard, private
+from distprune.shards.torch_private import Inside, private
 
 __all__ = [
     "Geometry",
@@ -17,7 +25,6 @@ __all__ = [
     "Matrix",
     "Runs",
     "Split",
-    "StridedShard",
     "checksum",
     "chunk_runs",
     "chunk_size",
@@ -28,6 +35,7 @@ __all__ = [
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
+    "in_order",
     "is_flattened",
     "is_held",
     "is_laid_out_like",
@@ -38,4 +46,5 @@ __all__ = [
     "private",
     "runs_of_splits",
     "sent",
+    "splits_of",
 ]

@@ -8,6 +8,7 @@ reduced to these first.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import torch
 
 from distprune.shards.device import sent
 
-__all__ = ["Geometry", "Runs", "Split", "chunk_runs", "runs_of_splits"]
+__all__ = ["Geometry", "Runs", "Split", "chunk_runs", "in_order", "runs_of_splits"]
 
 Runs = tuple[tuple[int, int], ...]
 IntArray = npt.NDArray[np.int64]
@@ -31,7 +32,7 @@ _ROOT = 92_821_450_643_191  # any number; this one was drawn
 
 @dataclass(frozen=True)
 class Split:
-    """One mesh axis cutting one tensor dim: this rank takes chunk ``index`` of ``num_chunks``.
+    """Mesh axis ``axis`` cutting one tensor dim: this rank takes chunk ``index`` of ``num_chunks``.
 
     ``stride > 1`` is torch's ``_StridedShard(split_factor=stride)``: the dim is cut in ``stride``
     parts first, and every part in ``num_chunks``.
@@ -40,26 +41,34 @@ class Split:
     num_chunks: int
     index: int
     stride: int = 1
+    axis: int = 0
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs:
-    """Return the runs left of ``range(size)`` after ``splits``, applied from the first mesh axis to the last.
+    """Return the runs left of ``range(size)`` after ``splits``, which are given by mesh axis.
 
     Chunks are those of ``torch.chunk``: all of ceil(size / num_chunks), the last ones shorter or empty.
-    A strided split whose stride is the product of the later ones is applied after those (FSDP2 on top of
-    tensor parallel), which also holds for uneven sizes.
     """
-    in_order: list[Split] = []
-    for split in reversed(splits):
-        if split.stride > 1 and split.stride == math.prod(later.num_chunks for later in in_order):
-            in_order.append(Split(split.num_chunks, split.index))
-        else:
-            in_order.insert(0, split)
     runs: Runs = ((0, size),) if size else ()
-    for split in in_order:
+    for split in in_order(splits):
         parts = [chunk_runs(runs, split.stride, part) for part in range(split.stride)]
         runs = tuple(run for part in parts for run in chunk_runs(part, split.num_chunks, split.index))
     return runs
+
+
+def in_order(splits: Sequence[Split]) -> list[Split]:
+    """Return ``splits``, given by mesh axis, in the order in which they are applied.
+
+    That is from the first axis to the last. But a strided split whose stride is the product of the later ones is
+    applied after those (FSDP2 on top of tensor parallel), without a stride, which also holds for uneven sizes.
+    """
+    ordered: list[Split] = []
+    for split in reversed(splits):
+        if split.stride > 1 and split.stride == math.prod(later.num_chunks for later in ordered):
+            ordered.append(dataclasses.replace(split, stride=1))
+        else:
+            ordered.insert(0, split)
+    return ordered
 
 
 def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:

@@ -10,7 +10,7 @@ from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, cut
 from distprune.shards.torch_private import StridedShard
 
-__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_part", "local_shard"]
+__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_part", "local_shard", "splits_of"]
 
 
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
@@ -47,6 +47,16 @@ def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
         and tensor.placements == other.placements
         and tensor.device_mesh == other.device_mesh
     )
+
+
+def splits_of(tensor: DTensor, dim: int) -> list[Split]:
+    """Return how ``dim`` of ``tensor`` is cut on this rank, by mesh axis."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+    return [
+        Split(mesh.size(axis), place, int(of.split_factor) if isinstance(of, StridedShard) else 1, axis)
+        for axis, (place, of) in enumerate(zip(coordinate, tensor.placements, strict=False))
+        if isinstance(of, Shard | StridedShard) and of.dim == dim
+    ]
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -101,22 +111,17 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
         return LocalShard(
             name, local.new_empty(geometry.local_shape), geometry, owned=False, num_replicas=1, tensor=tensor
         )
-    splits: list[list[Split]] = [[] for _ in global_shape]
-    replica_axes: list[int] = []
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, StridedShard) or type(placement) is Shard:
-            stride = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-            splits[placement.dim].append(Split(mesh.size(axis), coordinate[axis], stride))
-        elif isinstance(placement, Replicate):
-            replica_axes.append(axis)
-        elif isinstance(placement, Partial):
+        if isinstance(placement, Partial):
             raise NotImplementedError(
                 f"parameter {name!r} is a partial sum on mesh axis {axis} ({placement}); redistribute it to "
                 "Replicate() or Shard(dim) first"
             )
-        else:
+        if type(placement) not in (Shard, StridedShard, Replicate):
             raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
-    geometry = Geometry(global_shape, tuple(map(runs_of_splits, global_shape, splits)))
+    runs = [runs_of_splits(size, splits_of(tensor, dim)) for dim, size in enumerate(global_shape)]
+    geometry = Geometry(global_shape, tuple(runs))
+    replica_axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
     # The ranks at this one's place on all other axes.
     holders = mesh.mesh[tuple(slice(None) if a in replica_axes else c for a, c in enumerate(coordinate))]
     owned = dist.get_rank() == int(holders.min())

@@ -27,6 +27,7 @@ LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((2, 2), (Shard(1), Replicate())),
     ((2, 3), (_StridedShard(1, split_factor=3), Shard(1))),
     ((2, 3), (_StridedShard(0, split_factor=3), Shard(0))),
+    ((2, 2, 2), (_StridedShard(1, split_factor=4), _StridedShard(1, split_factor=2), Shard(1))),
 ]
 
 
