@@ -42,22 +42,25 @@ class Call:
     def is_same(self, other: Call) -> bool:
         return self.hidden_name == other.hidden_name and _same((self.args, self.kwargs), (other.args, other.kwargs))
 
+    def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what ``block`` puts out when called so with ``hidden``."""
+        if self.hidden_name is not None:
+            return _hidden_of(block(**self.kwargs, **{self.hidden_name: hidden}))
+        return _hidden_of(block(hidden, *self.args, **self.kwargs))
+
 
 @dataclass
 class Walk:
     """The samples of this rank on their way through the blocks.
 
-    ``hidden[i]`` is what the next block is given for sample i, (batch, length, features);
-    ``calls[i][kind]`` what else; ``kinds[b]`` the kind of block b; ``outer[b]`` what FSDP2 gathers it with, if
-    not by itself. With ``offload`` the hidden states wait on the CPU between blocks.
+    ``hidden[i]`` is what the next block is given for sample i, (batch, length, features); ``calls[i][b]`` is how
+    block b is called for it, one object for all blocks of a kind.
     """
 
+    model: nn.Module
     blocks: list[tuple[str, nn.Module]]
-    hidden: list[torch.Tensor]
-    calls: list[list[Call]]
-    kinds: list[int]
-    outer: list[FSDPModule | None]
-    offload: bool = False
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    calls: list[list[Call]] = field(default_factory=list)
     _memory: FreeMemory = field(default_factory=FreeMemory)
 
     @property
@@ -72,22 +75,15 @@ class Walk:
         they are gathered (inside torch) once for all runs, with all that ``fully_shard`` put into one group with
         them. No gradients.
         """
-        block = self.blocks[index][1]
+        name, block = self.blocks[index]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         _synchronize(device)
 
         def run(sample: int) -> torch.Tensor:
-            call = self.calls[sample][self.kinds[index]]
-            hidden, kwargs = self.hidden[sample].to(device), dict(call.kwargs)
-            args = call.args
-            if call.hidden_name is None:
-                args = (hidden, *args)
-            else:
-                kwargs[call.hidden_name] = hidden
             with torch.no_grad():
-                return _hidden_of(block(*args, **kwargs))
+                return self.calls[sample][index].run(block, self.hidden[sample].to(device))
 
-        outer = self.outer[index]
+        outer = _outer(self.model, name)
         if outer is not None:
             outer.unshard()
         try:
@@ -158,19 +154,15 @@ def catch_inputs(
     if not batches:
         raise ValueError("there is no calibration sample")
     take_roots(model)
-    walk, learner = Walk(blocks, [], [], [], _outer(model, blocks), offload), _Learner(model, blocks, comm or Alone())
-    firsts: list[int] = []  # the first block of each kind
+    walk, learner = Walk(model, blocks), _Learner(model, blocks, comm or Alone())
+    firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
     try:
         with keeping_weights(model):
             for batch in batches:
-                hidden, calls = learner.calls(batch, firsts[-1] + 1 if firsts else len(blocks))
+                hidden, calls = learner.calls(batch, max(firsts) + 1 if firsts else len(blocks))
                 if not firsts:
-                    for index, call in enumerate(calls):
-                        kind = next((k for k, first in enumerate(firsts) if calls[first].is_same(call)), len(firsts))
-                        if kind == len(firsts):
-                            firsts.append(index)
-                        walk.kinds.append(kind)
+                    firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
                 walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
                 walk.calls.append([calls[first] for first in firsts])
     finally:
@@ -345,16 +337,12 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _outer(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[FSDPModule | None]:
-    """Return for each block what FSDP2 gathers it with, ``None``: the block itself, or nothing."""
-    found: list[FSDPModule | None] = []
-    for name, block in blocks:
-        path, outer = name, block
-        while path and not isinstance(outer, FSDPModule):
-            path = path.rpartition(".")[0]
-            outer = model.get_submodule(path)
-        found.append(outer if isinstance(outer, FSDPModule) and outer is not block else None)
-    return found
+def _outer(model: nn.Module, name: str) -> FSDPModule | None:
+    """Return what FSDP2 gathers block ``name`` with, ``None``: the block itself, or nothing."""
+    path = name
+    while not isinstance(outer := model.get_submodule(path), FSDPModule) and path:
+        path = path.rpartition(".")[0]
+    return outer if isinstance(outer, FSDPModule) and path != name else None
 
 
 def _synchronize(device: torch.device) -> None:

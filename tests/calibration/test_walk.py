@@ -43,12 +43,17 @@ def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
         walk.advance(index, Alone())
 
 
+def kinds(walk: Walk) -> list[int]:
+    """By block, the first one that is called by the same object."""
+    return [[call is other for other in walk.calls[0]].index(True) for call in walk.calls[0]]
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 def test_every_architecture(architecture: str, offload: bool) -> None:
     model, batches = tiny_model(architecture), spread(TOKENS, 0, 1).batches
     walk = catch_inputs(model, batches, offload=offload)
-    assert walk.kinds == [0] * len(walk.blocks)
+    assert kinds(walk) == [0] * len(walk.blocks)
     check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
 
 
@@ -119,7 +124,7 @@ def alternating_model() -> nn.Module:
 def test_blocks_of_two_kinds() -> None:
     model, batches = alternating_model(), spread(TOKENS, 0, 1).batches
     walk = catch_inputs(model, batches)
-    assert walk.kinds == [0, 1, 0, 1]
+    assert kinds(walk) == [0, 1, 0, 1]
     check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
 
 
