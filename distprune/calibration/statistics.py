@@ -51,9 +51,9 @@ _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
 
 @dataclass
 class _Sum:
-    num_tokens: int = 0
     # float64; of this rank's features (sum of squares, sketch), or rows of X^T X, whose lower triangle is not all there
-    values: torch.Tensor | None = None
+    values: torch.Tensor
+    num_tokens: int = 0
 
 
 @dataclass
@@ -76,9 +76,7 @@ class InputStatistics:
     _counts: bool = False
     _num_begun: int = 0  # samples
     _signs: dict[int, torch.Tensor] = field(default_factory=dict)  # of this sample, by the number of tokens
-    _error: Exception | None = (
-        None  # raised by all ranks together: one that stopped here would leave the others waiting
-    )
+    _error: Exception | None = None  # kept until reduce: a rank that stopped here would leave the others waiting
 
     def begin_sample(self, *, counts: bool = True) -> None:
         """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
@@ -151,11 +149,11 @@ class InputStatistics:
         self._seen.append((name, weakref.ref(x), version))
         x = local_of(x.detach())
         x = x.reshape(-1, x.shape[-1])
-        total = self._sums.setdefault(name, _Sum())
+        if name not in self._sums:
+            width = 1 + _NUM_PROJECTIONS if self.of == "features" else num_in
+            self._sums[name] = _Sum(torch.zeros((stop - start, width), dtype=torch.float64, device=x.device))
+        total = self._sums[name]
         total.num_tokens += len(x)
-        width = 1 + _NUM_PROJECTIONS if self.of == "features" else num_in
-        if total.values is None:
-            total.values = torch.zeros((stop - start, width), dtype=torch.float64, device=x.device)
         if self.of == "features":
             own = x if is_cut else x[:, start:stop]
             total.values += torch.cat([_square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
@@ -237,10 +235,9 @@ class InputStatistics:
             names.setdefault(shared.get(name, name), []).append(name)
         # From here on an input goes by the first of its maps in their own order, whichever is called first.
         self._sums = {names[first][0]: total for first, total in self._sums.items()}
+        num_out = {first: sum(self.maps[name].num_out for name in of) for first, of in names.items()}
         return [
-            SharedInput(
-                tuple(of), self.maps[first].num_in, sum(self.maps[n].num_out for n in of), num_tokens.get(first, 0)
-            )
+            SharedInput(tuple(of), self.maps[first].num_in, num_out[first], num_tokens.get(first, 0))
             for first, of in names.items()
         ]
 
@@ -272,20 +269,19 @@ class InputStatistics:
 
     def _sum_at_homes(self, comm: Communicator, of_home: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
         """Return the sums over all ranks, packed, of ``of_home[this rank]``, by the first map; one round."""
-        numels = [sum(math.prod(_packed_shape(of)) for of in inputs) for inputs in of_home]
         own: dict[str, torch.Tensor] = {}
 
         def make() -> list[torch.Tensor]:
             own.update({of.names[0]: self._triangle(of) for of in of_home[comm.rank]})
-            others = [inputs if rank != comm.rank else [] for rank, inputs in enumerate(of_home)]
-            empty = torch.empty(0, dtype=torch.float64)
-            return [
-                torch.cat([empty, *(self._triangle(of).view(-1) for of in inputs)]).view(torch.uint8)
-                for inputs in others
-            ]
+            pieces = [torch.empty(0, dtype=torch.float64) for _ in of_home]
+            for rank, inputs in enumerate(of_home):
+                if inputs and rank != comm.rank:
+                    pieces[rank] = torch.cat([self._triangle(of).view(-1) for of in inputs])
+            return [piece.view(torch.uint8) for piece in pieces]
 
-        sent = [0 if rank == comm.rank else 8 * numel for rank, numel in enumerate(numels)]
-        coming = [0 if rank == comm.rank else 8 * numels[comm.rank] for rank in range(comm.size)]
+        sizes = [8 * sum(math.prod(_packed_shape(of)) for of in inputs) for inputs in of_home]
+        sent = [size if rank != comm.rank else 0 for rank, size in enumerate(sizes)]
+        coming = [sizes[comm.rank] if rank != comm.rank else 0 for rank in range(comm.size)]
         for received in filter(len, swap_together(comm, make, (sent, coming))):
             addends = torch.split(received.view(torch.float64), [total.numel() for total in own.values()])
             for total, addend in zip(own.values(), addends, strict=True):
@@ -300,13 +296,12 @@ class InputStatistics:
 
     def _values(self, first: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return this rank's addend to all of the sums, zero but for its own features or rows."""
-        values = self._sums[first].values if first in self._sums else None
-        if values is not None and values.shape == shape:
-            return values.cpu()
+        if first in self._sums and self.crew.size == 1:
+            return self._sums[first].values.cpu()
         whole = torch.zeros(shape, dtype=torch.float64)
-        if values is not None:
+        if first in self._sums:
             start, stop = self.crew.features(shape[0])
-            whole[start:stop] = values
+            whole[start:stop] = self._sums[first].values
         return whole
 
 
