@@ -91,36 +91,33 @@ class InputStatistics:
         """
         with ExitStack() as stack:
             stack.callback(self._seen.clear)
-            for module, names in _by_module(self.maps).items():
+            for module, linear in {linear.module: linear for linear in self.maps.values()}.items():
                 # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
                 # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
-                is_linear = self.maps[names[0]].expert is None
-                on_call = self._on_linear(names[0]) if is_linear else self._on_experts(names)
-                handle = module.register_forward_pre_hook(on_call, prepend=is_linear, with_kwargs=True)
+                hook, is_linear = self._hook(linear), linear.expert is None
+                handle = module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True)
                 stack.callback(handle.remove)
             try:
                 yield
             except Exception as error:
                 self._error = self._error or error
 
-    def _on_linear(self, name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._counts:
-                self._take(name, args[0] if args else kwargs["input"])
-
-        return hook
-
-    def _on_experts(self, names: list[str]) -> Callable[..., None]:
-        prefix = names[0].removesuffix(f"{self.maps[names[0]].parameter_name}.{self.maps[names[0]].expert}")
+    def _hook(self, linear: LinearMap) -> Callable[..., None]:
+        """Return the hook of the module of ``linear``, which is one of its maps."""
+        prefix = linear.name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._counts:
-                # The signature of every experts module of transformers 5.
-                given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
-                hidden, expert_of_token = given["hidden_states"], given["top_k_index"]
-                inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), expert_of_token)
-                for name, routed in inputs.items():
-                    self._take(prefix + name, routed)
+            if not self._counts:
+                return
+            if linear.expert is None:
+                self._take(linear.name, args[0] if args else kwargs["input"])
+                return
+            # The signature of every experts module of transformers 5.
+            given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
+            hidden = given["hidden_states"]
+            inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), given["top_k_index"])
+            for name, routed in inputs.items():
+                self._take(prefix + name, routed)
 
         return hook
 
@@ -324,13 +321,6 @@ def _rounds_of(
         of_home[home.rank].append(of)
     if any(of_home):
         yield of_home
-
-
-def _by_module(maps: Mapping[str, LinearMap]) -> dict[nn.Module, list[str]]:
-    found: dict[nn.Module, list[str]] = {}
-    for name, linear in maps.items():
-        found.setdefault(linear.module, []).append(name)
-    return found
 
 
 def _square_sums(x: torch.Tensor) -> torch.Tensor:

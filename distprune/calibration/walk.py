@@ -175,9 +175,9 @@ class _ReachedLast(Exception):
 
 
 class _Learner:
-    """Learns how ``model`` calls its ``blocks``. The first one runs once, to show what a block puts out.
+    """Learns how ``model`` calls its ``blocks``, which are stood in for, so that none of them is gathered or run.
 
-    The others are stood in for, so that none of them is gathered or run.
+    But the first one runs once, to show what a block puts out.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Communicator) -> None:
@@ -196,10 +196,7 @@ class _Learner:
         self._num_asked, self._first_hidden, self._calls = num_asked, None, []
         with ExitStack() as stack, torch.no_grad():
             for index in range(num_asked):
-                if index == 0 and self._output is None:
-                    stack.enter_context(self._watching(self._blocks[0][1]))
-                else:
-                    stack.enter_context(self._standing_in(index))
+                stack.enter_context(self._standing_in(index))
             try:
                 if self._root is None:
                     self._model(**batch)
@@ -213,9 +210,9 @@ class _Learner:
             f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"
         )
 
-    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Note a call and return its hidden states; end the forward with the last one that is asked for."""
-        name = self._blocks[index][0]
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call and return what a block would put out; end the forward with the last one that is asked for."""
+        name, block = self._blocks[index]
         if index != len(self._calls):
             raise ValueError(
                 f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
@@ -232,32 +229,13 @@ class _Learner:
             )
         if len(self._calls) == self._num_asked:
             raise _ReachedLast
-        self._put_out = hidden.clone()  # a block that is stood in for hands it on
-        return hidden
-
-    def like_output(self, hidden: torch.Tensor) -> Any:
-        """Return ``hidden`` as a block would put it out."""
+        if self._output is None:
+            self._output = block(*args, **kwargs)
+            self._put_out = _hidden_of(self._output).clone()
+            return self._output
+        self._put_out = hidden.clone()
         output = self._output
         return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
-
-    @contextmanager
-    def _watching(self, block: nn.Module) -> Iterator[None]:
-        def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.note(0, args, kwargs)
-
-        def on_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-            self._output, self._put_out = output, _hidden_of(output).clone()
-
-        # Before FSDP2's own hook, so that the block where a forward ends is not gathered.
-        handles = [
-            block.register_forward_pre_hook(on_call, prepend=True, with_kwargs=True),
-            block.register_forward_hook(on_output),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _standing_in(self, index: int) -> Iterator[None]:
@@ -280,7 +258,7 @@ class _StandIn(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._learner.like_output(self._learner.note(self._index, args, kwargs))
+        return self._learner.called(self._index, args, kwargs)
 
     @override
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from distprune.calibration import Crew, InputStatistics, Moments, Walk
+from distprune.calibration import Crew, InputStatistics, Walk
 from distprune.collectives import Communicator
 from distprune.models import dense_weights, linear_maps
 from distprune.oneshot.driver import prune_rows
@@ -46,7 +46,10 @@ def prune_block(
             statistics.begin_sample(counts=sample < num_counted)
             run(sample)
     with clock("reduce"):
-        moments = _reduced(statistics, comm, name)
+        try:
+            moments = statistics.reduce(comm)
+        except (ValueError, NotImplementedError) as error:  # on every rank
+            raise type(error)(f"block {name!r}: {error}") from error
     num_tokens = {of_map: m.num_tokens for m in moments for of_map in m.names}
     owned_here = {path: owned[f"{name}.{path}"] for path in {linear.parameter_path for linear in maps.values()}}
     with whole_rows(comm, maps, owned_here, f"{name}.") as rows, torch.no_grad():
@@ -55,27 +58,13 @@ def prune_block(
         with clock("forward"):
             walk.advance(index, comm)
     used = comm.traffic - traffic
-    reports = tuple(
-        MapReport(
-            f"{name}.{of_map}",
-            linear.num_out * linear.num_in,
-            totals[of_map].num_pruned,
-            totals[of_map].num_zeros,
-            totals[of_map].relative_error,
-            totals[of_map].damping or None,
-            num_tokens[of_map],
-        )
-        for of_map, linear in maps.items()
-    )
+    reports = []
+    for of_map, linear in maps.items():
+        of, numel = totals[of_map], linear.num_out * linear.num_in
+        counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_map])
+        reports.append(MapReport(f"{name}.{of_map}", *counts))
     dense = {f"{name}.{path}": reason for path, reason in dense_weights(block).items()}
-    return BlockReport(index, name, reports, dense, seconds, used.num_rounds, used.num_bytes)
-
-
-def _reduced(statistics: InputStatistics, comm: Communicator, name: str) -> list[Moments]:
-    try:
-        return statistics.reduce(comm)
-    except (ValueError, NotImplementedError) as error:  # on every rank
-        raise type(error)(f"block {name!r}: {error}") from error
+    return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
 
 
 @contextmanager

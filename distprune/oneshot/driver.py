@@ -83,7 +83,6 @@ class _Work:
     pattern: Pattern
     clock: Clock
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    at_home: set[str] = field(default_factory=set)  # layers whose input has its home here
     error: Exception | None = None
 
     def num_in(self, m: Moments) -> int:
@@ -95,7 +94,6 @@ class _Work:
             for name in m.names:
                 self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
         if m.home.rank == self.rank:
-            self.at_home.update(m.names)
             with self.clock("factor"):
                 return self.solver.prepare(m)
         numel = self.solver.prepared_numel(self.num_in(m))
@@ -129,7 +127,7 @@ class _Work:
                     asked = task.solving.send({name: keep[name] for name in task.rows} if stage else None)  # type: ignore[arg-type]
                     scores += asked.values()
                 except StopIteration as done:
-                    self._note(done.value)
+                    self._note(done.value, task.home == self.rank)
         return scores
 
     def _settled(self, names: Sequence[str], choice: Choice) -> dict[str, torch.Tensor]:
@@ -142,10 +140,10 @@ class _Work:
             self.error = error
             return {}
 
-    def _note(self, solved: Mapping[str, Solved]) -> None:
+    def _note(self, solved: Mapping[str, Solved], is_home: bool) -> None:
         for name, of in solved.items():
             rows, outcome = self.rows[name], self.outcomes[name]
-            outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping
+            outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping if is_home else 0.0
             outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
             if not bool(torch.isfinite(rows.weight).all()):
                 self.error = self.error or ValueError(
@@ -157,15 +155,14 @@ class _Work:
         if self.error is not None:
             raise self.error
         found = self.outcomes.get(name, Outcome())
-        counted = found if self.rows[name].owned else Outcome()
-        return dataclasses.replace(counted, damping=found.damping if name in self.at_home else 0.0)
+        return found if self.rows[name].owned else Outcome(damping=found.damping)
 
 
 class _Task:
     """Layers that share an input, on their way."""
 
     def __init__(self, m: Moments, solver: Solver, rows: Mapping[str, Rows], pattern: Pattern) -> None:
-        self.rows = rows
+        self.rows, self.home = rows, m.home.rank
         self.stages = solver.stages(next(iter(rows.values())).num_in, pattern)
         self.solving: Solving = solver.prune(rows, m, pattern)
 

@@ -13,15 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from distprune.calibration import (
-    Axis,
-    Walk,
-    catch_inputs,
-    check_fit,
-    find_crew,
-    shared_axis,
-    spread,
-)
+from distprune.calibration import Axis, Walk, catch_inputs, check_fit, find_crew, shared_axis, spread
 from distprune.collectives import Group, communicator, max_together, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import Found, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
