@@ -109,24 +109,16 @@ class Walk:
                     output = run(sample)
                     if not bool(torch.isfinite(output).all()):
                         bad.append(sample)
-                    self._put(sample, output)
+                    # In place if it fits: elsewhere it would lie among what the next block needs.
+                    own = self.hidden[sample]
+                    is_like = own.shape == output.shape and own.dtype == output.dtype
+                    self.hidden[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
             self._memory.give_back()
             if bad:
                 raise ValueError(
                     f"block {self.blocks[index][0]!r} puts out NaN or Inf for {len(bad)} of this rank's "
                     f"{self.num_samples} samples, the first of them number {bad[0]}"
                 )
-
-    def _put(self, sample: int, output: torch.Tensor) -> None:
-        """Keep ``output`` where the sample's hidden states are.
-
-        Elsewhere it would lie among what the block has needed, and the next block's needs would not fit in there.
-        """
-        own = self.hidden[sample]
-        if own.shape == output.shape and own.dtype == output.dtype:
-            own.copy_(output)
-        else:
-            self.hidden[sample] = output.to(own.device, copy=True)
 
 
 def catch_inputs(

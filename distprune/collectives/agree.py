@@ -202,13 +202,11 @@ def _short(value: Any) -> Any:
 
 
 def _raise_difference(gathered: list[dict[str, Any]]) -> None:
-    missing = object()
     lines = []
     for key in sorted({key for facts in gathered for key in facts}):
         by_value: dict[str, list[int]] = {}
         for rank, facts in enumerate(gathered):
-            value = facts.get(key, missing)
-            shown = "(not given)" if value is missing else json.dumps(value, sort_keys=True)
+            shown = json.dumps(facts[key], sort_keys=True) if key in facts else "(not given)"
             by_value.setdefault(shown, []).append(rank)
         if len(by_value) > 1:
             shown = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())

@@ -6,6 +6,7 @@ is the one list all of them agree on; a parameter's index in it is its place in 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import re
@@ -42,8 +43,7 @@ class Roster:
 
 def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
-    roster = _merge([list(members)])
-    return Roster(roster.members, roster.first_holder, (comm.size,) * len(members))
+    return dataclasses.replace(_merge([list(members)]), num_holders=(comm.size,) * len(members))
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:

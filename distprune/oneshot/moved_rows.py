@@ -42,31 +42,26 @@ class MovedRows:
 
         Every rank must call it: two rounds, in one of which a home hands over what it has for the other ranks.
         """
-        rank, moves = self._comm.rank, self._moves
-        here = {name: move for name, move in moves.items() if move.home == rank}
-        sent = [sum(move.size(to) for move in here.values()) if to != rank else 0 for to in range(self._comm.size)]
-        coming = [
-            sum(m.size(rank) for m in moves.values() if m.home == home and home != rank)
-            for home in range(self._comm.size)
-        ]
+        comm, moves = self._comm, self._moves
+        ranks, here = range(comm.size), [name for name, move in moves.items() if move.home == comm.rank]
+        going = [here if to != comm.rank else [] for to in ranks]
+        coming = [[n for n, move in moves.items() if move.home == home != comm.rank] for home in ranks]
+        sent = [sum(moves[name].size(to) for name in going[to]) for to in ranks]
+        arriving = [sum(moves[name].size(comm.rank) for name in coming[home]) for home in ranks]
 
         def make() -> list[torch.Tensor]:
             return [
-                _joined(
-                    [v for n, m in here.items() for v in _at(self.rows[n].weight, m.runs[to])] if to != rank else []
-                )
-                for to in range(self._comm.size)
+                _joined([v for n in going[to] for v in _at(self.rows[n].weight, moves[n].runs[to])]) for to in ranks
             ]
 
-        received = swap_together(self._comm, make, (sent, coming))
-        with together(self._comm):
-            for name, move in here.items():
-                before, now = self._before[name].weight, self.rows[name].weight
+        received = swap_together(comm, make, (sent, arriving))
+        with together(comm):
+            for name in here:
+                before, now, runs = self._before[name].weight, self.rows[name].weight, moves[name].runs[comm.rank]
                 if now is not before:
-                    for own, view in zip(_split(before, move.runs[rank]), _at(now, move.runs[rank]), strict=True):
-                        own.copy_(view)
-            for home, piece in enumerate(received):
-                _write(piece, [self._before[n].weight for n, m in moves.items() if m.home == home and home != rank])
+                    _copy(_split(before, runs), _at(now, runs))
+            for names, piece in zip(coming, received, strict=True):
+                _write(piece, [self._before[name].weight for name in names])
 
 
 def move_rows(comm: Communicator, rows: Mapping[str, Rows], home: Mapping[str, int]) -> MovedRows:
@@ -83,34 +78,29 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], home: Mapping[str, i
         # Nothing has to come of what the home holds itself, a replica as it may be.
         sources = [rank for rank in range(comm.size) if held[rank][i][1] and runs[rank] != runs[to]]
         moves[name] = _Move(to, runs, sources, rows[name].num_in * rows[name].weight.element_size())
-    own = [(move.home, move.size(comm.rank)) for move in moves.values() if comm.rank in move.sources]
-    sent = [sum(size for to, size in own if to == rank) for rank in range(comm.size)]
-    here = [(name, move) for name, move in moves.items() if move.home == comm.rank]
-    coming = [sum(move.size(rank) for _, move in here if rank in move.sources) for rank in range(comm.size)]
+    ranks = range(comm.size)
+    going = [[n for n, move in moves.items() if move.home == to and comm.rank in move.sources] for to in ranks]
+    coming = [[n for n, move in moves.items() if move.home == comm.rank and rank in move.sources] for rank in ranks]
+    sent = [sum(moves[name].size(comm.rank) for name in names) for names in going]
+    arriving = [sum(moves[name].size(rank) for name in coming[rank]) for rank in ranks]
 
     def make() -> list[torch.Tensor]:
-        pieces: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
         for name, move in moves.items():
-            before = rows[name]
-            if comm.rank != move.home:
-                pieces[move.home] += [before.weight] if comm.rank in move.sources else []
-                found[name] = Rows(before.weight.new_empty((0, before.num_in)), (), before.num_out, False, before.name)
-                continue
-            whole = before.weight
-            if move.sources:
+            before, runs = rows[name], move.runs[comm.rank]
+            whole, is_home = before.weight, comm.rank == move.home
+            if not is_home:
+                whole = whole.new_empty((0, before.num_in))
+            elif move.sources:
                 whole = whole.new_empty((before.num_out, before.num_in))
-                runs = move.runs[comm.rank]
-                for view, part in zip(_at(whole, runs), _split(before.weight, runs), strict=True):
-                    view.copy_(part)
-            found[name] = Rows(whole, ((0, before.num_out),), before.num_out, True, before.name)
-        return [_joined(views) for views in pieces]
+                _copy(_at(whole, runs), _split(before.weight, runs))
+            found[name] = Rows(whole, ((0, before.num_out),) if is_home else (), before.num_out, is_home, before.name)
+        return [_joined([rows[name].weight for name in names]) for names in going]
 
     error: Exception | None = None
-    received = swap_together(comm, make, (sent, coming))
+    received = swap_together(comm, make, (sent, arriving))
     try:
         for rank, piece in enumerate(received):
-            arriving = [(found[name].weight, move.runs[rank]) for name, move in here if rank in move.sources]
-            _write(piece, [view for whole, runs in arriving for view in _at(whole, runs)])
+            _write(piece, [view for n in coming[rank] for view in _at(found[n].weight, moves[n].runs[rank])])
     except Exception as caught:
         error = caught
     return MovedRows(found, error, comm, rows, moves)
@@ -122,6 +112,11 @@ def _at(whole: torch.Tensor, runs: Runs) -> list[torch.Tensor]:
 
 def _split(local: torch.Tensor, runs: Runs) -> Sequence[torch.Tensor]:
     return torch.split(local, [stop - start for start, stop in runs]) if runs else ()
+
+
+def _copy(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for view, source in zip(views, sources, strict=True):
+        view.copy_(source)
 
 
 def _joined(views: Sequence[torch.Tensor]) -> torch.Tensor:

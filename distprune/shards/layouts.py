@@ -86,20 +86,21 @@ def local_part(
         if isinstance(parameter, DTensor) and is_laid_out_like(tensor, parameter):
             local = tensor.to_local()
             return local if shard is None else local.reshape(shard.local.shape)
-        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
-            layout = (
-                f"a DTensor with {parameter.placements} on {parameter.device_mesh}"
-                if isinstance(parameter, DTensor)
-                else "plain"
-            )
+        if not all(placement.is_replicate() for placement in tensor.placements):
             raise ValueError(
-                f"the {what} is a DTensor with {tensor.placements} on {tensor.device_mesh}, its parameter is {layout}; "
-                "redistribute it to the parameter's layout, or pass the whole of it on every rank"
+                f"the {what} is {_layout(tensor)}, its parameter is {_layout(parameter)}; redistribute it to the "
+                "parameter's layout, or pass the whole of it on every rank"
             )
         tensor = tensor.to_local()
     if shard is None:
         return tensor.new_empty(0)
     return cut(tensor.reshape(shard.geometry.global_shape), shard.geometry).to(shard.local.device)
+
+
+def _layout(tensor: torch.Tensor | None) -> str:
+    if not isinstance(tensor, DTensor):
+        return "plain"
+    return f"a DTensor with {tensor.placements} on {tensor.device_mesh}"
 
 
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
