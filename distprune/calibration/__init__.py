@@ -1,7 +1,7 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
-from distprune.calibration.data import Samples, check_fit, load_samples, open_text, spread, text_tokens
+from distprune.calibration.data import check_fit, load_samples, open_text, spread, text_tokens
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
@@ -13,7 +13,6 @@ __all__ = [
     "InputStatistics",
     "Moments",
     "MomentsOf",
-    "Samples",
     "Walk",
     "catch_inputs",
     "check_fit",

@@ -91,10 +91,10 @@ class InputStatistics:
         """
         with ExitStack() as stack:
             stack.callback(self._seen.clear)
-            for module, linear in {linear.module: linear for linear in self.maps.values()}.items():
+            for module, name in {linear.module: name for name, linear in self.maps.items()}.items():
                 # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
                 # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
-                hook, is_linear = self._hook(linear), linear.expert is None
+                hook, is_linear = self._hook(name), self.maps[name].expert is None
                 handle = module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True)
                 stack.callback(handle.remove)
             try:
@@ -102,22 +102,23 @@ class InputStatistics:
             except Exception as error:
                 self._error = self._error or error
 
-    def _hook(self, linear: LinearMap) -> Callable[..., None]:
-        """Return the hook of the module of ``linear``, which is one of its maps."""
-        prefix = linear.name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
+    def _hook(self, name: str) -> Callable[..., None]:
+        """Return the hook of the module that holds map ``name``."""
+        linear = self.maps[name]
+        prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._counts:
                 return
             if linear.expert is None:
-                self._take(linear.name, args[0] if args else kwargs["input"])
+                self._take(name, args[0] if args else kwargs["input"])
                 return
             # The signature of every experts module of transformers 5.
             given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
             hidden = given["hidden_states"]
             inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), given["top_k_index"])
-            for name, routed in inputs.items():
-                self._take(prefix + name, routed)
+            for of_expert, routed in inputs.items():
+                self._take(prefix + of_expert, routed)
 
         return hook
 

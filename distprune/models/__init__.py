@@ -4,7 +4,7 @@ from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.models.linear_maps import LinearMap, dense_weights, expert_inputs, linear_maps
-from distprune.models.weights import EXPERT_WEIGHTS, is_conv1d, is_experts, matrix_of_weight
+from distprune.models.weights import EXPERT_WEIGHTS, is_experts, matrix_of_weight
 
 __all__ = [
     "EXPERT_WEIGHTS",
@@ -16,7 +16,6 @@ __all__ = [
     "evaluating",
     "expert_inputs",
     "find_shards",
-    "is_conv1d",
     "is_experts",
     "keeping_weights",
     "linear_maps",

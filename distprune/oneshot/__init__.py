@@ -1,17 +1,14 @@
 """One-shot pruning of a decoder, block after block: solvers, and the driver that runs them over the ranks."""
 
 from distprune.oneshot.prune_blocks import OneShotMethod, prune_blocks
-from distprune.oneshot.report import BlockReport, MapReport, OneShotReport
-from distprune.oneshot.scored import Scored
+from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.solver import Solved, Solver, Solving
 from distprune.oneshot.sparsegpt import SparseGPT
 
 __all__ = [
     "BlockReport",
-    "MapReport",
     "OneShotMethod",
     "OneShotReport",
-    "Scored",
     "Solved",
     "Solver",
     "Solving",
