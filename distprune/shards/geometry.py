@@ -194,13 +194,14 @@ class Geometry:
 
     def local_offsets_at(self, flat: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return the local offset of every flat index, and whether this rank holds it (else the offset is 0)."""
-        held = np.full(len(flat), self.local_numel > 0)
-        offsets = np.zeros(len(flat), dtype=np.int64)
-        for dim, runs in enumerate(self.dim_runs[: len(self.global_shape)]):
-            coordinate = flat // self._strides[dim] % max(self.global_shape[dim], 1)
-            local, here = _find(runs, coordinate)
-            held &= here
-            offsets = offsets * self.local_shape[dim] + local
+        offsets, held = np.zeros(len(flat), dtype=np.int64), np.full(len(flat), self.local_numel > 0)
+        for dim, runs in enumerate(self.dim_runs) if self.local_numel else ():
+            starts, stops = np.array(runs).T
+            index = flat // self._strides[dim] % self.global_shape[dim]
+            run = np.searchsorted(starts, index, side="right") - 1
+            held &= (run >= 0) & (index < stops[run])
+            shifts = np.cumsum(stops - starts) - stops  # from global to local
+            offsets = offsets * self.local_shape[dim] + index + shifts[run]
         return np.where(held, offsets, 0), held
 
 
@@ -218,16 +219,3 @@ def _table(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     firsts = list(itertools.accumulate((high - low for low, high in runs), initial=0))[:-1]
     shifts = [low - first for (low, _), first in zip(runs, firsts, strict=True)]
     return sent(torch.tensor(firsts), device), sent(torch.tensor(shifts), device)
-
-
-def _find(runs: Runs, index: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the local index of every global index, and whether it is in one of the runs."""
-    local = np.zeros(len(index), dtype=np.int64)
-    held = np.zeros(len(index), dtype=np.bool_)
-    first = 0
-    for low, high in runs:
-        inside = (index >= low) & (index < high)
-        local[inside] = index[inside] - low + first
-        held |= inside
-        first += high - low
-    return local, held
