@@ -74,33 +74,33 @@ def shared_axis(model: nn.Module) -> Axis | None:
     managed_by = Fsdp2Params()
     found: Axis | None = None
     own_samples: set[int] = set()  # ranks that FSDP2 gives samples of their own
-    for name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
-                continue
-            full_name = f"{name}.{parameter_name}" if name else parameter_name
-            managed = managed_by.find(module, parameter_name)
-            data_ranks = frozenset[int]() if managed is None else managed.ranks
-            own_samples |= data_ranks
-            axes = _axes_beyond(data_ranks, parameter.device_mesh)
-            if axes and parameter_name in EXPERT_WEIGHTS and is_experts(module):
-                raise NotImplementedError(
-                    f"the experts {full_name!r} are laid out as {parameter.placements}, which is more than FSDP2: "
-                    "leave experts out of the tensor-parallel plan"
-                )
-            if len(axes) > 1 or (axes and found is not None and axes[0].ranks != found.ranks):
-                raise NotImplementedError(
-                    f"{full_name!r} is laid out as {parameter.placements} on {parameter.device_mesh}: ranks may share "
-                    "samples along one mesh axis beyond FSDP2's, the same for all parameters"
-                )
-            if axes and list(axes[0].ranks) != sorted(axes[0].ranks):
-                raise NotImplementedError(f"{full_name!r} lies on ranks out of order: {list(axes[0].ranks)}")
-            found = axes[0] if axes else found
-            if found is not None and len(own_samples & set(found.ranks)) > 1:
-                raise NotImplementedError(
-                    f"{full_name!r}: ranks {list(found.ranks)} hold parts that are never gathered, and FSDP2 gives "
-                    "them samples of their own; expert parallelism is not supported"
-                )
+    for full_name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
+            continue
+        path, _, parameter_name = full_name.rpartition(".")
+        module = model.get_submodule(path)
+        managed = managed_by.find(module, parameter_name)
+        data_ranks = frozenset[int]() if managed is None else managed.ranks
+        own_samples |= data_ranks
+        axes = _axes_beyond(data_ranks, parameter.device_mesh)
+        if axes and parameter_name in EXPERT_WEIGHTS and is_experts(module):
+            raise NotImplementedError(
+                f"the experts {full_name!r} are laid out as {parameter.placements}, which is more than FSDP2: "
+                "leave experts out of the tensor-parallel plan"
+            )
+        if len(axes) > 1 or (axes and found is not None and axes[0].ranks != found.ranks):
+            raise NotImplementedError(
+                f"{full_name!r} is laid out as {parameter.placements} on {parameter.device_mesh}: ranks may share "
+                "samples along one mesh axis beyond FSDP2's, the same for all parameters"
+            )
+        if axes and list(axes[0].ranks) != sorted(axes[0].ranks):
+            raise NotImplementedError(f"{full_name!r} lies on ranks out of order: {list(axes[0].ranks)}")
+        found = axes[0] if axes else found
+        if found is not None and len(own_samples & set(found.ranks)) > 1:
+            raise NotImplementedError(
+                f"{full_name!r}: ranks {list(found.ranks)} hold parts that are never gathered, and FSDP2 gives "
+                "them samples of their own; expert parallelism is not supported"
+            )
     return found
 
 

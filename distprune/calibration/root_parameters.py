@@ -7,6 +7,7 @@ handed what they ask for: rows are looked up where they are, anything else is ga
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -26,7 +27,6 @@ __all__ = ["RootParameters"]
 
 _tree_map = private("torch.utils._pytree", "tree_map")
 
-_EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _ASK_FOR_NO_VALUES = ("__get__", "size", "dim", "numel", "is_floating_point")  # weight.dtype and the like
 
 
@@ -64,7 +64,7 @@ class RootParameters(TorchFunctionMode):
         if getattr(func, "__name__", "") in _ASK_FOR_NO_VALUES:
             return func(*args, **kwargs)
         if func is F.embedding:
-            given = {**dict(zip(_EMBEDDING_ARGUMENTS, args, strict=False)), **kwargs}
+            given = inspect.signature(F.embedding).bind(*args, **kwargs).arguments
             if id(given["weight"]) in self._dtypes and (axis := _rows_cut_by(given["weight"])) is not None:
                 return func(**{**given, **self._looked_up(given["input"], given["weight"], axis), "padding_idx": None})
         args, kwargs = _tree_map(self._gathered, (args, kwargs))
