@@ -94,7 +94,8 @@ def swap_together(
         sent_sizes = list(sizes[0]) if sizes else [-1] * comm.size
         sent = torch.full((max(0, sum(sent_sizes) + len(word) * comm.size),), 255, dtype=torch.uint8)
     if sizes is None:
-        told = comm.swap_sizes(sent_sizes)
+        words = [_WORD] * comm.size
+        told = torch.cat(comm.swap(torch.tensor(sent_sizes).view(torch.uint8), words, words)).view(torch.int64).tolist()
         _raise_errors(comm, min(told) < 0, error)
         return comm.swap(sent, sent_sizes, told)
     received = comm.swap(sent, [_WORD + size for size in sent_sizes], [_WORD + size for size in sizes[1]])

@@ -98,13 +98,6 @@ class Communicator(ABC):
         return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
 
     @final
-    def swap_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the number that every rank has for this one, in rank order (one round, 8 bytes a rank)."""
-        words = [8] * self.size
-        received = self.swap(torch.tensor(sizes).view(torch.uint8), words, words)
-        return torch.cat(received).view(torch.int64).tolist()
-
-    @final
     def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return what every rank has for this one, in rank order (one round), on the CPU.
 
