@@ -34,10 +34,9 @@ def prune_rows(
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
-    ``moments`` are what the solver needs, and are used up. Of inputs that have a home one is worked on at a time, those
-    that are spread all together. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have homes, those
-    of ``move_rows`` and its ``back()``; where something is prepared for inputs that are spread, 1 of 64 bytes and 1 for
-    each of them; and for each stage one choice of ``pattern`` for all of them.
+    ``moments`` are what the solver needs, and are used up. Every rank must call it. Rounds: 1 of 40 bytes a layer;
+    where inputs have homes, those of ``move_rows`` and its ``back()``; where something is prepared for inputs that are
+    spread, 1 of 64 bytes and 1 for each of them; and for each stage one choice of ``pattern`` for all of them.
 
     Raises:
         ValueError: on every rank: new weights are not finite.
@@ -103,23 +102,29 @@ class _Work:
         """Solve the layers of ``inputs``, of which the ranks of ``comm`` hold all rows, side by side."""
         with self.clock("sweep"):
             tasks = [_Task(m, self.solver, {name: self.rows[name] for name in m.names}, self.pattern) for m in inputs]
-            keep: dict[str, torch.Tensor] = {}
+            keep: Callable[[], dict[str, torch.Tensor]] = dict
             for stage in range(max(len(task.stages) for task in tasks)):
                 asked = [task for task in tasks if stage < len(task.stages)]
                 go_on = partial(self._go_on, tasks, stage, keep)
                 pattern = self.solver.pattern_of(self.pattern, asked[0].stages[stage])
                 roster = roster_of_one(comm, [member for task in asked for member in task.members(stage)])
                 choice = pattern.choose(Ranked(comm, roster, self.solver.score, go_on, checks=False))
-                keep = self._settled([name for task in asked for name in task.rows], choice)
+                keep = partial(self._settled, [name for task in asked for name in task.rows], choice)
             try:
                 self._go_on(tasks, max(len(task.stages) for task in tasks), keep)
             except Exception as error:
                 self.error = error
 
-    def _go_on(self, tasks: Sequence[_Task], stage: int, keep: Mapping[str, torch.Tensor]) -> list[LocalScores]:
-        """Return the scores of ``stage``, of the tasks that have it; what it raises is raised on all ranks."""
+    def _go_on(
+        self, tasks: Sequence[_Task], stage: int, settle: Callable[[], dict[str, torch.Tensor]]
+    ) -> list[LocalScores]:
+        """Return the scores of ``stage``, of the tasks that have it; what it raises is raised on all ranks.
+
+        ``settle`` returns what stays of the stage before.
+        """
         if self.error is not None:
             raise self.error
+        keep = settle()
         scores: list[LocalScores] = []
         for task in tasks:
             if stage <= len(task.stages):
@@ -131,14 +136,10 @@ class _Work:
         return scores
 
     def _settled(self, names: Sequence[str], choice: Choice) -> dict[str, torch.Tensor]:
-        try:
-            chosen = dict(zip(names, choice.settle(), strict=True))
-            if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
-                raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
-            return {name: of.mask for name, of in chosen.items()}
-        except Exception as error:
-            self.error = error
-            return {}
+        chosen = dict(zip(names, choice.settle(), strict=True))
+        if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
+            raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
+        return {name: of.mask for name, of in chosen.items()}
 
     def _note(self, solved: Mapping[str, Solved], is_home: bool) -> None:
         for name, of in solved.items():
