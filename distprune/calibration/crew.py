@@ -48,7 +48,7 @@ class Crew:
     def features(self, num_in: int) -> tuple[int, int]:
         """Return the features, first and one past the last, that this rank takes of an input of ``num_in``.
 
-        They are those that tensor parallelism gives it of an input that is cut. Local.
+        They are those that tensor parallelism gives it of an input that is cut, as ``torch.chunk`` does. Local.
         """
         step = -(-num_in // self.size)
         return min(self.place * step, num_in), min((self.place + 1) * step, num_in)

@@ -78,9 +78,8 @@ def load_samples(
 def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.device | str = "cpu") -> Samples:
     """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
 
-    ``part`` is the data-parallel rank: ranks that need each other to run a sample must ask for the same.
-
-    One sample is one batch, so that its activations are the same bits on whichever rank it runs.
+    Ranks that need each other to run a sample must ask for the same part. One sample is one batch, so that its
+    activations are the same bits on whichever rank it runs.
     """
     num_samples = len(token_ids)
     if num_samples == 0:

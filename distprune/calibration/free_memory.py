@@ -24,10 +24,7 @@ class FreeMemory:
         self._usual: int | None = None  # resident after a block
 
     def give_back(self) -> None:
-        """Give it back if the process is larger, by more than 32 MiB, than after the first block since it last did.
-
-        To be called after every block.
-        """
+        """After a block: give it back if the process is 32 MiB larger than after the first block since it last did."""
         trim, resident = _malloc_trim(), _resident_bytes()
         if self._usual is None:
             self._usual = resident

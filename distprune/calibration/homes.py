@@ -38,7 +38,7 @@ class Home:
 
 
 def find_homes(inputs: Sequence[SharedInput], num_ranks: int) -> list[Home]:
-    """Return the home of every input. Pure: equal arguments give equal homes on every rank.
+    """Return the home of every input, the same on every rank.
 
     As few inputs are spread, the largest first, as keep the busiest rank within a quarter of the best there is,
     by number of multiplications (in^2 for each row, and in^3 for the factor, which go faster), and leave no rank

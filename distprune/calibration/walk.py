@@ -71,9 +71,8 @@ class Walk:
     def block(self, index: int) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
-        The block's weights may have been changed before; they are its shards again afterwards. Under FSDP2
-        they are gathered (inside torch) once for all runs, with all that ``fully_shard`` put into one group with
-        them. No gradients.
+        The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
+        runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards. No gradients.
         """
         name, block = self.blocks[index]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
@@ -132,9 +131,10 @@ def catch_inputs(
 
     Each batch is one sample: the keyword arguments of the model's forward. The first one runs the first
     block and what is around the blocks, to learn how each of them is called; the others stop where the last
-    kind of call begins, which for most models is at the first block. Every rank must pass as many batches.
-    Under FSDP2 alone, embeddings are looked up in their shards (see ``RootParameters``; its rounds count
-    in the traffic of ``comm``); in other layouts that FSDP2 is part of, it gathers the root once for all samples.
+    kind of call begins, which for most models is at the first block. With ``offload`` the hidden states wait on the
+    CPU between blocks. Every rank must pass as many batches. Under FSDP2 alone, embeddings are looked up in their
+    shards (see ``RootParameters``; its rounds count in the traffic of ``comm``); in other layouts that FSDP2 is part
+    of, it gathers the root once for all samples.
 
     Raises:
         ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a

@@ -67,8 +67,7 @@ def communicator(group: Group = None) -> Communicator:
     """Return the communicator for ``group``.
 
     ``None`` is the default process group where torch.distributed is initialized, and this process
-    alone where it is not; a ``ProcessGroup``, an mpi4py ``Intracomm`` and a ready ``Communicator`` are
-    taken as they are. Nothing is communicated, except that an MPI communicator is duplicated the first time, which
+    alone where it is not. Nothing is communicated, except that an MPI communicator is duplicated the first time, which
     all its ranks must take part in.
 
     Raises:

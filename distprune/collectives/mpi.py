@@ -29,8 +29,8 @@ class MpiRanks(Communicator):
     """An ``mpi4py`` intracommunicator.
 
     Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather, Alltoallv), so any
-    implementation serves. The communicator is duplicated (collective), so that its messages never
-    meet the caller's: once, the first time, and the duplicate is freed with the communicator.
+    implementation serves. The communicator is duplicated once (collective), so that its messages never
+    meet the caller's; the duplicate is freed with it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

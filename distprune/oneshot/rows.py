@@ -65,10 +65,9 @@ def whole_rows(
     """Yield this rank's rows of every map by name; what is written into them is in the parameters afterwards.
 
     ``owned`` is by parameter path; ``prefix`` is put before names to make them those in the model. A map of which
-    this rank holds nothing has no rows (an expert that is elsewhere, too). Every rank must call it. A parameter cut
-    along its inputs is turned to be cut along its outputs: one round, in which a rank hands over at most its shard, and
-    one more when it is turned back; the others are views, and nothing is communicated. If the body raises, nothing is
-    turned back.
+    this rank holds nothing has no rows (an expert that is elsewhere, too). Every rank must call it. For a parameter cut
+    along its inputs, one round for each mesh axis that cuts them, in which a rank hands over at most its shard, and as
+    many back; the others are views. If the body raises, nothing is turned back.
 
     Raises:
         NotImplementedError: a placement this library does not know, or inputs cut twice in an order it
