@@ -7,7 +7,7 @@ that holds some of it and not all. Its *home* (see ``cut_units``) adds up its sc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -20,20 +20,19 @@ from typing_extensions import override
 from distprune.collectives import sum_together
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, compete
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_units import Inquiry, home_of
+from distprune.patterns.cut_units import Inquiry, Question, home_of
 from distprune.patterns.units import (
     NUM_COLUMNS,
-    NUM_LEFT,
+    NUM_GONE,
+    ShardUnits,
     UnitKeys,
-    addends,
     agree_on_scales,
-    columns_of,
     sums_of,
     unit_order,
 )
 from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen, Entry
-from distprune.shards import Geometry, LocalMatrix, Matrix, fetched, sent
+from distprune.shards import Geometry, LocalMatrix, Matrix, fetched
 
 __all__ = ["Block"]
 
@@ -100,7 +99,7 @@ class Block(Pattern):
             ranked.roster,
             lambda: ranked.scores,
             counts_gone=ranked.of_left,
-            num_cut=lambda scores: own.part(scores).num_cut,
+            num_cut=lambda scores: int(own.part(scores).is_cut.sum()),
         )
         numels = [numel // self.size**2 for numel in ranked.numels]  # in blocks
         if not score.scores_units:
@@ -121,9 +120,9 @@ class Block(Pattern):
 
         order = unit_order(score)
         choice = compete(ranked, self.sparsity, self.scope, numels, num_gone, lambda _: order, make_entries)
-        thresholds = [_threshold(key, own.scales[i], score) for i, key in enumerate(choice.thresholds)]
+        thresholds = [_threshold(key, scale, score) for key, scale in zip(choice.thresholds, own.scales, strict=True)]
         if not any(census.num_cut):
-            return Choice(thresholds, lambda: own.spread(choice.settle(), []))
+            return Choice(thresholds, lambda: own.spread(choice.settle(), None))
         chosen: list[Chosen] = []
 
         def answers() -> list[list[bytes]]:
@@ -131,91 +130,51 @@ class Block(Pattern):
             return own.answers(chosen)
 
         answered = own.inquiry.answer(answers)
-        return Choice(thresholds, lambda: own.spread(chosen, answered))
+        return Choice(thresholds, lambda: own.spread(chosen, answered()))
 
 
-class _ParameterBlocks:
-    """The blocks of one parameter of which this rank holds a part: their numbers, ``ids``, ascend."""
+class _ShardBlocks(ShardUnits):
+    """The blocks of one shard: their numbers in the whole parameter, ``ids``, ascend."""
 
     def __init__(self, scores: LocalScores, size: int) -> None:
-        self.scores = scores
         self._size = size
-        self._matrix = scores.shard.as_matrix()
-        self._num_across = max(self._matrix.num_in // size, 1)
-        geometry = scores.shard.geometry
-        self._local = LocalMatrix.of(geometry, self._matrix) if geometry.local_numel else None
-        if self._local is not None:
-            rows, row_slot, num_rows = np.unique(self._local.rows // size, return_inverse=True, return_counts=True)
-            columns, column_slot, num_columns = np.unique(
-                self._local.columns // size, return_inverse=True, return_counts=True
-            )
-            self._row_slot = sent(torch.from_numpy(row_slot * len(columns)), scores.device)
-            self._column_slot = sent(torch.from_numpy(column_slot), scores.device)
-            self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
-            num_elements = (num_rows[:, None] * num_columns).reshape(-1)
+        self._matrix = matrix = scores.shard.as_matrix()
+        self._num_across = max(matrix.num_in // size, 1)
+        geometry, first = scores.shard.geometry, None
+        none = np.empty(0, dtype=np.int64)
+        local = LocalMatrix.of(geometry, matrix) if geometry.local_numel else LocalMatrix(none, none, None)
+        if local is None:  # a stretch of the flattened parameter: all the rows that it touches
+            ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
+            low, high = (0, matrix.num_rows - 1) if matrix.transposed else matrix.place(ends)[0].tolist()
+            num_out = matrix.num_out if matrix.transposed else None
+            local, first = LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), num_out), low * matrix.num_in
+        rows, row, num_rows = np.unique(local.rows // size, return_inverse=True, return_counts=True)
+        columns, column, num_columns = np.unique(local.columns // size, return_inverse=True, return_counts=True)
+        self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
+        of_rows, of_columns = torch.from_numpy(row * len(columns)), torch.from_numpy(column)
+        if local.num_local_out is None:
+            super().__init__(scores, len(self.ids), of_rows, of_columns[None], first)
         else:
-            # Which blocks are here follows from the geometry alone: nothing is read on a device.
-            host = torch.device("cpu")
-            found = [np.unique(self._blocks(*chunk, host).numpy(), return_counts=True) for chunk in scores.chunks()]
-            none = np.empty(0, dtype=np.int64)
-            self.ids, slot = np.unique(np.concatenate([none, *(ids for ids, _ in found)]), return_inverse=True)
-            num_elements = np.bincount(slot, np.concatenate([none, *(num for _, num in found)]), len(self.ids))
+            super().__init__(scores, len(self.ids), of_columns, of_rows.view(-1, local.num_local_out), first)
+        num_elements = (num_rows[:, None] * num_columns).reshape(-1)
+        if first is not None:
+            there = torch.zeros(self.num_units, dtype=torch.int64, device=scores.device)
+            for _, units in self.chunks():
+                there.index_add_(0, units, torch.ones_like(units))
+            num_elements = fetched([there])[0].numpy()
         self.is_whole: BoolArray = num_elements == size * size
+        self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
 
-    @property
-    def num_cut(self) -> int:
-        return int((~self.is_whole).sum())
+    def question(self, member: int, table: torch.Tensor, num_ranks: int) -> Question:
+        """Return what the homes of the cut blocks are told, and asked: their sums, if this rank owns them."""
+        cut = np.flatnonzero(self.is_cut)
+        ids, rows = self.ids[cut], table[torch.from_numpy(cut)].numpy() * int(bool(self.scores.shard.owned))
+        home = home_of(ids // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
 
-    @cached_property
-    def _ids(self) -> torch.Tensor:
-        return sent(torch.from_numpy(self.ids), self.scores.device)
+        def encoded(places: IntArray) -> bytes:
+            return np.array([member, len(places)]).tobytes() + ids[places].tobytes() + rows[places].tobytes()
 
-    def _blocks(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        flat = self.scores.shard.geometry.flat_indices(start, stop, device)
-        rows, columns = self._matrix.place(flat)
-        return rows // self._size * self._num_across + columns // self._size
-
-    def _slots(self, start: int, stop: int) -> torch.Tensor:
-        """Return the index in ``ids`` of the block of every local element from ``start`` to ``stop``."""
-        if self._local is None:
-            return torch.searchsorted(self._ids, self._blocks(start, stop, self.scores.device))
-        rows, columns = self._local.split(torch.arange(start, stop, device=self.scores.device))
-        return self._row_slot[rows] + self._column_slot[columns]
-
-    def table(self, scale: int) -> torch.Tensor:
-        """Return what the local blocks add up to, (blocks, NUM_COLUMNS)."""
-        table = torch.zeros((len(self.ids), NUM_COLUMNS), dtype=torch.int64, device=self.scores.device)
-        for start, stop in self.scores.chunks():
-            if self.scores.score.scores_units:
-                gone = self.scores.is_gone(slice(start, stop))
-                left = table.new_ones(stop - start) if gone is None else (~gone).to(torch.int64)
-                table[:, NUM_LEFT].index_add_(0, self._slots(start, stop), left)
-            else:
-                table.index_add_(
-                    0, self._slots(start, stop), columns_of(*addends(self.scores, slice(start, stop)), scale)
-                )
-        return table
-
-    def cut_homes(self, num_ranks: int) -> list[tuple[int, IntArray]]:
-        """Return (home, indices in ``ids``) of the cut blocks, by home."""
-        cut = np.flatnonzero(~self.is_whole)
-        home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
-        return [(int(rank), cut[home == rank]) for rank in np.unique(home)]
-
-    def spread(self, keep: BoolArray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what becomes of the elements, given which of the local blocks stay: the mask, and its counts."""
-        shard, device = self.scores.shard, self.scores.device
-        stays = sent(torch.from_numpy(keep), device)
-        mask = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=device)
-        counts = torch.zeros(2, dtype=torch.int64, device=device)  # gone, pruned
-        for start, stop in self.scores.chunks():
-            chunk = torch.take(stays, self._slots(start, stop), out=mask.view(-1)[start:stop])
-            gone = self.scores.is_gone(slice(start, stop))
-            if gone is not None:
-                chunk.logical_and_(~gone)
-                counts[0] += gone.sum()
-            counts[1] += (~chunk).sum()
-        return mask, counts
+        return Question(home, encoded)
 
 
 class _OwnBlocks:
@@ -224,16 +183,15 @@ class _OwnBlocks:
     def __init__(self, ranked: Ranked, size: int) -> None:
         self._ranked = ranked
         self._size = size
-        self._parts: dict[int, _ParameterBlocks] = {}  # by member
-        self.scales = [0] * len(ranked.numels)
+        self._parts: dict[int, _ShardBlocks] = {}  # by member
+        self.scales: Sequence[int | None] = [None] * len(ranked.numels)  # random scores have none
         self.inquiry = Inquiry(ranked.comm)
         self.asked: list[bytes] = []  # by rank
-        self._sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(ranked.comm.size)]  # (member, places in ids)
 
-    def part(self, scores: LocalScores) -> _ParameterBlocks:
+    def part(self, scores: LocalScores) -> _ShardBlocks:
         member = self._ranked.place[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = _ParameterBlocks(scores, self._size)
+            self._parts[member] = _ShardBlocks(scores, self._size)
         return self._parts[member]
 
     def scores(self) -> dict[int, LocalScores]:
@@ -244,17 +202,9 @@ class _OwnBlocks:
         tables = fetched([part.table(self.scales[member]) for member, part in self._parts.items()])
         return dict(zip(self._parts, tables, strict=True))
 
-    def questions(self) -> tuple[list[list[bytes]], list[int]]:
-        """Return the messages that tell the homes of cut blocks this rank's sums."""
-        messages: list[list[bytes]] = [[] for _ in self._sent]
-        for member, part in self._parts.items():
-            counts = int(bool(part.scores.shard.owned))  # replicas ask, and add nothing
-            for home, places in part.cut_homes(len(self._sent)):
-                rows = self._tables[member][torch.from_numpy(places)].numpy() * counts
-                header = np.array([member, len(places)])
-                messages[home] += [header.tobytes(), part.ids[places].tobytes(), rows.tobytes()]
-                self._sent[home].append((member, places))
-        return messages, [sum(len(places) for _, places in of_rank) for of_rank in self._sent]
+    def questions(self) -> list[Question]:
+        num_ranks = self._ranked.comm.size
+        return [part.question(member, self._tables[member], num_ranks) for member, part in self._parts.items()]
 
     @cached_property
     def _questions_by_rank(self) -> list[list[tuple[int, IntArray, IntArray]]]:  # (member, ids, rows of a table)
@@ -289,9 +239,11 @@ class _OwnBlocks:
         """Add the number of blocks in which something is left, by member."""
         for member, part in self._parts.items():
             if part.scores.shard.owned:
-                left[member] += torch.count_nonzero(self._tables[member][torch.from_numpy(part.is_whole), NUM_LEFT])
+                left[member] += torch.count_nonzero(
+                    ~self._is_gone(self._tables[member][torch.from_numpy(part.is_whole)])
+                )
         for member, (_, table) in self._decided.items():
-            left[member] += torch.count_nonzero(table[:, NUM_LEFT])
+            left[member] += torch.count_nonzero(~self._is_gone(table))
 
     def competitors(self, numels: list[int]) -> list[tuple[int, UnitKeys, bool]]:
         """Return (member, units, whether they are owned): whole blocks of this rank, then cut ones it decides."""
@@ -307,7 +259,10 @@ class _OwnBlocks:
     def _keys(self, member: int, numel: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        return UnitKeys(name, Geometry((numel,), (_runs(ids),)), values, table[:, NUM_LEFT] == 0)
+        return UnitKeys(name, Geometry((numel,), (_runs(ids),)), values, self._is_gone(table))
+
+    def _is_gone(self, table: torch.Tensor) -> torch.Tensor:
+        return table[:, NUM_GONE] == self._size**2
 
     def answers(self, chosen: list[Chosen]) -> list[list[bytes]]:
         """Return the answers to the ranks that asked this one."""
@@ -320,18 +275,17 @@ class _OwnBlocks:
             for asked in self._questions_by_rank
         ]
 
-    def spread(self, chosen: list[Chosen], answered: list[BoolArray]) -> list[Chosen]:
+    def spread(self, chosen: list[Chosen], answered: list[BoolArray] | None) -> list[Chosen]:
         """Return the masks of all of this rank's shards."""
-        keep = {member: np.ones(len(part.ids), dtype=np.bool_) for member, part in self._parts.items()}
-        for (member, part), of_part in zip(self._parts.items(), chosen, strict=False):
-            keep[member][part.is_whole] = of_part.mask.numpy()
-        for answer, of_rank in zip(answered, self._sent, strict=False):
-            passed = 0
-            for member, places in of_rank:
-                keep[member][places] = answer[passed : passed + len(places)]
-                passed += len(places)
-        parts = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
-        found = [self._parts[member].spread(keep[member]) for member in parts]
+        keep: dict[int, torch.Tensor] = {}
+        for i, (member, part) in enumerate(self._parts.items()):
+            keep[member] = torch.empty(part.num_units, dtype=torch.bool)
+            is_whole = torch.from_numpy(part.is_whole)
+            keep[member][is_whole] = chosen[i].mask
+            if answered is not None:
+                keep[member][torch.from_numpy(part.is_cut)] = torch.from_numpy(answered[i])
+        members = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
+        found = [self._parts[member].spread(keep[member]) for member in members]
         return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
 
@@ -341,9 +295,9 @@ def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:
     return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
 
 
-def _threshold(key: float | int | None, scale: int, score: Score) -> float | int | None:
+def _threshold(key: float | int | None, scale: int | None, score: Score) -> float | int | None:
     """Return the sum for which a key on the grid stands. A random key stands for itself."""
-    if key is None or score.scores_units:
+    if key is None or scale is None:
         return key
     order = unit_order(score)
     if key in (order.first, order.last):

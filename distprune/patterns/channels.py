@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -13,10 +13,18 @@ from typing_extensions import override
 from distprune.collectives import max_together, sum_together
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, num_lowest
 from distprune.patterns.census import take_census
-from distprune.patterns.units import NUM_COLUMNS, NUM_LEFT, addends, agree_on_scales, columns_of, sums_of, unit_order
+from distprune.patterns.units import (
+    NUM_COLUMNS,
+    NUM_GONE,
+    ShardUnits,
+    addends,
+    agree_on_scales,
+    sums_of,
+    unit_order,
+)
 from distprune.scores import LocalScores
 from distprune.selection import Chosen, Order, raise_nans
-from distprune.shards import chunk_size, fetched, sent
+from distprune.shards import Geometry, fetched
 
 __all__ = ["Channels"]
 
@@ -72,34 +80,32 @@ class Channels(Pattern):
         """
         members, score = ranked.roster.members, ranked.score
         num_channels = [member.global_shape[self.dim] for member in members]
+        sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, num_channels, strict=True)]
         census = take_census(ranked.comm, ranked.roster, lambda: ranked.scores, counts_gone=True)
-        tables: list[torch.Tensor] | None = None  # nothing is gone
+        tables: Sequence[torch.Tensor] = []
         extremes: torch.Tensor | None = None
-        is_sum = score.combined_by == "sum" and not score.scores_units
         sign = -1.0 if score.combined_by == "min" else 1.0  # both extremes are found as a maximum
-        if is_sum:
-            sizes = [math.prod(m.global_shape) // max(n, 1) for m, n in zip(members, num_channels, strict=True)]
+        if score.combined_by == "sum" and not score.scores_units:
             scales = agree_on_scales(ranked, lambda: _owned(ranked), sizes, together=self.scope == "global")
             tables = self._sum(ranked, num_channels, scales)
         else:
             if any(census.num_gone):
-                tables = self._sum(ranked, num_channels, None)
+                tables = self._sum(ranked, num_channels, [None] * len(members))
             if not score.scores_units:
                 extremes = self._extremes(ranked, num_channels, sign)
 
         def settle() -> list[Chosen]:
-            if is_sum:
-                values = [sums_of(table, score) for table in tables or ()]
-            elif score.scores_units:
+            if score.scores_units:
                 values = [score.of_units(m.name, torch.arange(n)) for m, n in zip(members, num_channels, strict=True)]
+            elif extremes is None:
+                values = [sums_of(table, score) for table in tables]
             else:
-                assert extremes is not None
                 bits = Order("value", torch.float64)
                 values = [bits.keys(each) for each in torch.split(extremes * sign, num_channels)]
             keys = [unit_order(score).keys(of_member) for of_member in values]
-            left = [of_member[:, NUM_LEFT] > 0 for of_member in tables or ()]
+            left = [table[:, NUM_GONE] < size for table, size in zip(tables, sizes, strict=False)]
             keep = self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
-            found = [self._spread(scores, keep[ranked.place[scores.shard.name]]) for scores in ranked.scores]
+            found = [_channels(s, self.dim).spread(keep[ranked.place[s.shard.name]]) for s in ranked.scores]
             return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
         return Choice([None] * len(members), settle)
@@ -119,33 +125,18 @@ class Channels(Pattern):
             keep += torch.split(stays, [len(keys[i]) for i in competing])
         return keep
 
-    def _sum(self, ranked: Ranked, num_channels: Sequence[int], scales: Sequence[int] | None) -> list[torch.Tensor]:
-        """Return by member the sums of its channels over all ranks. Every rank must call it: one round.
-
-        Without ``scales`` it only counts what is left.
-        """
+    def _sum(self, ranked: Ranked, num_channels: Sequence[int], scales: Sequence[int | None]) -> Sequence[torch.Tensor]:
+        """Return by member the table of its channels over all ranks. Every rank must call it: one round."""
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total, list(num_channels))
-            there = []
-            for member, scores in _owned(ranked).items():
-                there.append(torch.zeros_like(tables[member], device=scores.device))
-                for at, channels, shape in _slices(scores, self.dim):
-                    if scales is None:
-                        gone = scores.is_gone(at)
-                        left = torch.ones(at.stop - at.start, device=scores.device) if gone is None else ~gone
-                        columns = left.to(torch.int64)[:, None].expand(-1, NUM_COLUMNS)
-                    else:
-                        columns = columns_of(*addends(scores, at), scales[member])
-                    if shape is not None:
-                        others = [dim for dim in range(len(shape)) if dim != self.dim % len(shape)]
-                        columns = columns.view(*shape, NUM_COLUMNS).sum(others)
-                    there[-1].index_add_(0, channels, columns)
-            for member, table in zip(_owned(ranked), fetched(there), strict=True):
+            own = _owned(ranked)
+            there = [_channels(scores, self.dim).table(scales[member]) for member, scores in own.items()]
+            for member, table in zip(own, fetched(there), strict=True):
                 tables[member].copy_(table)
 
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
-        return list(torch.split(total, list(num_channels)))
+        return torch.split(total, list(num_channels))
 
     def _extremes(self, ranked: Ranked, num_channels: Sequence[int], sign: float) -> torch.Tensor:
         """Return the largest of every channel's scores times ``sign``, float64: one round."""
@@ -153,70 +144,42 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total.fill_(-torch.inf), list(num_channels))
+            own = _owned(ranked)
             there = []
-            for member, scores in _owned(ranked).items():
-                best = torch.full((2, num_channels[member]), -torch.inf, dtype=torch.float64, device=scores.device)
+            for member, scores in own.items():
+                # The channels' extremes, and the number of NaNs.
+                best = torch.full((num_channels[member] + 1,), -torch.inf, dtype=torch.float64, device=scores.device)
+                best[-1] = 0.0
                 there.append(best)
-                for at, channels, shape in _slices(scores, self.dim):
-                    values, _ = addends(scores, at)
+                for at, channels in _channels(scores, self.dim).chunks():
+                    values = addends(scores, at)[0] * sign
                     is_nan = values.isnan()
-                    pair = torch.stack([(values * sign).masked_fill(is_nan, -torch.inf), is_nan.to(torch.float64)])
-                    if shape is not None:
-                        others = [dim + 1 for dim in range(len(shape)) if dim != self.dim % len(shape)]
-                        pair = pair.view(2, *shape).amax(others)
-                    best.scatter_reduce_(1, channels.expand(2, -1), pair, "amax")
-            for (member, scores), found in zip(_owned(ranked).items(), fetched(there), strict=True):
-                tables[member].copy_(found.t())
-                num_nans[scores.shard.name] = int((found[1] > 0).sum())
+                    best[-1] += is_nan.sum()
+                    best[:-1].scatter_reduce_(0, channels, values.masked_fill_(is_nan, -torch.inf), "amax")
+            for (member, scores), found in zip(own.items(), fetched(there), strict=True):
+                tables[member][:, 0] = found[:-1]
+                tables[member][:, 1] = found[-1]
+                num_nans[scores.shard.name] = int(found[-1])
 
         total = max_together(ranked.comm, (sum(num_channels), 2), fill, torch.float64)
         if max(total[:, 1].tolist(), default=0.0) > 0:
             raise_nans(ranked.comm, num_nans)
         return total[:, 0]
 
-    def _spread(self, scores: LocalScores, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what becomes of the elements, given which channels stay: the mask, and how many are gone and go."""
-        mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
-        stays, counts = sent(keep, scores.device), torch.zeros(2, dtype=torch.int64, device=scores.device)
-        for at, channels, shape in _slices(scores, self.dim):
-            chunk = mask.view(-1)[at]
-            if shape is None:
-                chunk.copy_(stays[channels])
-            else:
-                along = [-1 if dim == self.dim % len(shape) else 1 for dim in range(len(shape))]
-                chunk.view(shape).copy_(stays[channels].view(along))
-            gone = scores.is_gone(at)
-            if gone is not None:
-                chunk.logical_and_(~gone)
-                counts[0] += gone.sum()
-            counts[1] += (~chunk).sum()
-        return mask, counts
-
 
 def _owned(ranked: Ranked) -> dict[int, LocalScores]:
     return {ranked.place[scores.shard.name]: scores for scores in ranked.scores if scores.shard.owned}
 
 
-def _slices(scores: LocalScores, dim: int) -> Iterator[tuple[slice, torch.Tensor, tuple[int, ...] | None]]:
-    """Yield (local elements, channels, their shape).
-
-    ``channels`` are the indices along ``dim``; without a shape (``None``) they are those of each element.
-    """
-    shard, device = scores.shard, scores.device
-    shape, geometry = shard.geometry.local_shape, shard.geometry
-    if shard.geometry.local_numel == 0:
-        return
-    num_dims, row = len(shard.shape), shard.geometry.local_numel // shape[0]
-    if len(shape) != num_dims or row > 4 * chunk_size(device):  # flattened, or too long to be taken by rows
-        stride = math.prod(shard.shape[dim % num_dims + 1 :])
-        for start, stop in scores.chunks():
-            flat = geometry.flat_indices(start, stop, device)
-            yield slice(start, stop), flat // stride % shard.shape[dim], None
-        return
-    runs = geometry.dim_runs[dim]
-    channels = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
-    step = max(1, chunk_size(device) // max(row, 1))
-    for start in range(0, shape[0], step):
-        stop = min(start + step, shape[0])
-        here = channels[start:stop] if dim % num_dims == 0 else channels
-        yield slice(start * row, stop * row), here, (stop - start, *shape[1:])
+def _channels(scores: LocalScores, dim: int) -> ShardUnits:
+    """Return the channels of a shard along ``dim``."""
+    shape, geometry, first = scores.shard.shape, scores.shard.geometry, None
+    if len(geometry.global_shape) < len(shape):  # flattened
+        geometry, first = Geometry.whole(shape), 0
+    runs = [torch.arange(start, stop) for start, stop in geometry.dim_runs[dim]]
+    channels = torch.cat([torch.arange(0), *runs])
+    later = dim % len(shape) + 1
+    before, after = math.prod(geometry.local_shape[: later - 1]), math.prod(geometry.local_shape[later:])
+    if after == 1:  # a line is along the dim
+        return ShardUnits(scores, shape[dim], channels.new_zeros(before), channels[None], first)
+    return ShardUnits(scores, shape[dim], channels, channels.new_zeros(()).expand(before, after), first)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from distprune.collectives import Communicator, swap_together
 from distprune.shards import Geometry, LocalMatrix, Matrix
 
-__all__ = ["CutElements", "Inquiry", "LocalUnits", "find_units", "home_of", "settle_cut"]
+__all__ = ["CutElements", "Inquiry", "LocalUnits", "Question", "find_units", "home_of", "settle_cut"]
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -101,40 +102,69 @@ class CutElements:
     owned: bool
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a rank asks about some items, elements or blocks: the ``home`` of each, and what a home is told of some."""
+
+    home: IntArray
+    encoded: Callable[[IntArray], bytes]  # of the items with these numbers
+
+
 class Inquiry:
-    """Questions to the homes and their answers, one byte for each element or block asked about. Three rounds.
+    """Questions to the homes and their answers, one byte for each item asked about. Three rounds.
 
     Every rank must call both methods. Messages are made within the rounds, so an error on one rank is raised on all.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._num_asked: list[int] = []  # by rank
+        self._questions: Sequence[Question] = []
+        self._asked: list[list[tuple[int, IntArray]]] = [[] for _ in range(comm.size)]  # by rank: (question, items)
         self._num_to_answer: list[int] = []
 
-    def ask(self, make: Callable[[], tuple[list[list[bytes]], list[int]]]) -> list[bytes]:
-        """Return the questions of every rank to this one.
+    def ask(self, make: Callable[[], Sequence[Question]]) -> list[bytes]:
+        """Return what this rank is asked, by rank; ``make`` returns what it asks.
 
-        ``make`` returns this rank's questions by rank, in pieces, and by rank the number of answers they need. Two
-        rounds: the sizes, 8 bytes a rank, and the questions, each after 8 bytes for that number.
+        Two rounds: the sizes, 8 bytes a rank, and the questions, each after 8 bytes for the number of its items.
         """
 
-        def pieces() -> list[torch.Tensor]:
-            questions, self._num_asked = make()
+        def messages() -> list[torch.Tensor]:
+            self._questions = make()
+            pieces: list[list[bytes]] = [[] for _ in self._asked]
+            for i, question in enumerate(self._questions):
+                for rank in np.unique(question.home).tolist():
+                    items = np.flatnonzero(question.home == rank)
+                    pieces[rank].append(question.encoded(items))
+                    self._asked[rank].append((i, items))
             return [
-                _message([np.int64(num).tobytes(), *question] if question else [])
-                for num, question in zip(self._num_asked, questions, strict=True)
+                _message([np.int64(num).tobytes(), *of_rank] if of_rank else [])
+                for num, of_rank in zip(self._num_asked(), pieces, strict=True)
             ]
 
-        received = [bytes(message.numpy()) for message in swap_together(self._comm, pieces)]
+        received = [bytes(message.numpy()) for message in swap_together(self._comm, messages)]
         self._num_to_answer = [int.from_bytes(message[:8], "little") for message in received]
         return [message[8:] for message in received]
 
-    def answer(self, make: Callable[[], list[list[bytes]]]) -> list[npt.NDArray[np.bool_]]:
-        """Return every rank's answers to this one; ``make`` returns this rank's answers by rank. One round."""
-        sizes = self._num_to_answer, self._num_asked
+    def answer(self, make: Callable[[], list[list[bytes]]]) -> Callable[[], list[npt.NDArray[np.bool_]]]:
+        """Return a function that returns the answers to each question, by item. One round.
+
+        ``make`` returns this rank's answers by rank, in the order in which it was asked.
+        """
+        sizes = self._num_to_answer, self._num_asked()
         received = swap_together(self._comm, lambda: [_message(answer) for answer in make()], sizes)
-        return [answer.numpy().astype(np.bool_) for answer in received]
+
+        def answers() -> list[npt.NDArray[np.bool_]]:
+            found = [np.empty(len(question.home), dtype=np.bool_) for question in self._questions]
+            for message, of_rank in zip(received, self._asked, strict=True):
+                stays = torch.split(message, [len(items) for _, items in of_rank])
+                for (i, items), answer in zip(of_rank, stays, strict=True):
+                    found[i][items] = answer.numpy()
+            return found
+
+        return answers
+
+    def _num_asked(self) -> list[int]:
+        return [sum(len(items) for _, items in of_rank) for of_rank in self._asked]
 
 
 def settle_cut(
@@ -148,37 +178,16 @@ def settle_cut(
     rank), keys, answers. A rank sends the keys that it owns, 16 bytes for every run of consecutive flat indices, and
     64 bytes for every parameter and home. It gets one byte back for each element.
     """
-    parts: list[CutElements] = []
-    sent: list[list[tuple[int, IntArray]]] = [[] for _ in range(comm.size)]  # (part, which of its elements)
 
-    def questions() -> tuple[list[list[bytes]], list[int]]:
-        messages: list[list[bytes]] = [[] for _ in range(comm.size)]
-        parts[:] = make_parts()
-        for i, part in enumerate(parts):
-            if len(part.flat) == 0:
-                continue
-            home = home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size)
-            order = np.argsort(home, kind="stable")
-            ranks, starts = np.unique(home[order], return_index=True)
-            for rank, chosen in zip(ranks.tolist(), np.split(order, starts[1:]), strict=True):
-                messages[rank].append(_encoded(part, chosen))
-                sent[rank].append((i, chosen))
-        return messages, [sum(len(chosen) for _, chosen in of_rank) for of_rank in sent]
+    def questions() -> list[Question]:
+        return [
+            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part))
+            for part in make_parts()
+        ]
 
     inquiry = Inquiry(comm)
     asked = inquiry.ask(questions)
-    answers = inquiry.answer(lambda: _answers(asked, keep))
-
-    def kept() -> list[npt.NDArray[np.bool_]]:
-        stays = [np.ones(len(part.flat), dtype=np.bool_) for part in parts]
-        for answer, of_rank in zip(answers, sent, strict=True):
-            passed = 0
-            for i, chosen in of_rank:
-                stays[i][chosen] = answer[passed : passed + len(chosen)]
-                passed += len(chosen)
-        return stays
-
-    return kept
+    return inquiry.answer(lambda: _answers(asked, keep))
 
 
 def _message(pieces: Sequence[bytes]) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""The sums of the scores of units' elements: the same in any order, on a grid common to all units that compete."""
+"""Units on a shard: blocks or channels, which are pruned as a whole.
+
+The sums of their elements' scores are the same in any order, on a grid common to all units that compete.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +15,20 @@ from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, raise_nans
-from distprune.shards import Geometry, fetched
+from distprune.shards import Geometry, fetched, on_host, sent
 
-__all__ = ["NUM_COLUMNS", "NUM_INFINITE", "NUM_LEFT", "SUM", "UnitKeys", "addends", "agree_on_scales", "unit_order"]
+__all__ = [
+    "NUM_COLUMNS",
+    "NUM_GONE",
+    "ShardUnits",
+    "UnitKeys",
+    "addends",
+    "agree_on_scales",
+    "sums_of",
+    "unit_order",
+]
 
-SUM, NUM_INFINITE, NUM_LEFT, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
+SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
 
 
 def unit_order(score: Score) -> Order:
@@ -24,14 +36,82 @@ def unit_order(score: Score) -> Order:
     return Order("value", score.dtype(torch.float32) if score.scores_units else torch.int64)
 
 
+class ShardUnits:
+    """The units of which one shard holds a part, numbered from 0 to ``num_units``. No communication.
+
+    The local elements lie in lines of equal length. The unit of element j in line i is ``starts[i % len(starts)] +
+    within[i // len(starts), j]``. ``first``: the flat index at which line 0 begins, if the shard is cut anywhere
+    (FSDP1); without it local elements fill the lines from 0 on.
+    """
+
+    def __init__(
+        self, scores: LocalScores, num_units: int, starts: torch.Tensor, within: torch.Tensor, first: int | None
+    ) -> None:
+        self.scores = scores
+        self.num_units = num_units
+        self._starts, self._within = sent(starts, scores.device), sent(within, scores.device)
+        self._first = first
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield local elements, and the number of the unit of each."""
+        geometry, device, width, num = (
+            self.scores.shard.geometry,
+            self.scores.device,
+            *self._within.shape[1:],
+            len(self._starts),
+        )
+        for start, stop in self.scores.chunks():
+            if self._first is not None or stop - start < width:
+                at = torch.arange(start, stop, device=device)
+                if self._first is not None:
+                    at = geometry.flat_indices(start, stop, device) - self._first
+                lines = at // width
+                yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
+            else:  # faster: whole lines
+                lines = torch.arange(start // width, -(-stop // width), device=device)
+                units = self._starts[lines % num, None] + self._within[lines // num]
+                yield slice(start, stop), units.view(-1)[start % width :][: stop - start]
+
+    def table(self, scale: int | None) -> torch.Tensor:
+        """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""
+        scores = self.scores
+        table = torch.zeros((self.num_units, NUM_COLUMNS), dtype=torch.int64, device=scores.device)
+        for at, units in self.chunks():
+            if scale is None:
+                gone = scores.is_gone(at)
+            else:
+                values, gone = addends(scores, at)
+                infinite = values.isinf()
+                if not on_host(scores.device) or infinite.any():
+                    table[:, NUM_INFINITE].index_add_(0, units, infinite * values.sign().to(torch.int64))
+                    values = values.masked_fill(infinite, 0.0)
+                table[:, SUM].index_add_(0, units, on_grid(values, scale))
+            if gone is not None:
+                table[:, NUM_GONE].index_add_(0, units, gone.to(torch.int64))
+        return table
+
+    def spread(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what becomes of the elements, given which units stay: the mask, and how many are gone and go."""
+        scores, stays = self.scores, sent(keep, self.scores.device)
+        mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
+        counts = torch.zeros(2, dtype=torch.int64, device=scores.device)
+        for at, units in self.chunks():
+            chunk = torch.take(stays, units, out=mask.view(-1)[at])
+            if (gone := scores.is_gone(at)) is not None:
+                chunk.logical_and_(~gone)
+                counts[0] += gone.sum()
+        counts[1] = mask.numel() - mask.sum()
+        return mask, counts
+
+
 def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what the elements ``at`` add to their units, float64, and which of them are left (``None``: all)."""
+    """Return what the elements ``at`` add to their units, float64, and which of them are gone (``None``: none)."""
     values, gone = scores.values(at).to(torch.float64), scores.is_gone(at)
     if scores.score.ordered_by == "magnitude":
         values = values.abs()
     if gone is not None and not scores.counts_gone:
         values = values.masked_fill(gone, scores.score.of_zero)
-    return values, None if gone is None else ~gone
+    return values, gone
 
 
 def agree_on_scales(
@@ -66,14 +146,6 @@ def agree_on_scales(
     if together:
         return [grid_scale(most, of_all)] * len(found)
     return [grid_scale(num, largest) for num, largest in zip(num_addends, found, strict=True)]
-
-
-def columns_of(values: torch.Tensor, left: torch.Tensor | None, scale: int) -> torch.Tensor:
-    """Return what elements add to a table of units, (elements, NUM_COLUMNS), int64."""
-    infinite = values.isinf()
-    of_left = torch.ones_like(infinite) if left is None else left
-    sums = on_grid(values.masked_fill(infinite, 0.0), scale)
-    return torch.stack([sums, infinite * values.sign().to(torch.int64), of_left.to(torch.int64)], dim=1)
 
 
 def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from typing_extensions import override
 
-from distprune.shards import LocalShard, chunk_size, fetched, flat_chunk, flat_chunks
+from distprune.shards import LocalShard, chunk_size, fetched, flat_chunk, flat_chunks, on_host
 
 __all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "count_unread_nans", "local_scores"]
 
@@ -173,8 +173,11 @@ class LocalScores:
         return values
 
     def is_gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
-        """Return which elements at ``at`` are gone, bool, 1-D; ``None`` if none are."""
-        return None if self.gone is None else _taken(self.gone, at) == 0
+        """Return which elements at ``at`` are gone, bool, 1-D; ``None``, on the host always, if none are."""
+        if self.gone is None:
+            return None
+        gone = _taken(self.gone, at) == 0
+        return gone if not on_host(self.device) or gone.any() else None
 
     def keys(self, order: Any, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys (see ``selection/order.py``) of elements ``start`` to ``stop``, 1-D: new, or in ``out``."""

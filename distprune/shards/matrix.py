@@ -87,14 +87,6 @@ class LocalMatrix:
         starts = rows // size * (len(self.columns) * size) + rows % size
         return starts[:, None] + columns[None, :] * size
 
-    def split(self, offsets: Ints) -> tuple[Ints, Ints]:
-        """Return the local row and the local column of the local elements at ``offsets``."""
-        if self.num_local_out is None:
-            return offsets // len(self.columns), offsets % len(self.columns)
-        size = self.num_local_out
-        within = offsets % (size * len(self.columns))
-        return offsets // (size * len(self.columns)) * size + within % size, within // size
-
 
 def _indices(geometry: Geometry, first: int, last: int) -> IntArray:
     """Return the flat indices, within dims ``first`` to ``last``, of what is held of them."""

@@ -231,7 +231,7 @@ def test_checksums_are_the_hosts() -> None:
 def test_no_wait_for_the_scores_of_a_chunk() -> None:
     values = torch.randn(2000)
     scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), True, 1), Magnitude(), {}, values)
-    with counted_waits() as waits:
+    with as_on_a_device(), counted_waits() as waits:
         for start, stop in scores.chunks():
             scores.values(slice(start, stop))
             scores.is_gone(slice(start, stop))
