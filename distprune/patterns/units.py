@@ -172,8 +172,5 @@ class UnitKeys:
     def device(self) -> torch.device:
         return self.values.device
 
-    def keys(self, order: Order, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        return order.keys(self.values[start:stop]).masked_fill_(self.is_gone[start:stop], order.gone)
-
-    def keys_at(self, order: Order, offsets: torch.Tensor) -> torch.Tensor:
-        return order.keys(self.values[offsets]).masked_fill_(self.is_gone[offsets], order.gone)
+    def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
+        return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)

@@ -211,7 +211,7 @@ class _ParameterUnits:
             flat = shard.geometry.flat_indices_at(offsets).numpy()
             return CutElements(self._member, self._matrix, self._length, rows, flat, keys.numpy(), bool(shard.owned))
 
-        return self._scores.keys_at(self._order, sent(offsets, self._scores.device)), travelling
+        return self._scores.keys(self._order, sent(offsets, self._scores.device)), travelling
 
     def settle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Decide the whole units, and take over what became of the cut ones: the mask, and its counts."""
@@ -221,7 +221,7 @@ class _ParameterUnits:
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
 
         def keys_at(at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            keys = scores.keys_of(self._order, at)
+            keys = scores.keys(self._order, at)
             is_gone = _gone(self._order, keys)
             if is_gone is not None:
                 counts[0] += is_gone.sum()

@@ -179,16 +179,8 @@ class LocalScores:
         gone = _taken(self.gone, at) == 0
         return gone if not on_host(self.device) or gone.any() else None
 
-    def keys(self, order: Any, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys (see ``selection/order.py``) of elements ``start`` to ``stop``, 1-D: new, or in ``out``."""
-        return self.keys_of(order, slice(start, stop), out)
-
-    def keys_at(self, order: Any, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the keys of the elements at ``offsets`` (int64, on the device), 1-D and new."""
-        return self.keys_of(order, offsets)
-
-    def keys_of(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
+    def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""
         keys: torch.Tensor = order.keys(self.values(at), out)
         if not order.zeros_gone and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from distprune.selection.competition import Undecided, add_histogram_on_device
-from distprune.selection.scan import Entry
-from distprune.selection.tally import NUM_HEADER_WORDS
+from distprune.selection.scan import NUM_COUNTS, Entry
 from distprune.shards import chunk_size
 
 __all__ = ["DeviceTally"]
@@ -48,9 +47,9 @@ class DeviceTally:
                 self._counts[:2] += beyond
                 if self.entry.owned:
                     within_or_not = torch.stack([num_below, len(keys) - num_below - num_above, num_above])
-                    row[:NUM_HEADER_WORDS] += torch.cat([within_or_not, beyond])
+                    row[:NUM_COUNTS] += torch.cat([within_or_not, beyond])
             if self.entry.owned:
-                add_histogram_on_device(row[NUM_HEADER_WORDS:], keys, within, ~(below | above))
+                add_histogram_on_device(row[NUM_COUNTS:], keys, within, ~(below | above))
 
     def settle_keys(self) -> None:
         """Nothing is set aside."""
@@ -82,4 +81,4 @@ class DeviceTally:
         numel, step = self.entry.geometry.local_numel, chunk_size(self.entry.scores.device)
         for start in range(0, numel, step):
             stop = min(start + step, numel)
-            yield start, stop, self.entry.scores.keys(self._state.competition.order, start, stop)
+            yield start, stop, self.entry.scores.keys(self._state.competition.order, slice(start, stop))

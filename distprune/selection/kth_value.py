@@ -26,8 +26,8 @@ from distprune.selection.competition import Competition, Range, Undecided, Words
 from distprune.selection.counts import Contribution, summed_counts
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.sampling import sample_brackets
-from distprune.selection.scan import Entry
-from distprune.selection.tally import NUM_HEADER_WORDS, Keep, Tally
+from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry
+from distprune.selection.tally import Keep, Tally
 from distprune.shards import fetched, on_host
 
 __all__ = ["Chosen", "Selection", "raise_nans", "select_lowest"]
@@ -107,21 +107,19 @@ def select_lowest(
     num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
     num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
     sample_brackets(comm, states, lambda: own.entries, num_key_words)
-    span = max(c.order.last - c.order.first + 1 for c in competitions)
-    num_left = num_key_rounds = _num_rounds(span, num_key_words - NUM_HEADER_WORDS)
-    while num_left and not all(state.is_key_known or state.only_gone for state in states):
-        num_left -= 1
+    while not all(state.is_key_known or state.only_gone for state in states):
         counts = summed_counts(comm, len(states), num_key_words, own.count_keys)
         _check(comm, own, states, counts)
-        if _narrow_keys(states, counts):
-            num_left = num_key_rounds
+        for state, row in zip(states, counts, strict=True):
+            _narrow_keys(state, row)
     for state in states:
         state.settle_ties()
     while any(state.positions.low < state.positions.high for state in states):
         counts = summed_counts(comm, len(states), num_position_words, own.count_positions)
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
-    return Selection([_threshold(state) for state in states], own.settle)
+    thresholds = [None if s.only_gone else s.competition.order.value(s.keys.low) for s in states]
+    return Selection(thresholds, own.settle)
 
 
 class _OwnPart:
@@ -167,46 +165,34 @@ class _OwnPart:
         return Chosen.all_of([tally.mask for tally in self.tallies], [tally.counts()[1:] for tally in self.tallies])
 
 
-def _threshold(state: Undecided) -> float | int | None:
-    return None if state.only_gone else state.competition.order.value(state.keys.low)
-
-
-def _num_rounds(span: int, num_bins: int) -> int:
-    num_rounds, covered = 1, num_bins
-    while covered < span:
-        num_rounds, covered = num_rounds + 1, covered * num_bins
-    return num_rounds
-
-
-def _narrow_keys(states: Sequence[Undecided], counts: Words) -> bool:
-    """Take over one round of key counts; return whether a bracket missed."""
-    missed = False
-    for state, row in zip(states, counts, strict=True):
-        below, inside, gone = int(row[0]), int(row[1]), int(row[4])
-        k, order = state.competition.num_lowest, state.competition.order
-        if state.only_gone:
-            continue
-        if state.needs_scan and k <= below and state.keys.low > order.first:
-            state.keys, missed = Range(order.first, state.keys.low - 1), True
-        elif state.needs_scan and k <= gone:
+def _narrow_keys(state: Undecided, row: Words) -> None:
+    """Take over one round of key counts; where the bracket missed, go on beside it."""
+    k, order = state.competition.num_lowest, state.competition.order
+    if state.only_gone:
+        return
+    if state.needs_scan:
+        below, inside, gone = (int(row[i]) for i in (NUM_BELOW, NUM_INSIDE, NUM_GONE))
+        if k <= below and state.keys.low > order.first:
+            state.keys = Range(order.first, state.keys.low - 1)
+            return
+        if k <= gone:
             state.only_gone = True
-        elif state.needs_scan and k > below + inside:
-            state.keys, missed = Range(state.keys.high + 1, order.last), True
-        else:
-            if state.needs_scan:
-                state.num_before, state.num_within, state.needs_scan = below, inside, False
-            state.keys = state.narrow(state.keys, row[NUM_HEADER_WORDS:])
-    return missed
+            return
+        if k > below + inside:
+            state.keys = Range(state.keys.high + 1, order.last)
+            return
+        state.num_before, state.num_within, state.needs_scan = below, inside, False
+    state.keys = state.narrow(state.keys, row[NUM_COUNTS:])
 
 
 def _check(comm: Communicator, own: _OwnPart, states: Sequence[Undecided], counts: Words) -> None:
     """Raise, on every rank alike, if the scanned elements are not what the caller said."""
-    if any(state.needs_scan and row[3] for state, row in zip(states, counts, strict=True)):
+    if any(state.needs_scan and row[NUM_NANS] for state, row in zip(states, counts, strict=True)):
         with together(comm):
             num_nans = own.num_nans()
         raise_nans(comm, num_nans)
     for state, row in zip(states, counts, strict=True):
-        competition, num_scanned = state.competition, sum(row[:3].tolist())
+        competition, num_scanned = state.competition, sum(row[:NUM_NANS].tolist())
         if state.needs_scan and not state.only_gone and num_scanned != competition.num_positions:
             raise ValueError(
                 f"{competition.name}: {num_scanned} elements compete, {competition.num_positions} were announced; "

@@ -60,7 +60,7 @@ def _fill_slots(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
 
 
 def _keys_at(entry: Entry, state: Undecided, offsets: torch.Tensor) -> torch.Tensor:
-    return entry.scores.keys_at(state.competition.order, offsets).to(torch.int64)
+    return entry.scores.keys(state.competition.order, offsets).to(torch.int64)
 
 
 def _shift(state: Undecided) -> int:

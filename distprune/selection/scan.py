@@ -16,24 +16,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.selection.competition import Range, Words
 from distprune.selection.order import Order
 from distprune.shards import Geometry, chunk_size
 
-__all__ = ["Counts", "Entry", "Keyed", "Survivors", "scan"]
+__all__ = ["NUM_BELOW", "NUM_COUNTS", "NUM_GONE", "NUM_INSIDE", "NUM_NANS", "Entry", "Keyed", "Survivors", "scan"]
 
 Array = npt.NDArray[Any]
+
+# Counts of elements: below the bracket, inside, above; NaNs (which lie above), gone ones (which lie below).
+NUM_BELOW, NUM_INSIDE, NUM_ABOVE, NUM_NANS, NUM_GONE, NUM_COUNTS = range(6)
 
 _LAST_SHORT_START = (1 << 32) - (1 << 22)  # a chunk that starts here or before ends below 2**32
 _SPAN = 1 << 20  # elements: below this a second thread costs more than it brings
 
 
 class Keyed(Protocol):
-    """Scores of one local shard as keys, 1-D: of elements ``start`` to ``stop`` (in ``out``), or at local offsets."""
+    """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``."""
 
     @property
     def device(self) -> torch.device: ...
-    def keys(self, order: Order, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor: ...
-    def keys_at(self, order: Order, offsets: torch.Tensor) -> torch.Tensor: ...
+    def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -48,24 +51,6 @@ class Entry:
     first_position: int  # the place, among the competition's positions, of flat index 0
 
 
-@dataclass
-class Counts:
-    """Over all local elements. Those below the bracket include those that are gone; NaNs lie above it."""
-
-    num_below: int = 0
-    num_inside: int = 0
-    num_above: int = 0
-    num_nans: int = 0
-    num_gone: int = 0
-
-    def add(self, other: Counts) -> None:
-        self.num_below += other.num_below
-        self.num_inside += other.num_inside
-        self.num_above += other.num_above
-        self.num_nans += other.num_nans
-        self.num_gone += other.num_gone
-
-
 @dataclass(frozen=True)
 class Survivors:
     """Undecided local elements: their offsets in the shard and their keys, in ascending offset order."""
@@ -77,10 +62,10 @@ class Survivors:
 def scan(
     entry: Entry,
     order: Order,
-    bracket: tuple[int, int],
+    bracket: Range,
     mask: torch.Tensor | None = None,
     offsets: tuple[int, int] | None = None,
-) -> Iterator[tuple[Counts, Survivors]]:
+) -> Iterator[tuple[Words, Survivors]]:
     """Yield counts and survivors of the local elements, which are on the CPU, chunk by chunk in order.
 
     ``offsets``: only those from the first of the two to before the second; by default all of them.
@@ -88,19 +73,19 @@ def scan(
     ``mask`` (bool, contiguous, local shape), where given, is written on the way: True above the
     bracket, False below it, True at survivors, to be settled later.
     """
-    begin, end = offsets if offsets is not None else (0, entry.geometry.local_numel)
+    begin, end = offsets or (0, entry.geometry.local_numel)
     flat_mask = mask.view(-1) if mask is not None else None
     step = chunk_size(entry.scores.device)
 
     memory = threading.local()
 
-    def one(start: int) -> tuple[Counts, Survivors]:
+    def one(start: int) -> tuple[Words, Survivors]:
         if not hasattr(memory, "keys"):  # a fresh tensor for each chunk would be as slow as the scan
             memory.keys = torch.empty(step, dtype=order.key_dtype)
             memory.flags = np.empty((2, step), dtype=np.bool_)
         stop = min(start + step, end)
         out = flat_mask[start:stop].numpy() if flat_mask is not None else None
-        keys = entry.scores.keys(order, start, stop, memory.keys).numpy()
+        keys = entry.scores.keys(order, slice(start, stop), memory.keys).numpy()
         return _scan_chunk(order, keys, bracket, memory.flags, out, start)
 
     starts = range(begin, end, step)
@@ -116,9 +101,9 @@ def scan(
 
 
 def _scan_chunk(
-    order: Order, keys: Array, bracket: tuple[int, int], flags: Array, out: Array | None, start: int
-) -> tuple[Counts, Survivors]:
-    low, high = (keys.dtype.type(bound) for bound in bracket)
+    order: Order, keys: Array, bracket: Range, flags: Array, out: Array | None, start: int
+) -> tuple[Words, Survivors]:
+    low, high = keys.dtype.type(bracket.low), keys.dtype.type(bracket.high)
     above, inside = flags[:, : len(keys)]
     # True from the bracket on, which is what the mask says until survivors are settled.
     kept = np.greater_equal(keys, low, out=out if out is not None else np.empty(len(keys), dtype=np.bool_))
@@ -129,8 +114,8 @@ def _scan_chunk(
     # Two extremes take less than two counts, and as a rule say that there is nothing to count.
     num_nans = int(np.count_nonzero(keys > order.last)) if keys.max() > order.last else 0
     num_gone = int(np.count_nonzero(keys < order.first)) if keys.min() < order.first else 0
-    counts = Counts(len(keys) - num_kept, len(offsets), num_kept - len(offsets), num_nans, num_gone)
-    return counts, Survivors(_shortened(offsets, start), keys[offsets])
+    counts = [len(keys) - num_kept, len(offsets), num_kept - len(offsets), num_nans, num_gone]
+    return np.array(counts), Survivors(_shortened(offsets, start), keys[offsets])
 
 
 def _shortened(offsets: Array, start: int) -> Array:

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from distprune.selection.competition import Range, Undecided, Words, add_histogram
-from distprune.selection.scan import Counts, Entry, Survivors, scan
+from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_NANS, Entry, Survivors, scan
 
-__all__ = ["NUM_HEADER_WORDS", "Keep", "Tally"]
-
-NUM_HEADER_WORDS = 5  # a row of key counts begins: below the bracket, inside, above, NaNs, gone
+__all__ = ["Keep", "Tally"]
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
@@ -32,14 +30,11 @@ class Keep:
 
 
 class Tally:
-    """Counts of one entry on the CPU. Survivors are set aside where they are few, and found anew where they are many.
-
-    ``num_nans``, ``num_gone`` and ``num_pruned`` (gone ones included) are of all its local elements.
-    """
+    """Counts of one entry on the CPU. Survivors are set aside where they are few, else found anew when needed."""
 
     def __init__(self, entry: Entry, state: Undecided, keep: Keep) -> None:
         self.entry = entry
-        self.num_nans = self.num_gone = self.num_pruned = 0
+        self._num_nans = self._num_gone = self._num_pruned = 0
         # numpy asks for huge pages: the first write to a small one takes as long as the rest of the scan.
         self.mask = torch.from_numpy(np.empty(entry.geometry.local_shape, dtype=np.bool_))
         self._state = state
@@ -48,12 +43,8 @@ class Tally:
         self._positions: torch.Tensor | None = None
 
     def counts(self) -> torch.Tensor:
-        """Return NaNs, gone and pruned, int64."""
-        return torch.tensor([self.num_nans, self.num_gone, self.num_pruned])
-
-    @property
-    def _bracket(self) -> tuple[int, int]:
-        return self._state.keys.low, self._state.keys.high
+        """Return NaNs, gone and pruned (gone ones included), int64, of all local elements."""
+        return torch.tensor([self._num_nans, self._num_gone, self._num_pruned])
 
     def count_keys(self, row: torch.Tensor) -> None:
         """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
@@ -61,19 +52,17 @@ class Tally:
             if self._state.is_key_known or self._state.only_gone:
                 return  # many ties with the k-th key, and nothing left to learn about it
             counts = self._scan_keys(row)
-            self.num_nans, self.num_gone, self.num_pruned = counts.num_nans, counts.num_gone, counts.num_below
+            self._num_nans, self._num_gone, self._num_pruned = counts[[NUM_NANS, NUM_GONE, NUM_BELOW]].tolist()
             if self._state.needs_scan and self.entry.owned:
-                row[:NUM_HEADER_WORDS] += torch.tensor(
-                    [counts.num_below, counts.num_inside, counts.num_above, counts.num_nans, counts.num_gone]
-                )
+                row[:NUM_COUNTS] += torch.from_numpy(counts)
         else:
             self._add_keys(row, self._survivors)
 
-    def _scan_keys(self, row: torch.Tensor) -> Counts:
-        total = Counts()
+    def _scan_keys(self, row: torch.Tensor) -> Words:
+        total = np.zeros(NUM_COUNTS, dtype=np.int64)
         kept: list[Survivors] | None = []
-        for counts, found in scan(self.entry, self._state.competition.order, self._bracket, self.mask):
-            total.add(counts)
+        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self.mask):
+            total += counts
             if kept is not None and self._keep.take(_num_bytes(found)):
                 kept.append(found)
                 continue
@@ -89,7 +78,7 @@ class Tally:
 
     def _add_keys(self, row: torch.Tensor, found: Survivors) -> None:
         if self.entry.owned and len(found.keys):
-            add_histogram(row[NUM_HEADER_WORDS:], torch.from_numpy(found.keys), self._state.keys)
+            add_histogram(row[NUM_COUNTS:], torch.from_numpy(found.keys), self._state.keys)
 
     def settle_keys(self) -> None:
         """Write what the last round over the keys decided, and set aside only what it did not."""
@@ -100,7 +89,7 @@ class Tally:
             self._keep.num_bytes += before
             self._survivors = None
             return
-        low, high = self._bracket
+        low, high = self._state.keys.low, self._state.keys.high
         keys, offsets = self._survivors.keys, self._survivors.offsets
         self._prune(offsets[keys < low])
         left = (keys >= low) & (keys <= high)
@@ -124,9 +113,9 @@ class Tally:
         if self._survivors is not None:
             self._prune_up_to(self._survivors.offsets)
             return
-        self.num_pruned = 0
-        for counts, found in scan(self.entry, self._state.competition.order, self._bracket, self.mask):
-            self.num_pruned += counts.num_below
+        self._num_pruned = 0
+        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self.mask):
+            self._num_pruned += int(counts[NUM_BELOW])
             self._prune_up_to(found.offsets)
 
     def _prune_up_to(self, offsets: Words) -> None:
@@ -143,7 +132,7 @@ class Tally:
         if self.entry.geometry.flat_start is not None:
             first, numel = self.entry.first_position + self.entry.geometry.flat_start, self.entry.geometry.local_numel
             offsets = min(max(within.low - first, 0), numel), min(max(within.high + 1 - first, 0), numel)
-        for _, found in scan(self.entry, self._state.competition.order, self._bracket, offsets=offsets):
+        for _, found in scan(self.entry, self._state.competition.order, self._state.keys, offsets=offsets):
             yield self._positions_of(found.offsets)
 
     def _positions_of(self, offsets: Words) -> torch.Tensor:
@@ -151,7 +140,7 @@ class Tally:
         return flat + self.entry.first_position
 
     def _prune(self, offsets: Words) -> None:
-        self.num_pruned += len(offsets)
+        self._num_pruned += len(offsets)
         self.mask.view(-1).numpy()[offsets] = False  # a third of the time that torch's indexing takes
 
 
