@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share
 from distprune.patterns.block import Block
 from distprune.patterns.census import check_parts
@@ -55,14 +57,11 @@ def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, sco
 
 def _from_text(text: str, sparsity: float | None) -> Pattern:
     name, _, number = text.partition(":")
-    if name.isdecimal() and number.isdecimal():
+    if re.fullmatch(r"\d+:\d+", text):
         if sparsity is not None:
             raise ValueError(f"pattern={text!r} says how much is pruned; leave out sparsity={sparsity!r}")
         return NByM(int(name), int(number))
-    known = text in ("unstructured", "row") or (
-        number.removeprefix("-" if name == "channels" else "").isdecimal() and name in ("block", "channels")
-    )
-    if not known:
+    if not re.fullmatch(r"unstructured|row|block:\d+|channels:-?\d+", text):
         raise ValueError(
             f"pattern={text!r} is not known; use 'unstructured', 'row', N:M such as '2:4', 'block:SIZE' such as "
             "'block:16', or 'channels:DIM' such as 'channels:0'"

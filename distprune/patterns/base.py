@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -88,15 +88,8 @@ class Choice:
 class Pattern(ABC):
     """Which elements compete with each other. A subclass is a small frozen dataclass; ranks compare its ``repr``."""
 
-    @property
-    def needs_matrix(self) -> bool:
-        """Whether it must know which dims are rows (outputs) and which are inputs."""
-        return True
-
-    @property
-    def is_by_row(self) -> bool:
-        """Whether each row, or each group within a row, is decided by itself, as :meth:`keep` does."""
-        return False
+    needs_matrix: ClassVar[bool] = True  # it must know which dims are rows (outputs) and which are inputs
+    is_by_row: ClassVar[bool] = False  # each row, or each group within a row, is decided by itself, as keep() does
 
     @property
     def width(self) -> int:
@@ -215,17 +208,19 @@ def compete(
     Rounds and errors are those of :func:`select_lowest`.
     """
     names = [member.name for member in ranked.roster.members]
-    competitors = [list(range(len(names)))] if scope == "global" else [[i] for i in range(len(names))]
-    competitions = []
-    for members in competitors if names else []:
-        name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
-        num, gone = sum(numels[i] for i in members), sum(num_gone[i] for i in members)
-        wanted = num_lowest(share, num, gone, name, of_left=ranked.of_left)
-        competitions.append(Competition(name, order(members), num, wanted))
-    firsts = list(itertools.accumulate(numels, initial=0)) if scope == "global" else [0] * len(names)
+    firsts = list(itertools.accumulate(numels, initial=0))
+    competitors = [[i] for i in range(len(names))]
+    if scope == "global" and names:
+        competitors = [list(range(len(names)))]
 
     def place(member: int) -> tuple[int, int]:
         return (0, firsts[member]) if scope == "global" else (member, 0)
 
+    competitions = []
+    for members in competitors:
+        name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
+        num, gone = sum(numels[i] for i in members), sum(num_gone[i] for i in members)
+        wanted = num_lowest(share, num, gone, name, of_left=ranked.of_left)
+        competitions.append(Competition(name, order(members), num, wanted))
     selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place))
     return Choice([selection.thresholds[place(i)[0]] for i in range(len(names))], selection.settle)

@@ -6,6 +6,7 @@ that holds some of it and not all. Its *home* (see ``cut_units``) adds up its sc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Block(Pattern):
 
         The grid takes 8 bytes a parameter; random scores need none. One more round counts the blocks that are left, if
         shares are of what is left and something is gone. Three more where ranks hold parts of blocks: sizes; 32 bytes
-        for each cut block and 24 for each parameter and home; and one byte a block back.
+        for each cut block and 8 for each home; and one byte a block back.
         """
         comm, score, members = ranked.comm, ranked.score, ranked.roster.members
         if score.combined_by != "sum":
@@ -95,31 +96,26 @@ class Block(Pattern):
         ranked.order(range(len(members)))  # raises alike on all ranks
         own = _OwnBlocks(ranked, self.size)
         census = take_census(
-            comm,
-            ranked.roster,
-            lambda: ranked.scores,
-            counts_gone=ranked.of_left,
-            num_cut=lambda scores: int(own.part(scores).is_cut.sum()),
+            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: int(own.part(scores).is_cut.sum())
         )
-        numels = [numel // self.size**2 for numel in ranked.numels]  # in blocks
         if not score.scores_units:
             sizes, is_global = [self.size**2] * len(members), self.scope == "global"
             own.scales = agree_on_scales(ranked, own.scores, sizes, together=is_global)
         if any(census.num_cut):
-            own.asked = own.inquiry.ask(own.questions)
+            own.ask()
         num_gone = [0] * len(members)
         if ranked.of_left and any(census.num_gone):
             num_left = sum_together(comm, (len(members),), own.count_left).tolist()
-            num_gone = [num - left for num, left in zip(numels, num_left, strict=True)]
+            num_gone = [num - left for num, left in zip(own.numels, num_left, strict=True)]
 
         def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
             return [
                 Entry(keys.name, keys, keys.geometry, owned, *place(member))
-                for member, keys, owned in own.competitors(numels)
+                for member, keys, owned in own.competitors()
             ]
 
         order = unit_order(score)
-        choice = compete(ranked, self.sparsity, self.scope, numels, num_gone, lambda _: order, make_entries)
+        choice = compete(ranked, self.sparsity, self.scope, own.numels, num_gone, lambda _: order, make_entries)
         thresholds = [_threshold(key, scale, score) for key, scale in zip(choice.thresholds, own.scales, strict=True)]
         if not any(census.num_cut):
             return Choice(thresholds, lambda: own.spread(choice.settle(), None))
@@ -165,16 +161,13 @@ class _ShardBlocks(ShardUnits):
         self.is_whole: BoolArray = num_elements == size * size
         self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
 
-    def question(self, member: int, table: torch.Tensor, num_ranks: int) -> Question:
+    def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
         """Return what the homes of the cut blocks are told, and asked: their sums, if this rank owns them."""
         cut = np.flatnonzero(self.is_cut)
-        ids, rows = self.ids[cut], table[torch.from_numpy(cut)].numpy() * int(bool(self.scores.shard.owned))
-        home = home_of(ids // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
-
-        def encoded(places: IntArray) -> bytes:
-            return np.array([member, len(places)]).tobytes() + ids[places].tobytes() + rows[places].tobytes()
-
-        return Question(home, encoded)
+        sums = table[torch.from_numpy(cut)].numpy() * int(bool(self.scores.shard.owned))
+        home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
+        rows = np.column_stack([first + self.ids[cut], sums])
+        return Question(home, lambda places: rows[places].tobytes())
 
 
 class _OwnBlocks:
@@ -184,9 +177,11 @@ class _OwnBlocks:
         self._ranked = ranked
         self._size = size
         self._parts: dict[int, _ShardBlocks] = {}  # by member
+        self.numels = [numel // size**2 for numel in ranked.numels]  # in blocks
+        self._firsts = np.cumsum([0, *self.numels])  # messages number the blocks of all members
         self.scales: Sequence[int | None] = [None] * len(ranked.numels)  # random scores have none
         self.inquiry = Inquiry(ranked.comm)
-        self.asked: list[bytes] = []  # by rank
+        self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table
 
     def part(self, scores: LocalScores) -> _ShardBlocks:
         member = self._ranked.place[scores.shard.name]
@@ -202,38 +197,28 @@ class _OwnBlocks:
         tables = fetched([part.table(self.scales[member]) for member, part in self._parts.items()])
         return dict(zip(self._parts, tables, strict=True))
 
-    def questions(self) -> list[Question]:
-        num_ranks = self._ranked.comm.size
-        return [part.question(member, self._tables[member], num_ranks) for member, part in self._parts.items()]
+    def ask(self) -> None:
+        """Tell the homes of cut blocks this rank's sums. Every rank must call it: two rounds."""
+
+        def questions() -> list[Question]:
+            ranks = self._ranked.comm.size
+            return [part.question(self._firsts[i], self._tables[i], ranks) for i, part in self._parts.items()]
+
+        messages = self.inquiry.ask(questions)
+        self._asked = [np.frombuffer(message, np.int64).reshape(-1, 1 + NUM_COLUMNS) for message in messages]
 
     @cached_property
-    def _questions_by_rank(self) -> list[list[tuple[int, IntArray, IntArray]]]:  # (member, ids, rows of a table)
-        found: list[list[tuple[int, IntArray, IntArray]]] = []
-        for message in self.asked:
-            words, at = np.frombuffer(message, np.int64), 0
-            found.append([])
-            while at < len(words):
-                member, num = words[at : at + 2].tolist()
-                end = at + 2 + num * (1 + NUM_COLUMNS)
-                ids, rows = words[at + 2 : at + 2 + num], words[at + 2 + num : end].reshape(num, NUM_COLUMNS)
-                found[-1].append((member, ids, rows))
-                at = end
-        return found
+    def _decided(self) -> tuple[dict[int, tuple[IntArray, torch.Tensor]], IntArray]:
+        """The cut blocks whose home is this rank: by member their ids, ascending, and their table.
 
-    @cached_property
-    def _decided(self) -> dict[int, tuple[IntArray, torch.Tensor]]:
-        """The cut blocks whose home is this rank: by member their ids, ascending, and their table."""
-        by_member: dict[int, list[tuple[IntArray, IntArray]]] = {}
-        for of_rank in self._questions_by_rank:
-            for member, ids, rows in of_rank:
-                by_member.setdefault(member, []).append((ids, rows))
-        decided = {}
-        for member, pieces in sorted(by_member.items()):
-            ids, slot = np.unique(np.concatenate([ids for ids, _ in pieces]), return_inverse=True)
-            table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64)
-            table.index_add_(0, torch.from_numpy(slot), torch.from_numpy(np.concatenate([rows for _, rows in pieces])))
-            decided[member] = ids, table
-        return decided
+        And the place among them of every block that was asked about.
+        """
+        rows = np.concatenate([np.empty((0, 1 + NUM_COLUMNS), dtype=np.int64), *self._asked])
+        ids, place = np.unique(rows[:, 0], return_inverse=True)
+        table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64)
+        table.index_add_(0, torch.from_numpy(place), torch.from_numpy(rows[:, 1:]))
+        bounds = enumerate(itertools.pairwise(np.searchsorted(ids, self._firsts).tolist()))
+        return {i: (ids[a:b] - self._firsts[i], table[a:b]) for i, (a, b) in bounds if a < b}, place
 
     def count_left(self, left: torch.Tensor) -> None:
         """Add the number of blocks in which something is left, by member."""
@@ -242,38 +227,34 @@ class _OwnBlocks:
                 left[member] += torch.count_nonzero(
                     ~self._is_gone(self._tables[member][torch.from_numpy(part.is_whole)])
                 )
-        for member, (_, table) in self._decided.items():
+        for member, (_, table) in self._decided[0].items():
             left[member] += torch.count_nonzero(~self._is_gone(table))
 
-    def competitors(self, numels: list[int]) -> list[tuple[int, UnitKeys, bool]]:
+    def competitors(self) -> list[tuple[int, UnitKeys, bool]]:
         """Return (member, units, whether they are owned): whole blocks of this rank, then cut ones it decides."""
         found = []
         for member, part in self._parts.items():
             whole = self._tables[member][torch.from_numpy(part.is_whole)]
-            keys = self._keys(member, numels[member], part.ids[part.is_whole], whole)
+            keys = self._keys(member, part.ids[part.is_whole], whole)
             found.append((member, keys, bool(part.scores.shard.owned)))
-        for member, (ids, table) in self._decided.items():
-            found.append((member, self._keys(member, numels[member], ids, table), True))
+        for member, (ids, table) in self._decided[0].items():
+            found.append((member, self._keys(member, ids, table), True))
         return found
 
-    def _keys(self, member: int, numel: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
+    def _keys(self, member: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        return UnitKeys(name, Geometry((numel,), (_runs(ids),)), values, self._is_gone(table))
+        return UnitKeys(name, Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
 
     def _is_gone(self, table: torch.Tensor) -> torch.Tensor:
         return table[:, NUM_GONE] == self._size**2
 
     def answers(self, chosen: list[Chosen]) -> list[list[bytes]]:
         """Return the answers to the ranks that asked this one."""
-        keep = dict(zip(self._decided, chosen[len(self._parts) :], strict=True))
-        return [
-            [
-                keep[member].mask.numpy()[np.searchsorted(self._decided[member][0], ids)].tobytes()
-                for member, ids, _ in asked
-            ]
-            for asked in self._questions_by_rank
-        ]
+        masks = [each.mask.numpy() for each in chosen[len(self._parts) :]]
+        stays = np.concatenate([np.empty(0, dtype=np.bool_), *masks])[self._decided[1]]
+        ends = np.cumsum([len(rows) for rows in self._asked])
+        return [[answer.tobytes()] for answer in np.split(stays, ends[:-1])]
 
     def spread(self, chosen: list[Chosen], answered: list[BoolArray] | None) -> list[Chosen]:
         """Return the masks of all of this rank's shards."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from distprune.collectives import Communicator, Roster, sum_together
+from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores
 from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched
 
@@ -27,15 +28,8 @@ class Census:
     num_cut: list[int]
 
 
-def take_census(
-    comm: Communicator,
-    roster: Roster,
-    scores: Callable[[], Sequence[LocalScores]],
-    *,
-    counts_gone: bool,
-    num_cut: Callable[[LocalScores], int] | None = None,
-) -> Census:
-    """Return the census of all ranks' ``scores``. Every rank must call it.
+def take_census(ranked: Ranked, *, counts_gone: bool, num_cut: Callable[[LocalScores], int] | None = None) -> Census:
+    """Return the census of all ranks' scores. Every rank must call it.
 
     ``counts_gone``: count what is gone. ``num_cut``: counts what is cut. One round of 16 bytes a parameter, and 8 more
     for each of the two counts.
@@ -43,23 +37,22 @@ def take_census(
     Raises:
         ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
     """
-    place = roster.index()
 
-    def fill(words: torch.Tensor) -> None:
-        _fill_parts(words, place, [(of_shard.shard, of_shard.reads) for of_shard in scores()])
+    def count(words: torch.Tensor) -> None:
         if counts_gone:
-            gone = {s.shard.name: s.gone for s in scores() if s.shard.owned and s.gone is not None}
+            gone = {s.shard.name: s.gone for s in ranked.scores if s.shard.owned and s.gone is not None}
             for name, num in zip(gone, count_zeros([*gone.values()]), strict=True):
-                words[place[name], 2] = num
+                words[ranked.place[name], 0] = num
         if num_cut is not None:
-            for of_shard in scores():
-                words[place[of_shard.shard.name], -1] = num_cut(of_shard)
+            for scores in ranked.scores:
+                words[ranked.place[scores.shard.name], -1] = num_cut(scores)
 
-    num_words = 2 + counts_gone + (num_cut is not None)
-    words = sum_together(comm, (len(roster.members), num_words), fill)
-    _check(comm, roster, words, lambda: [of_shard.shard for of_shard in scores()])
-    none = [0] * len(roster.members)
-    return Census(words[:, 2].tolist() if counts_gone else none, none if num_cut is None else words[:, -1].tolist())
+    num_counts = counts_gone + (num_cut is not None)
+    counts = _checked(
+        ranked.comm, ranked.roster, lambda: [(s.shard, s.reads) for s in ranked.scores], num_counts, count
+    )
+    none = [0] * len(ranked.numels)
+    return Census(counts[:, 0].tolist() if counts_gone else none, none if num_cut is None else counts[:, -1].tolist())
 
 
 def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
@@ -68,45 +61,42 @@ def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequenc
     Raises:
         ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
     """
+    _checked(comm, roster, lambda: [(shard, [shard.local]) for shard in shards()])
+
+
+def _checked(
+    comm: Communicator,
+    roster: Roster,
+    parts: Callable[[], Sequence[tuple[LocalShard, Sequence[torch.Tensor]]]],
+    num_counts: int = 0,
+    count: Callable[[torch.Tensor], None] = lambda _: None,
+) -> torch.Tensor:
+    """Check the ranks' ``parts``, shards and what of each is read; return the sum of ``count``, of the same round."""
     place = roster.index()
 
     def fill(words: torch.Tensor) -> None:
-        _fill_parts(words, place, [(shard, [shard.local]) for shard in shards()])
+        found = parts()
+        for shard, _ in found:
+            if shard.owned:
+                words[place[shard.name], 0] = shard.geometry.fingerprint()
+        copied = [(shard, checksum(reads)) for shard, reads in found if shard.num_replicas != 1]
+        for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
+            # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
+            words[place[shard.name], 1] = of_reads * ((shard.num_replicas or 1) - 1 if shard.owned else -1)
+        count(words[:, 2:])
 
-    _check(comm, roster, sum_together(comm, (len(roster.members), 2), fill), shards)
+    words = sum_together(comm, (len(roster.members), 2 + num_counts), fill)
+    for i, member in enumerate(roster.members):
+        if (int(words[i, 0]) - Geometry.whole(member.global_shape).fingerprint()) % Geometry.PRIME == 0:
+            continue
 
+        def num_owned(owned: torch.Tensor, name: str = member.name) -> None:
+            owned[0] = sum(shard.geometry.local_numel for shard, _ in parts() if shard.owned and shard.name == name)
 
-def _fill_parts(
-    words: torch.Tensor, place: Mapping[str, int], parts: Sequence[tuple[LocalShard, Sequence[torch.Tensor]]]
-) -> None:
-    """Say where each shard's elements are, and how far the replicas of what is read differ."""
-    for shard, _ in parts:
-        if shard.owned:
-            words[place[shard.name], 0] = shard.geometry.fingerprint()
-    copied = [(shard, checksum(reads)) for shard, reads in parts if shard.num_replicas != 1]
-    for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
-        # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-        words[place[shard.name], 1] = of_reads * ((shard.num_replicas or 1) - 1 if shard.owned else -1)
-
-
-def _check(comm: Communicator, roster: Roster, words: torch.Tensor, shards: Callable[[], Sequence[LocalShard]]) -> None:
-    wrong = [
-        i
-        for i, member in enumerate(roster.members)
-        if (int(words[i, 0]) - Geometry.whole(member.global_shape).fingerprint()) % Geometry.PRIME
-    ]
-    if wrong:
-        place = roster.index()
-
-        def fill(owned: torch.Tensor) -> None:
-            for shard in shards():
-                owned[place[shard.name]] = shard.geometry.local_numel if shard.owned else 0
-
-        member, num = roster.members[wrong[0]], sum_together(comm, (len(roster.members),), fill)[wrong[0]]
-        numel = math.prod(member.global_shape)
-        overlap = ", some of them twice" if int(num) == numel else ""
+        num, numel = int(sum_together(comm, (1,), num_owned)), math.prod(member.global_shape)
+        overlap = ", some of them twice" if num == numel else ""
         raise ValueError(
-            f"of the {numel} elements of {member.name!r} the ranks own {int(num)}{overlap}: every element must be "
+            f"of the {numel} elements of {member.name!r} the ranks own {num}{overlap}: every element must be "
             "owned by exactly one rank; pass a group of all ranks that hold a part, and give copies the same layout"
         )
     for i, member in enumerate(roster.members):
@@ -115,3 +105,4 @@ def _check(comm: Communicator, roster: Roster, words: torch.Tensor, shards: Call
                 f"ranks that should hold the same values of {member.name!r} hold different ones; make the replicas "
                 "equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
             )
+    return words[:, 2:]

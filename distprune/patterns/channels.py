@@ -43,6 +43,8 @@ class Channels(Pattern):
         ValueError: ``sparsity`` is out of range.
     """
 
+    needs_matrix = False
+
     sparsity: int | float
     dim: int
     scope: Scope = "tensor"
@@ -55,11 +57,6 @@ class Channels(Pattern):
     @override
     def __str__(self) -> str:
         return f"channels:{self.dim}"
-
-    @property
-    @override
-    def needs_matrix(self) -> bool:
-        return False
 
     @override
     def check_shape(self, shape: Sequence[int]) -> None:
@@ -81,7 +78,7 @@ class Channels(Pattern):
         members, score = ranked.roster.members, ranked.score
         num_channels = [member.global_shape[self.dim] for member in members]
         sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, num_channels, strict=True)]
-        census = take_census(ranked.comm, ranked.roster, lambda: ranked.scores, counts_gone=True)
+        census = take_census(ranked, counts_gone=True)
         tables: Sequence[torch.Tensor] = []
         extremes: torch.Tensor | None = None
         sign = -1.0 if score.combined_by == "min" else 1.0  # both extremes are found as a maximum

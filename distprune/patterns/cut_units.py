@@ -91,14 +91,13 @@ def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
 
 @dataclass(frozen=True)
 class CutElements:
-    """Elements of one parameter in cut units, as a rank sends them: flat indices and keys."""
+    """Elements of one parameter in cut units, as a rank sends them."""
 
     member: int  # of the roster
     matrix: Matrix
     length: int  # of a unit
     rows: tuple[int, int]  # the range of rows that the ranks share as homes
     flat: IntArray
-    keys: Array
     owned: bool
 
 
@@ -169,20 +168,21 @@ class Inquiry:
 
 def settle_cut(
     comm: Communicator,
-    make_parts: Callable[[], Sequence[CutElements]],
+    make_parts: Callable[[], Sequence[tuple[CutElements, Array]]],
     keep: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> Callable[[], list[npt.NDArray[np.bool_]]]:
     """Return a function that returns what stays of each part (bool). Every rank of ``comm`` must call it.
 
-    A home decides whole units by ``keep(member, keys)``, with keys (units, length). Three rounds: sizes (8 bytes a
-    rank), keys, answers. A rank sends the keys that it owns, 16 bytes for every run of consecutive flat indices, and
-    64 bytes for every parameter and home. It gets one byte back for each element.
+    ``make_parts`` returns this rank's parts and their keys. A home decides whole units by ``keep(member, keys)``, with
+    keys (units, length). Three rounds: sizes (8 bytes a rank), keys, answers. A rank sends the keys that it owns, 16
+    bytes for every run of consecutive flat indices, and 64 bytes for every parameter and home. It gets one byte back
+    for each element.
     """
 
     def questions() -> list[Question]:
         return [
-            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part))
-            for part in make_parts()
+            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part, keys))
+            for part, keys in make_parts()
         ]
 
     inquiry = Inquiry(comm)
@@ -195,11 +195,11 @@ def _message(pieces: Sequence[bytes]) -> torch.Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
-def _encoded(part: CutElements, chosen: IntArray) -> bytes:
+def _encoded(part: CutElements, keys: Array, chosen: IntArray) -> bytes:
     flat, matrix = part.flat[chosen], part.matrix
     begins = np.flatnonzero(np.diff(flat, prepend=flat[0] - 2) != 1)
     lengths = np.diff(begins, append=len(flat))
-    keys = part.keys[chosen] if part.owned else part.keys[:0]
+    keys = keys[chosen] if part.owned else keys[:0]
     header = [part.member, matrix.num_matrices, matrix.num_out, matrix.num_in, int(matrix.transposed), part.length]
     sizes = [len(begins), keys.itemsize if part.owned else 0]
     words = np.concatenate([np.array(header + sizes), flat[begins], lengths]).astype(np.int64)

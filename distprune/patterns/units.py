@@ -54,23 +54,19 @@ class ShardUnits:
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield local elements, and the number of the unit of each."""
-        geometry, device, width, num = (
-            self.scores.shard.geometry,
-            self.scores.device,
-            *self._within.shape[1:],
-            len(self._starts),
-        )
+        geometry, device = self.scores.shard.geometry, self.scores.device
+        width, num = self._within.shape[1], len(self._starts)
         for start, stop in self.scores.chunks():
-            if self._first is not None or stop - start < width:
+            if self._first is None and stop - start >= width:  # line by line, which is faster
+                lines = torch.arange(start // width, -(-stop // width), device=device)
+                units = self._starts[lines % num, None] + self._within[lines // num]
+                yield slice(start, stop), units.view(-1)[start % width :][: stop - start]
+            else:
                 at = torch.arange(start, stop, device=device)
                 if self._first is not None:
                     at = geometry.flat_indices(start, stop, device) - self._first
                 lines = at // width
                 yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
-            else:  # faster: whole lines
-                lines = torch.arange(start // width, -(-stop // width), device=device)
-                units = self._starts[lines % num, None] + self._within[lines // num]
-                yield slice(start, stop), units.view(-1)[start % width :][: stop - start]
 
     def table(self, scale: int | None) -> torch.Tensor:
         """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""

@@ -31,6 +31,9 @@ class Unstructured(Pattern):
         ValueError: it is out of range.
     """
 
+    needs_matrix = False
+    width = 1
+
     sparsity: int | float
     scope: Scope = "global"
 
@@ -41,11 +44,6 @@ class Unstructured(Pattern):
     def __str__(self) -> str:
         return "unstructured"
 
-    @property
-    @override
-    def needs_matrix(self) -> bool:
-        return False
-
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
@@ -54,7 +52,7 @@ class Unstructured(Pattern):
             ranked.order(members)  # raises alike on all ranks
         census = Census([0] * num, [])
         if ranked.checks:
-            census = take_census(ranked.comm, ranked.roster, lambda: ranked.scores, counts_gone=ranked.of_left)
+            census = take_census(ranked, counts_gone=ranked.of_left)
 
         def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
             return [
@@ -63,11 +61,6 @@ class Unstructured(Pattern):
             ]
 
         return compete(ranked, self.sparsity, self.scope, ranked.numels, census.num_gone, ranked.order, make_entries)
-
-    @property
-    @override
-    def width(self) -> int:
-        return 1
 
     @override
     def by_row(self) -> Pattern:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +28,15 @@ _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks;
 class _WithinRows(Pattern):
     """Units of some inputs of one row, each decided by itself. What is gone is pruned first."""
 
-    @property
-    @override
-    def is_by_row(self) -> bool:
-        return True
+    is_by_row = True
 
     @abstractmethod
     def unit_length(self, matrix: Matrix) -> int:
         """Return how many inputs a unit has."""
 
-    @abstractmethod
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
-        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs).
-
-        ``is_gone`` is ``None`` where nothing is.
-        """
+    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return what stays of ``keys`` (rows, inputs), bool, where shares are of what is not ``is_gone``."""
+        return self.keep(keys)
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
@@ -65,27 +59,24 @@ class _WithinRows(Pattern):
             return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
         if ranked.checks:
-            census = take_census(
-                ranked.comm,
-                ranked.roster,
-                lambda: ranked.scores,
-                counts_gone=False,
-                num_cut=lambda scores: part_of(scores).units.num_cut,
-            )
+            census = take_census(ranked, counts_gone=False, num_cut=lambda scores: part_of(scores).units.num_cut)
             for batch in _batches(census.num_cut):
                 held = [(parts[member], stretch, num) for member, stretch, num in batch if member in parts]
                 kept = settle_cut(
                     ranked.comm,
                     partial(_cut_parts, held),
-                    lambda member, keys: self._keep(keys, _gone(orders[member], keys), of_left=ranked.of_left),
+                    lambda member, keys: self.keep_units(keys, orders[member], of_left=ranked.of_left),
                 )
                 for i, (part, _, _) in enumerate(held):
                     part.answers.append(partial(lambda stays, of_part: stays()[of_part], kept, i))
         return Choice([None] * len(orders), settle)
 
-    def _keep(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
-        keep = self.keep_units(keys, is_gone, of_left=of_left)
-        return keep if is_gone is None else keep.logical_and_(~is_gone)
+    def keep_units(self, keys: torch.Tensor, order: Order, *, of_left: bool) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs). Local."""
+        is_gone = _gone(order, keys)
+        if is_gone is None:
+            return self.keep(keys)
+        return (self.keep_left(keys, is_gone) if of_left else self.keep(keys)).logical_and_(~is_gone)
 
 
 @final
@@ -127,10 +118,6 @@ class NByM(_WithinRows):
         return self.m
 
     @override
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
-        return self.keep(keys)
-
-    @override
     def keep(self, scores: torch.Tensor) -> torch.Tensor:
         return keep_highest_per_group(scores, self.n, self.m)
 
@@ -147,19 +134,18 @@ class PerRow(_WithinRows):
         ValueError: it is out of range.
     """
 
+    width = 1
+
     sparsity: float
 
     def __post_init__(self) -> None:
-        check_fraction(self.sparsity)
+        check_share(self.sparsity)
+        if isinstance(self.sparsity, int):
+            raise TypeError(f"sparsity must be a fraction such as 0.5, not {self.sparsity!r}")
 
     @override
     def __str__(self) -> str:
         return "row"
-
-    @property
-    @override
-    def width(self) -> int:
-        return 1
 
     @override
     def part(self, start: int, stop: int) -> Pattern:
@@ -171,9 +157,7 @@ class PerRow(_WithinRows):
         return max(matrix.num_in, 1)
 
     @override
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
-        if not of_left or is_gone is None:
-            return self.keep(keys)
+    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
         num_gone = is_gone.sum(1)
         wanted = (self.sparsity * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
         return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
@@ -188,7 +172,7 @@ class _ParameterUnits:
 
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
         self._scores = scores
-        self._keep = partial(pattern._keep, of_left=of_left)
+        self._keep = partial(pattern.keep_units, order=order, of_left=of_left)
         self._order = order
         self._member = member
         self._matrix = scores.shard.as_matrix()
@@ -197,21 +181,15 @@ class _ParameterUnits:
         self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
 
-    def cut(self, stretch: int, num_stretches: int) -> tuple[torch.Tensor, Callable[[torch.Tensor], CutElements]]:
-        """Return the keys of the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows.
-
-        And what makes of them, once they are on the host, what travels.
-        """
+    def cut(self, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor]:
+        """Return the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows, and their keys."""
         shard, num_rows = self._scores.shard, self._matrix.num_rows
         rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
-
-        def travelling(keys: torch.Tensor) -> CutElements:
-            flat = shard.geometry.flat_indices_at(offsets).numpy()
-            return CutElements(self._member, self._matrix, self._length, rows, flat, keys.numpy(), bool(shard.owned))
-
-        return self._scores.keys(self._order, sent(offsets, self._scores.device)), travelling
+        flat = shard.geometry.flat_indices_at(offsets).numpy()
+        part = CutElements(self._member, self._matrix, self._length, rows, flat, bool(shard.owned))
+        return part, self._scores.keys(self._order, sent(offsets, self._scores.device))
 
     def settle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Decide the whole units, and take over what became of the cut ones: the mask, and its counts."""
@@ -220,14 +198,13 @@ class _ParameterUnits:
         flat_mask = mask.view(-1)
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
 
-        def keys_at(at: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def keys_at(at: slice | torch.Tensor) -> torch.Tensor:
             keys = scores.keys(self._order, at)
-            is_gone = _gone(self._order, keys)
-            if is_gone is not None:
+            if (is_gone := _gone(self._order, keys)) is not None:
                 counts[0] += is_gone.sum()
             if not on_host(device) or (len(keys) and int(keys.max()) > self._order.last):
                 counts[2] += (keys > self._order.last).sum()
-            return keys, is_gone
+            return keys
 
         num_rows, width = len(units.matrix.rows), len(units.whole)
         columns = sent(torch.from_numpy(units.whole), device)
@@ -237,9 +214,7 @@ class _ParameterUnits:
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
                 at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
-            keys, is_gone = keys_at(at)
-            is_gone = None if is_gone is None else is_gone.view(-1, width)
-            flat_mask[at] = self._keep(keys.view(-1, width), is_gone).view(-1)
+            flat_mask[at] = self._keep(keys_at(at).view(-1, width)).view(-1)
         for offsets, stays in zip(self._cut, self.answers, strict=True):
             at = sent(offsets, device)
             keys_at(at)
@@ -255,23 +230,11 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     return keys < order.first
 
 
-def _cut_parts(held: Sequence[tuple[_ParameterUnits, int, int]]) -> list[CutElements]:
-    """Return what of each part travels; the keys of all are fetched at once."""
+def _cut_parts(held: Sequence[tuple[_ParameterUnits, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
+    """Return what of each part travels, and the keys; those of all are fetched at once."""
     found = [part.cut(stretch, num) for part, stretch, num in held]
-    keys = fetched([there for there, _ in found])
-    return [travelling(here) for (_, travelling), here in zip(found, keys, strict=True)]
-
-
-def check_fraction(fraction: object) -> None:
-    """Check that ``fraction`` is a float in [0, 1]. Local.
-
-    Raises:
-        TypeError: it is not a float.
-        ValueError: it is out of range.
-    """
-    check_share(fraction)
-    if isinstance(fraction, int):
-        raise TypeError(f"sparsity must be a fraction such as 0.5, not {fraction!r}")
+    keys = fetched([there for _, there in found])
+    return [(part, here.numpy()) for (part, _), here in zip(found, keys, strict=True)]
 
 
 def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

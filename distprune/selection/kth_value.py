@@ -108,14 +108,14 @@ def select_lowest(
     num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
     sample_brackets(comm, states, lambda: own.entries, num_key_words)
     while not all(state.is_key_known or state.only_gone for state in states):
-        counts = summed_counts(comm, len(states), num_key_words, own.count_keys)
+        counts = summed_counts(comm, len(states), num_key_words, own.counts)
         _check(comm, own, states, counts)
         for state, row in zip(states, counts, strict=True):
             _narrow_keys(state, row)
     for state in states:
         state.settle_ties()
     while any(state.positions.low < state.positions.high for state in states):
-        counts = summed_counts(comm, len(states), num_position_words, own.count_positions)
+        counts = summed_counts(comm, len(states), num_position_words, lambda: own.counts(of_positions=True))
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
     thresholds = [None if s.only_gone else s.competition.order.value(s.keys.low) for s in states]
@@ -143,15 +143,12 @@ class _OwnPart:
             for entry in self.entries
         ]
 
-    def count_keys(self) -> Iterator[Contribution]:
+    def counts(self, *, of_positions: bool = False) -> Iterator[Contribution]:
+        """Yield what counts the tallies' keys, or their positions."""
         for tally in self.tallies:
             tally.settle_keys()
-            yield tally.entry.competition, tally.entry.scores.device, tally.count_keys
-
-    def count_positions(self) -> Iterator[Contribution]:
-        for tally in self.tallies:
-            tally.settle_keys()
-            yield tally.entry.competition, tally.entry.scores.device, tally.count_positions
+            count = tally.count_positions if of_positions else tally.count_keys
+            yield tally.entry.competition, tally.entry.scores.device, count
 
     def num_nans(self) -> dict[str, int]:
         owned = [tally for tally in self.tallies if tally.entry.owned]

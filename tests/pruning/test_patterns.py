@@ -371,4 +371,4 @@ def test_blocks() -> None:
     whole, cut = traffic(Block(4, 0.5), 0, 48), traffic(Block(4, 0.5), 1, 52)
     assert cut[0] == whole[0] + 3
     assert whole[0] <= 1 + 1 + 1 + 10 + 1
-    assert 0 < cut[1] - whole[1] == 16 + 16 + 2 * 16 + 16 * 32 + 16 + 16  # 16 cut blocks, and what became of them
+    assert 0 < cut[1] - whole[1] == 16 + 16 + 16 * 32 + 16 + 16  # 16 cut blocks, and what became of them
