@@ -1,7 +1,7 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
-from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.in_place import as_numbers, zero_where_pruned
 from distprune.masks.reparametrized import (
     mask_of,
     product,
@@ -14,6 +14,7 @@ from distprune.masks.reparametrized import (
 __all__ = [
     "Fsdp2Params",
     "Managed",
+    "as_numbers",
     "kept_gathered",
     "mask_of",
     "own_params",

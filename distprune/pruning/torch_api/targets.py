@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator
-from distprune.masks import Fsdp2Params, Managed, pruning_hooks
+from distprune.masks import Fsdp2Params, Managed, as_numbers, pruning_hooks
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen
@@ -214,7 +214,7 @@ def next_mask(target: Target, chosen: Chosen | None, kind: str) -> torch.Tensor:
         return dtensor_like(target.original, chosen.mask if target.mask is None else target.mask & chosen.mask)
     keep = cast(Chosen, chosen).mask
     if target.whole_mask is None:
-        return keep.to(target.original.dtype)
+        return as_numbers(keep, target.original.dtype)
     if kind == "unstructured":
         keep = keep | (target.whole_mask != 1)  # what is neither 0 nor 1 was not up for selection
-    return target.whole_mask.detach() * keep.to(target.whole_mask.dtype)
+    return target.whole_mask.detach() * as_numbers(keep, target.whole_mask.dtype)
