@@ -45,8 +45,8 @@ def _pieces(local: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[torch.Ten
     """Yield views of both that cover them, of about a chunk's elements each."""
     if local.numel() == 0:
         return
-    if local.is_contiguous():
-        local, mask = local.view(-1), mask.reshape(-1)
+    if local.is_contiguous() and mask.is_contiguous():
+        local, mask = local.view(-1), mask.view(-1)
     step = max(1, chunk_size(local.device) * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], step):
         yield local[start : start + step], mask[start : start + step]

@@ -178,7 +178,7 @@ class _OwnBlocks:
         self._size = size
         self._parts: dict[int, _ShardBlocks] = {}  # by member
         self.numels = [numel // size**2 for numel in ranked.numels]  # in blocks
-        self._firsts = np.cumsum([0, *self.numels])  # messages number the blocks of all members
+        self._firsts = list(itertools.accumulate(self.numels, initial=0))  # messages number all members' blocks
         self.scales: Sequence[int | None] = [None] * len(ranked.numels)  # random scores have none
         self.inquiry = Inquiry(ranked.comm)
         self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table

@@ -64,25 +64,27 @@ class Masks(Mapping[str, torch.Tensor]):
 
         agreed, _ = agree_on(comm, look)
         agreed.check_found()
-        return cls._made(comm, agreed.roster, agreed.shards(), _present)
+        return cls._made(comm, agreed.roster, agreed.shards, _present)
 
     @classmethod
     def _made(
         cls,
         comm: Communicator,
         roster: Roster,
-        shards: Sequence[LocalShard],
+        shards: Callable[[], Sequence[LocalShard]],
         make: Callable[[LocalShard], torch.Tensor],
     ) -> Masks:
         """Return the masks that ``make`` makes of ``shards``, the same on replicas: one round, 16 bytes a parameter."""
+        held: list[LocalShard] = []
         made: list[LocalShard] = []
 
         def masked() -> Sequence[LocalShard]:
-            made[:] = [dataclasses.replace(shard, local=make(shard)) for shard in shards]
+            held[:] = shards()
+            made[:] = [dataclasses.replace(shard, local=make(shard)) for shard in held]
             return made
 
         check_parts(comm, roster, masked)
-        return cls(comm, roster, shards, [shard.local for shard in made])
+        return cls(comm, roster, held, [shard.local for shard in made])
 
     @override
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -115,7 +117,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
         if other._whole_shapes != self._whole_shapes:  # the same on every rank
             raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
-        return self._made(self._comm, self._roster, [*self._shards.values()], both)
+        return self._made(self._comm, self._roster, self._held, both)
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -140,6 +142,9 @@ class Masks(Mapping[str, torch.Tensor]):
     def _whole_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """By name, over all ranks."""
         return [(member.name, member.global_shape) for member in self._roster.members]
+
+    def _held(self) -> list[LocalShard]:
+        return [*self._shards.values()]
 
     def _is_like(self, other: Masks, name: str) -> bool:
         return name in other and self._shards[name].geometry == other._shards[name].geometry
@@ -212,7 +217,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the mask of {shard.name!r} must be {_described(own)}, not {_described(mask)}")
             return local_of(mask).to(own.device).reshape(shard.geometry.local_shape).clone()
 
-        self._local = self._made(self._comm, self._roster, [*self._shards.values()], taken)._local
+        self._local = self._made(self._comm, self._roster, self._held, taken)._local
 
 
 def sparsity(

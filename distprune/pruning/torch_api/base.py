@@ -324,9 +324,9 @@ def _computed(
     masks: list[torch.Tensor] = []
     with together(agreed.comm):
         masks = masks_by_users(targets, methods, over_all=over_all)
-    held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
 
     def shards() -> list[LocalShard]:
+        held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
         return [
             dataclasses.replace(shard, local=mask.reshape(shard.local.shape))
             for shard, mask in zip(agreed.shards(), held, strict=True)
