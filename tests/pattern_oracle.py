@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import cast
 
 import torch
 
@@ -41,7 +42,7 @@ def keep_in_pattern(
             elif isinstance(pattern, Channels):
                 keep += _channels(pattern, [names[i] for i in some], *of_some, method)
             else:
-                keep += _elements(pattern.sparsity, *of_some, zeros)
+                keep += _elements(cast(float, pattern.sparsity), *of_some, zeros)
         return keep
     return [_rows(pattern, score, of, zeros) for score, of in zip(scores, left, strict=True)]
 
@@ -94,7 +95,7 @@ def _blocks(
             value = sums if method == "magnitude" else int(hashes[number])
             ranked.append((bool(here.any()), value, i, number, row, column))
     keep = [torch.ones_like(of) for of in left]
-    for _, _, i, _, row, column in sorted(ranked)[: round(pattern.sparsity * len(ranked))]:
+    for _, _, i, _, row, column in sorted(ranked)[: round(cast(float, pattern.sparsity) * len(ranked))]:
         keep[i][row : row + size, column : column + size] = False
     return keep
 
@@ -110,7 +111,7 @@ def _channels(
             value = _sum(values[here].tolist()) if method == "magnitude" else int(hashes[number])
             ranked.append((bool(here.any()), value, i, number))
     keep = [torch.ones_like(of) for of in left]
-    for _, _, i, number in sorted(ranked)[: round(pattern.sparsity * len(ranked))]:
+    for _, _, i, number in sorted(ranked)[: round(cast(float, pattern.sparsity) * len(ranked))]:
         keep[i].select(pattern.dim, number).fill_(False)
     return keep
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share
 from distprune.patterns.block import Block
@@ -29,9 +30,14 @@ __all__ = [
 ]
 
 
-def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, scope: Scope | None = None) -> Pattern:
+def as_pattern(
+    pattern: Pattern | str | None,
+    sparsity: float | Mapping[str, float] | None = None,
+    scope: Scope | None = None,
+) -> Pattern:
     """Return ``pattern`` as a :class:`Pattern`. Local.
 
+    ``sparsity``: a share, or one for each parameter by name.
     ``pattern``: a pattern, or its text. ``"unstructured"`` (also ``None``), ``"row"``, ``"block:16"`` and
     ``"channels:0"`` need ``sparsity``; ``"2:4"`` does not take it. ``scope`` replaces the pattern's own.
 
@@ -42,7 +48,7 @@ def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, sco
     """
     if sparsity is not None:
         check_share(sparsity)
-        if isinstance(sparsity, int):
+        if any(isinstance(each, int) for each in (sparsity.values() if isinstance(sparsity, Mapping) else [sparsity])):
             raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")
     if pattern is None or isinstance(pattern, str):
         found = _from_text(pattern or "unstructured", sparsity)
@@ -55,7 +61,7 @@ def as_pattern(pattern: Pattern | str | None, sparsity: float | None = None, sco
     return found if scope is None else found.within(scope)
 
 
-def _from_text(text: str, sparsity: float | None) -> Pattern:
+def _from_text(text: str, sparsity: float | Mapping[str, float] | None) -> Pattern:
     name, _, number = text.partition(":")
     if re.fullmatch(r"\d+:\d+", text):
         if sparsity is not None:
@@ -68,8 +74,13 @@ def _from_text(text: str, sparsity: float | None) -> Pattern:
         )
     if sparsity is None:
         raise ValueError(f"pattern={text!r} needs sparsity, the share of zeros to end with, such as 0.5")
+    scope: Scope = "tensor" if isinstance(sparsity, Mapping) else "global"
     if name == "block":
-        return Block(int(number), sparsity)
+        return Block(int(number), sparsity, scope)
     if name == "channels":
         return Channels(sparsity, int(number))
-    return Unstructured(sparsity) if text == "unstructured" else PerRow(sparsity)
+    if name == "row":
+        if isinstance(sparsity, Mapping):
+            raise TypeError("rows have one sparsity in all parameters, not one for each parameter")
+        return PerRow(sparsity)
+    return Unstructured(sparsity, scope)

@@ -2,7 +2,8 @@
 
 Nouns: the *members* of a call are all its parameters, in the order that all ranks agreed on. What was pruned before
 is *gone*; it is pruned first. A *share* says how many elements are pruned: a float is a fraction, rounded by
-``round()``, an int is a number. It is a share of all elements, or *of what is left*, as in ``torch.nn.utils.prune``.
+``round()``, an int is a number, a mapping has one of either for each parameter. It is
+a share of all elements, or *of what is left*, as in ``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -28,6 +29,7 @@ from distprune.shards import Matrix
 __all__ = ["Choice", "Pattern", "Ranked", "Scope", "check_share", "compete", "num_lowest"]
 
 Scope = Literal["global", "tensor"]
+Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,16 @@ class Pattern(ABC):
 
 
 def check_share(share: object, name: str = "sparsity") -> None:
-    """Check that ``share`` is an int >= 0 or a float in [0, 1]. Local.
+    """Check that ``share`` is an int >= 0 or a float in [0, 1], or a mapping from names to some. Local.
 
     Raises:
         TypeError: it is not a number, or it is a bool.
         ValueError: it is out of range.
     """
+    if isinstance(share, Mapping):
+        for key, value in share.items():
+            check_share(value, f"{name}[{key!r}]")
+        return
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise TypeError(f"{name} must be a float (which fraction) or an int (how many), not {share!r}")
     if isinstance(share, numbers.Integral):
@@ -176,25 +182,41 @@ def check_share(share: object, name: str = "sparsity") -> None:
         raise ValueError(f"{name}={share} is outside [0.0, 1.0]; a float says which fraction to prune")
 
 
-def num_lowest(share: int | float, num: int, num_gone: int, where: str, *, of_left: bool) -> int:
-    """Return how many of ``num`` elements are pruned in all, the ``num_gone`` that are gone among them.
-
-    ``share`` is of all elements, or, with ``of_left``, of those that are not gone. ``where`` names them in an error.
+def check_scope(share: Shares, scope: Scope) -> None:
+    """Check that parameters with shares of their own do not compete with each other. Local.
 
     Raises:
-        ValueError: the share is more than there is.
+        ValueError: they do.
     """
+    if isinstance(share, Mapping) and scope == "global":
+        raise ValueError("a sparsity for each parameter goes with scope='tensor', not with scope='global'")
+
+
+def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, what: str = "", *, of_left: bool) -> int:
+    """Return how many of the ``num`` elements of parameters ``names`` are pruned in all.
+
+    The ``num_gone`` that are gone are among them. ``share`` is of all elements, or, with ``of_left``, of those that are
+    not gone. ``what`` says in an error what is counted.
+
+    Raises:
+        ValueError: the share is more than there is, or none is given for the parameter.
+    """
+    where = (repr(names[0]) if len(names) == 1 else "all parameters together") + what
+    if isinstance(share, Mapping):
+        if names[0] not in share:
+            raise ValueError(f"there is no sparsity for {where}; give one for each parameter, or exclude it")
+        share = share[names[0]]
     before = num_gone if of_left else 0
     wanted = int(share) if isinstance(share, numbers.Integral) else round(float(share) * (num - before))
     if wanted > num - before:
-        name, what = ("amount", "unpruned elements left") if of_left else ("sparsity", "elements")
-        raise ValueError(f"{name}={share} is more than the {num - before} {what} in {where}")
+        name, counted = ("amount", "unpruned elements left") if of_left else ("sparsity", "elements")
+        raise ValueError(f"{name}={share} is more than the {num - before} {counted} in {where}")
     return before + wanted
 
 
 def compete(
     ranked: Ranked,
-    share: int | float,
+    share: Shares,
     scope: Scope,
     numels: Sequence[int],
     num_gone: Sequence[int],
@@ -218,9 +240,9 @@ def compete(
 
     competitions = []
     for members in competitors:
-        name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
         num, gone = sum(numels[i] for i in members), sum(num_gone[i] for i in members)
-        wanted = num_lowest(share, num, gone, name, of_left=ranked.of_left)
+        wanted = num_lowest(share, [names[i] for i in members], num, gone, of_left=ranked.of_left)
+        name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
         competitions.append(Competition(name, order(members), num, wanted))
     selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place))
     return Choice([selection.thresholds[place(i)[0]] for i in range(len(names))], selection.settle)

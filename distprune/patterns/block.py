@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import sum_together
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, compete
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, compete
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import Inquiry, Question, home_of
 from distprune.patterns.units import (
@@ -55,7 +55,7 @@ class Block(Pattern):
     """
 
     size: int
-    sparsity: int | float
+    sparsity: Shares
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
@@ -64,6 +64,7 @@ class Block(Pattern):
         if self.size < 1:
             raise ValueError(f"size={self.size} is less than 1; a block has 1 x 1 weights or more")
         check_share(self.sparsity)
+        check_scope(self.sparsity, self.scope)
 
     @override
     def __str__(self) -> str:

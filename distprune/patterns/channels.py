@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import max_together, sum_together
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, num_lowest
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, num_lowest
 from distprune.patterns.census import take_census
 from distprune.patterns.units import (
     NUM_COLUMNS,
@@ -45,7 +45,7 @@ class Channels(Pattern):
 
     needs_matrix = False
 
-    sparsity: int | float
+    sparsity: Shares
     dim: int
     scope: Scope = "tensor"
 
@@ -53,6 +53,7 @@ class Channels(Pattern):
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise TypeError(f"dim must be an int, not {self.dim!r}")
         check_share(self.sparsity)
+        check_scope(self.sparsity, self.scope)
 
     @override
     def __str__(self) -> str:
@@ -112,11 +113,11 @@ class Channels(Pattern):
         keep: list[torch.Tensor] = []
         for competing in [range(len(keys))] if self.scope == "global" and keys else [[i] for i in range(len(keys))]:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
-            first = repr(ranked.roster.members[competing[0]].name)
-            where = f"{'all parameters together' if self.scope == 'global' else first} (channels)"
+            names = [ranked.roster.members[i].name for i in competing]
             candidates = stays.nonzero().view(-1)
             num_gone = len(stays) - len(candidates)
-            wanted = num_lowest(self.sparsity, len(stays), num_gone, where, of_left=ranked.of_left)
+            of_left = ranked.of_left
+            wanted = num_lowest(self.sparsity, names, len(stays), num_gone, " (channels)", of_left=of_left)
             lowest = of_all[candidates].sort(stable=True).indices[: max(wanted - num_gone, 0)]
             stays[candidates[lowest]] = False
             keep += torch.split(stays, [len(keys[i]) for i in competing])

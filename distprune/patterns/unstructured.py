@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, compete
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, compete
 from distprune.patterns.census import Census, take_census
 from distprune.patterns.within_rows import PerRow
 from distprune.selection import Entry
@@ -21,7 +21,8 @@ __all__ = ["Unstructured"]
 class Unstructured(Pattern):
     """The lowest ``sparsity`` of all weights, one by one: a fraction, rounded by ``round()``, or (an int) a number.
 
-    The weights of all parameters compete (``scope="global"``), or those of each (``"tensor"``). In one-shot pruning
+    The weights of all parameters compete (``scope="global"``), or those of each (``"tensor"``), which may have a
+    sparsity each: ``Unstructured({"0.weight": 0.5, "2.weight": 0.8}, scope="tensor")``. In one-shot pruning
     the weights of one matrix compete, except where the paper says otherwise. Wanda: those of each row (arXiv
     2306.11695, section 3), as :class:`PerRow`. SparseGPT: those of each block of 128 columns, over all rows (arXiv
     2301.00774, section 3.3).
@@ -34,11 +35,12 @@ class Unstructured(Pattern):
     needs_matrix = False
     width = 1
 
-    sparsity: int | float
+    sparsity: Shares
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
         check_share(self.sparsity)
+        check_scope(self.sparsity, self.scope)
 
     @override
     def __str__(self) -> str:
@@ -64,4 +66,6 @@ class Unstructured(Pattern):
 
     @override
     def by_row(self) -> Pattern:
+        if isinstance(self.sparsity, Mapping):
+            raise NotImplementedError("rows of parameters with sparsities of their own; give one sparsity")
         return PerRow(self.sparsity)

@@ -20,11 +20,11 @@ from distprune.collectives import (
     same_everywhere,
     sum_together,
 )
-from distprune.models import Found, NamePattern
-from distprune.scores import Score
+from distprune.models import Found, NamePattern, find_shards
+from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard
 
-__all__ = ["Agreed", "Facts", "agree_on", "all_shown", "check_seed"]
+__all__ = ["Agreed", "Facts", "agree_on", "agree_on_model", "all_shown", "check_seed"]
 
 Facts = Mapping[str, object]
 T = TypeVar("T")
@@ -113,6 +113,30 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
 
 def _lacks_blocks(found: Found) -> bool:
     return found.by_default and not found.has_blocks
+
+
+def agree_on_model(
+    comm: Communicator,
+    model: nn.Module,
+    include: NamePattern | Sequence[NamePattern],
+    exclude: NamePattern | Sequence[NamePattern],
+    look: Callable[[], object] = lambda: None,
+) -> Agreed:
+    """Return what all ranks agree on about the parameters of ``model``: see :func:`agree_on`.
+
+    ``look`` is local. What it raises is raised on all ranks, and what it returns all ranks must return alike.
+
+    Raises:
+        ValueError: on every rank: ranks disagree, or there is nothing to prune.
+    """
+
+    def looked() -> tuple[Found, Facts, Score, None]:
+        facts = {"include": all_shown(include), "exclude": all_shown(exclude), "arguments": repr(look())}
+        return find_shards(model, include, exclude), facts, Magnitude(), None
+
+    agreed, _ = agree_on(comm, looked)
+    agreed.check_found()
+    return agreed
 
 
 def all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:

@@ -14,11 +14,10 @@ from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, Roster, communicator, max_together, sum_together, together
 from distprune.masks import Fsdp2Params, mask_of, zero_where_pruned
-from distprune.models import Found, NamePattern, find_shards
+from distprune.models import NamePattern
 from distprune.patterns import check_parts
-from distprune.pruning.agreement import Facts, agree_on, all_shown
+from distprune.pruning.agreement import agree_on_model
 from distprune.pruning.torch_api.functions import put_masks
-from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard, count_zeros, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
 
 __all__ = ["Masks", "sparsity"]
@@ -56,15 +55,8 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: arguments that differ between ranks, or a name pattern that matches nothing.
             NotImplementedError: on every rank: a ``Partial`` placement.
         """
-        comm = communicator(group)
-
-        def look() -> tuple[Found, Facts, Score, None]:
-            facts = {"include": all_shown(include), "exclude": all_shown(exclude)}
-            return find_shards(model, include, exclude), facts, Magnitude(), None
-
-        agreed, _ = agree_on(comm, look)
-        agreed.check_found()
-        return cls._made(comm, agreed.roster, agreed.shards, _present)
+        agreed = agree_on_model(communicator(group), model, include, exclude)
+        return cls._made(agreed.comm, agreed.roster, agreed.shards, _present)
 
     @classmethod
     def _made(

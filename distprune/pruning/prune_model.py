@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,16 +20,16 @@ from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.scores import Evidence, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
 from distprune.selection import Chosen, raise_nans
-from distprune.shards import LocalShard, local_part
+from distprune.shards import LocalShard, gradient_of, local_part
 
-__all__ = ["GivenEvidence", "compute_masks", "prune_model", "prune_shards"]
+__all__ = ["GivenEvidence", "Request", "compute_masks", "prune_found", "prune_model", "prune_shards", "settled"]
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
 
 
 def prune_model(
     model: nn.Module,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
     pattern: Pattern | str | None = None,
@@ -59,9 +59,11 @@ def prune_model(
         model: plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel or both, or this rank's stage of a pipeline.
         sparsity: the share of zeros to end with, in [0, 1]. Existing zeros count toward it and are pruned first, so
             pruning to 0.5 twice leaves 0.5. The share is of all elements, of each tensor's, of each row's, or of the
-            blocks or channels, as ``scope`` and ``pattern`` say.
+            blocks or channels, as ``scope`` and ``pattern`` say. A mapping gives each parameter its own, by name: see
+            :func:`distprune.erk`.
         score: ``"magnitude"`` (the smallest |w| are pruned), ``"random"`` (a hash of seed, parameter and flat index),
-            a function of weights (1-D) that returns as many scores, higher = keep, or a :class:`Score`.
+            ``"gradient"`` (|g|), ``"taylor"`` (|w g|), a function of weights (1-D) that returns as many scores,
+            higher = keep, or a :class:`Score`.
         pattern: :class:`Unstructured` (the default), :class:`PerRow`, :class:`NByM`, :class:`Block`,
             :class:`Channels`, or a text: ``"row"``, ``"2:4"``, ``"block:16"``, ``"channels:0"``. A pattern that says
             how much is pruned does not take ``sparsity``. Rows are outputs and inputs run along a row: (out, in);
@@ -70,7 +72,7 @@ def prune_model(
             and rows take no scope: every group and every row is decided by itself.
         seed: for ``"random"``. ``None``: every rank draws one from torch's default generator; the first rank's is used.
         evidence: what the score needs beside the weights: ``{"gradient": {name: tensor}}``, each in its
-            parameter's layout, or whole on every rank.
+            parameter's layout, or whole on every rank. Without it, gradients are those that the parameters have.
         group: the ranks that take part: a process group (default: the default one, or this process
             alone), an mpi4py communicator, or a ``distprune.collectives.Communicator``. It must span
             every rank that holds a part of the model.
@@ -91,13 +93,13 @@ def prune_model(
             parameter of three dims or more whose input dims are not known.
         Exception: on every rank: what a score of your own raised on one.
     """
-    request = _Request(sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return _prune(group, request, lambda: find_shards(model, include, exclude), in_place=True)
+    request = Request(sparsity, score, pattern, scope, seed, evidence, include, exclude, model)
+    return prune_found(group, request, lambda: find_shards(model, include, exclude), in_place=True)
 
 
 def prune_shards(
     shards: Sequence[LocalShard],
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
     pattern: Pattern | str | None = None,
@@ -113,13 +115,15 @@ def prune_shards(
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
     rows, unless the shard's ``matrix`` says otherwise.
     """
-    request = _Request(sparsity, score, pattern, scope, seed, evidence, (), ())
-    return _prune(group, request, lambda: Found(list(shards), [], by_default=False, has_blocks=False), in_place=True)
+    request = Request(sparsity, score, pattern, scope, seed, evidence, (), ())
+    return prune_found(
+        group, request, lambda: Found(list(shards), [], by_default=False, has_blocks=False), in_place=True
+    )
 
 
 def compute_masks(
     model: nn.Module,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
     pattern: Pattern | str | None = None,
@@ -134,15 +138,15 @@ def compute_masks(
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
-    request = _Request(sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return _prune(group, request, lambda: find_shards(model, include, exclude), in_place=False).masks
+    request = Request(sparsity, score, pattern, scope, seed, evidence, include, exclude, model)
+    return prune_found(group, request, lambda: find_shards(model, include, exclude), in_place=False).masks
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """The arguments of a call."""
 
-    sparsity: float | None
+    sparsity: float | Mapping[str, float] | None
     score: ScoreLike
     pattern: Pattern | str | None
     scope: Scope | None
@@ -150,6 +154,8 @@ class _Request:
     evidence: GivenEvidence | None
     include: NamePattern | Sequence[NamePattern]
     exclude: NamePattern | Sequence[NamePattern]
+    model: nn.Module | None = None
+    local_evidence: Mapping[str, Evidence] = field(default_factory=dict)  # by parameter, of local shape
 
     def facts(self) -> dict[str, object]:
         """Return what all ranks must agree on, as it is shown when they do not."""
@@ -171,7 +177,7 @@ class _Request:
         return score, as_pattern(self.pattern, self.sparsity, self.scope)
 
 
-def _prune(group: Group, request: _Request, find: Callable[[], Found], *, in_place: bool) -> PruneReport:
+def prune_found(group: Group, request: Request, find: Callable[[], Found], *, in_place: bool) -> PruneReport:
     """Find, agree, choose, and apply if ``in_place``. Every rank must call it."""
     started, comm = time.perf_counter(), communicator(group)
     traffic = comm.traffic.copy()
@@ -189,10 +195,10 @@ def _prune(group: Group, request: _Request, find: Callable[[], Found], *, in_pla
         comm,
         agreed.roster,
         score,
-        lambda: local_scores(score, shards := agreed.shards(), _evidence(request, shards), in_place=True),
+        lambda: local_scores(score, shards := agreed.shards(), _evidence(request, shards, score.needs), in_place=True),
     )
     choice = pattern.choose(ranked)
-    chosen, counts = _settled(ranked, choice)
+    chosen, counts = settled(ranked, choice)
     shards = [scores.shard for scores in ranked.scores]
     if in_place:  # The last collective is done: an error from here on leaves no other rank waiting.
         for shard, each in zip(shards, chosen, strict=True):
@@ -216,7 +222,7 @@ def _prune(group: Group, request: _Request, find: Callable[[], Found], *, in_pla
     )
 
 
-def _settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int]]]:
+def settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int]]]:
     """Return what is chosen of each of this rank's shards, and of every member (zeros, zeros before) over all ranks.
 
     Every rank must call it: one round of 16 bytes a parameter.
@@ -240,14 +246,23 @@ def _settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[in
     return chosen, words[1:].view(-1, 2).tolist()
 
 
-def _evidence(request: _Request, shards: Sequence[LocalShard]) -> dict[str, Evidence]:
-    """Return the local part of the evidence by shard."""
+def _evidence(request: Request, shards: Sequence[LocalShard], needs: Sequence[str]) -> dict[str, Evidence]:
+    """Return the local part of the evidence by shard: what was given, and else the gradients that are there."""
     given = request.evidence or {}
-    return {
-        shard.name: {
-            name: local_part(of_name[shard.name], shard.tensor, shard, f"evidence {name!r} of {shard.name!r}")
-            for name, of_name in given.items()
-            if shard.name in of_name
-        }
-        for shard in shards
-    }
+    found: dict[str, Evidence] = {}
+    for shard in shards:
+        own = dict(request.local_evidence.get(shard.name, {}))
+        for name, of_name in given.items():
+            if shard.name in of_name:
+                what = f"evidence {name!r} of {shard.name!r}"
+                own[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
+        if "gradient" in needs and "gradient" not in given and request.model is not None:
+            gradient = gradient_of(shard, request.model.parameters())
+            if gradient is None:
+                raise ValueError(
+                    f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
+                    "no_sync(), and before zero_grad(), or give evidence"
+                )
+            own["gradient"] = gradient
+        found[shard.name] = own
+    return found

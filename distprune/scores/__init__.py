@@ -15,6 +15,7 @@ from distprune.scores.base import (
 )
 from distprune.scores.channel_norm import ChannelNorm, Norm
 from distprune.scores.exact_sum import grid_scale, on_grid
+from distprune.scores.gradient import Gradient, Movement, Taylor
 from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
 from distprune.scores.wanda import Wanda
@@ -25,12 +26,15 @@ __all__ = [
     "Elements",
     "ElementwiseScore",
     "Evidence",
+    "Gradient",
     "LocalScores",
     "Magnitude",
+    "Movement",
     "Norm",
     "Random",
     "Score",
     "ScoreLike",
+    "Taylor",
     "Wanda",
     "as_score",
     "count_unread_nans",
@@ -40,7 +44,14 @@ __all__ = [
 ]
 
 # The scores that have a name as text.
-SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "random": Random, "wanda": Wanda}
+SCORES: dict[str, type[Score]] = {
+    "magnitude": Magnitude,
+    "random": Random,
+    "wanda": Wanda,
+    "gradient": Gradient,
+    "taylor": Taylor,
+    "movement": Movement,
+}
 
 ScoreLike = Score | str | Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,6 +15,7 @@ from distprune.shards.layouts import (
 )
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.place import Place, gradient_of, place_of
 from distprune.shards.torch_private import Inside, private
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LocalMatrix",
     "LocalShard",
     "Matrix",
+    "Place",
     "Runs",
     "Split",
     "checksum",
@@ -35,6 +37,7 @@ __all__ = [
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
+    "gradient_of",
     "in_order",
     "is_flattened",
     "is_held",
@@ -43,6 +46,7 @@ __all__ = [
     "local_part",
     "local_shard",
     "on_host",
+    "place_of",
     "private",
     "runs_of_splits",
     "sent",

@@ -94,6 +94,7 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
             of_block = zeros.reshape(len(zeros) // size, size, num_in // size, size).sum((1, 3))  # zeros of every block
             num_gone = int((of_block == size * size).sum())
             width = 128 // size if method == "sparsegpt" else of_block.shape[1]  # blocks that compete, across
+            assert isinstance(pattern.sparsity, float)
             wanted = [round(pattern.sparsity * some.numel()) for some in torch.split(of_block, width, dim=1)]
             assert num_gone == sum(wanted)
             assert num_gone * size * size == of_map.num_pruned
