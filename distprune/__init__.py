@@ -48,8 +48,19 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
 )
 from distprune.pruning.torch_api.shard_masks import shard_masks
-from distprune.scores import ChannelNorm, Magnitude, Random, Score, Wanda
+from distprune.scores import ChannelNorm, Gradient, Magnitude, Movement, Random, Score, Taylor, Wanda
 from distprune.shards import Geometry, LocalShard
+from distprune.training import (
+    Hold,
+    Regrow,
+    SparseTraining,
+    constant,
+    cubic,
+    erk,
+    hold_zeros,
+    one_shot,
+    stepwise,
+)
 
 __all__ = [
     "BasePruningMethod",
@@ -58,6 +69,8 @@ __all__ = [
     "Channels",
     "CustomFromMask",
     "Geometry",
+    "Gradient",
+    "Hold",
     "Identity",
     "L1Pattern",
     "L1Unstructured",
@@ -65,6 +78,7 @@ __all__ = [
     "LocalShard",
     "Magnitude",
     "Masks",
+    "Movement",
     "NByM",
     "OneShotReport",
     "ParameterReport",
@@ -76,19 +90,27 @@ __all__ = [
     "RandomPattern",
     "RandomStructured",
     "RandomUnstructured",
+    "Regrow",
     "Score",
     "Solver",
     "SparseGPT",
+    "SparseTraining",
+    "Taylor",
     "Unstructured",
     "Wanda",
     "compute_masks",
+    "constant",
+    "cubic",
     "custom_from_mask",
+    "erk",
     "global_unstructured",
+    "hold_zeros",
     "identity",
     "is_pruned",
     "l1_pattern",
     "l1_unstructured",
     "ln_structured",
+    "one_shot",
     "perplexity",
     "prune_blocks",
     "prune_each",
@@ -100,4 +122,5 @@ __all__ = [
     "remove",
     "shard_masks",
     "sparsity",
+    "stepwise",
 ]

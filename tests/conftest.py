@@ -18,6 +18,10 @@ torch.set_num_threads(1)
 schedule_as_batch()  # and with it every rank the tests start
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run whole contracts where CI runs a sample")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

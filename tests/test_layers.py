@@ -22,6 +22,7 @@ LEVEL = {
     "pruning": 5,
     "calibration": 5,
     "oneshot": 6,
+    "training": 6,
     "evaluation": 6,
     "jobs": 7,
     "cli": 8,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract import readme_table
+from tests.training.optimizers import optimizer_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,6 +26,7 @@ SAID = (
         "54.0% of the weights are zero\n"
     ),
     "943,718 of 1,048,576 weights are zero, 8 rounds\n",
+    "80.0% of the weights are zero, and stay so\n",
     "saliency: 1,048,576 weights are zero\n",
     "33.9% of the weights are zero\n",
     "torch.Size([2048, 512]) 65.0%\nTrue\nTrue\n",
@@ -69,8 +71,9 @@ def test_examples(tmp_path: Path) -> None:
             assert (who, re.sub(r"in [\d.]+ s$", "in TIME s", text, flags=re.MULTILINE)) == (who, said)
 
 
-def test_the_table_is_the_contract() -> None:
+def test_the_tables_are_the_contracts() -> None:
     assert readme_table() in README
+    assert optimizer_table() in README
 
 
 def test_every_file_that_is_named_is_there() -> None:

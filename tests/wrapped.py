@@ -95,12 +95,13 @@ class Wrapped:
     data_rank: int
     num_data_ranks: int
 
-    def step(self, tokens: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Forward and backward on this rank's samples of the batch (samples x tokens)."""
+    def step(self, tokens: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Run forward and backward on this rank's samples of the batch (samples x tokens), and return the loss."""
         own = tokens.chunk(self.num_data_ranks)[self.data_rank]
         logits = self.model(own[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten())
         (loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def batches(num: int, num_samples: int = 12) -> list[torch.Tensor]:

@@ -1,7 +1,14 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
-from distprune.masks.in_place import as_numbers, zero_where_pruned
+from distprune.masks.in_place import (
+    as_numbers,
+    bits_of,
+    make_zeros_positive,
+    read_kept,
+    settle_kept,
+    zero_where_pruned,
+)
 from distprune.masks.reparametrized import (
     mask_of,
     product,
@@ -15,13 +22,17 @@ __all__ = [
     "Fsdp2Params",
     "Managed",
     "as_numbers",
+    "bits_of",
     "kept_gathered",
+    "make_zeros_positive",
     "mask_of",
     "own_params",
     "product",
     "pruning_hooks",
+    "read_kept",
     "reparametrize",
     "reset_forward",
+    "settle_kept",
     "snapshot",
     "take_roots",
     "undo_reparametrization",

@@ -9,7 +9,7 @@ import torch
 
 from distprune.shards import chunk_size, on_host
 
-__all__ = ["as_numbers", "zero_where_pruned"]
+__all__ = ["as_numbers", "bits_of", "make_zeros_positive", "read_kept", "settle_kept", "zero_where_pruned"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,7 +21,7 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     if local.is_complex():
         local.masked_fill_(~mask, 0)
         return
-    bits = local.view(_INTEGER_OF_SIZE[local.itemsize])  # bits times 0 are those of 0.0, also of NaN and -1.0
+    bits = bits_of(local)  # bits times 0 are those of 0.0, also of NaN and -1.0
     for values, keep in _pieces(bits, mask.view(torch.int8)):
         if on_host(values.device):
             np.multiply(values.numpy(), keep.numpy(), out=values.numpy())  # three quarters of the time torch takes
@@ -50,3 +50,55 @@ def _pieces(local: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[torch.Ten
     step = max(1, chunk_size(local.device) * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], step):
         yield local[start : start + step], mask[start : start + step]
+
+
+def bits_of(local: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floating-point ``local`` as integers: a view. Only +0.0 has none set."""
+    return local.view(_INTEGER_OF_SIZE[local.itemsize])
+
+
+@torch.no_grad()
+def read_kept(local: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
+
+    Return how many places of ``kept`` changed, and how many are False now: int64, on the device. Local, chunk by chunk.
+    """
+    counts = torch.zeros(2, dtype=torch.int64, device=local.device)
+    for values, before in _pieces(bits_of(local), kept):
+        if on_host(values.device):
+            now, stored = np.not_equal(values.numpy(), 0), before.numpy()
+            num_changed = np.count_nonzero(now != stored)
+            if num_changed:
+                stored[...] = now
+            counts += torch.tensor([num_changed, now.size - np.count_nonzero(now)])
+        else:
+            now_kept = values != 0
+            counts += torch.stack([(now_kept != before).sum(), (~now_kept).sum()])
+            before.copy_(now_kept)
+    return counts
+
+
+@torch.no_grad()
+def settle_kept(local: torch.Tensor, kept: torch.Tensor) -> None:
+    """Write +0.0 where ``kept`` is False, and -0.0 over a +0.0 where it is True. Local, chunk by chunk.
+
+    So the bits of ``local`` say which weights are kept.
+    """
+    bits = bits_of(local)
+    negative_zero = torch.iinfo(bits.dtype).min
+    for values, keep in _pieces(bits, kept):
+        if on_host(values.device):
+            words, flags = values.numpy(), keep.numpy()
+            np.multiply(words, flags.view(np.int8), out=words)
+            if np.count_nonzero(words) != np.count_nonzero(flags):
+                words[(words == 0) & flags] = negative_zero
+        else:
+            values.mul_(keep).masked_fill_((values == 0).logical_and_(keep), negative_zero)
+
+
+@torch.no_grad()
+def make_zeros_positive(local: torch.Tensor) -> None:
+    """Write +0.0 over every -0.0. Local, chunk by chunk."""
+    bits = bits_of(local)
+    for values, _ in _pieces(bits, bits):
+        values.masked_fill_(values == torch.iinfo(bits.dtype).min, 0)

@@ -1,0 +1,20 @@
+"""Training with zeros that stay zero, in any layout and with any optimizer."""
+
+from distprune.training.hold import Hold, hold_zeros
+from distprune.training.regrowth import Regrow
+from distprune.training.schedules import Schedule, constant, cubic, one_shot, stepwise
+from distprune.training.shares import erk
+from distprune.training.sparse_training import SparseTraining
+
+__all__ = [
+    "Hold",
+    "Regrow",
+    "Schedule",
+    "SparseTraining",
+    "constant",
+    "cubic",
+    "erk",
+    "hold_zeros",
+    "one_shot",
+    "stepwise",
+]

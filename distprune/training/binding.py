@@ -1,0 +1,157 @@
+"""Where the parameters of a model are now: wrappers, loading and moving replace them, and optimizers step them."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from distprune.masks import Fsdp2Params
+from distprune.models import NamePattern, find_shards
+from distprune.shards import LocalShard, Place, is_flattened, local_of, local_shard, place_of, private
+from distprune.training.held import Held
+from distprune.training.optimizers import parameters_of
+
+__all__ = ["Binding", "in_backward"]
+
+_backward_task = private("torch._C", "_current_graph_task_id")
+
+
+def in_backward() -> bool:
+    """Return whether the caller runs within a backward pass, where ranks are not in step."""
+    return bool(_backward_task() != -1)
+
+
+class Binding:
+    """The held parameters of a model on this rank, and the hooks that follow them. No communication.
+
+    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated, ``at_load`` after the
+    model has loaded a state dict. The model's own hooks keep neither alive, and are not copied with the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: NamePattern | Sequence[NamePattern],
+        exclude: NamePattern | Sequence[NamePattern],
+        shards: Sequence[LocalShard],
+        at_gradient: Callable[[Held], None],
+        at_load: Callable[[], None],
+    ) -> None:
+        self._model, self._include, self._exclude = model, include, exclude
+        self._names = frozenset(shard.name for shard in shards)
+        self._at_gradient = at_gradient
+        self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
+        self._places: dict[int, tuple[object, list[tuple[Held, Place]]]] = {}  # by optimizer, with what they are of
+        self._watched: list[RemovableHandle] = []
+        self.held: list[Held] = []
+        self._bind(shards)
+        self._of_model = [
+            model.register_forward_pre_hook(_Weak(self.follow), prepend=True),
+            model.register_load_state_dict_post_hook(_Weak(at_load)),  # type: ignore[no-untyped-call]
+        ]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self._of_model, *self._watched):
+            handle.remove()
+        self._of_model, self._watched = [], []
+
+    def find(self, model: nn.Module | None = None) -> list[LocalShard]:
+        """Return what is held as it is now, or its likes in another ``model``."""
+        found = find_shards(self._model if model is None else model, self._include, self._exclude).shards
+        return [shard for shard in found if shard.name in self._names]  # the default follows from the whole model
+
+    def of(self, optimizer: Optimizer) -> list[tuple[Held, Place]]:
+        """Return what ``optimizer`` moves of what is held."""
+        parameters = parameters_of(optimizer)
+        key = [(id(parameter), local_of(parameter).data_ptr()) for parameter in parameters]
+        known = self._places.get(id(optimizer))
+        if known is not None and known[0] == key:
+            return known[1]
+        found = self._found_in(parameters)
+        if not found and not in_backward():  # wrappers may have replaced the parameters
+            self._bind(self.find())
+            found = self._found_in(parameters)
+        self._places[id(optimizer)] = key, found
+        return found
+
+    def follow(self) -> None:
+        """Take up parameters that wrappers have replaced, before a forward. FSDP1's are taken up at the next step."""
+        replaced = [shard for shard in self._shards if _registered(shard) is not shard.tensor]
+        fsdp2 = Fsdp2Params() if replaced else None
+        moved: dict[str, LocalShard] = {}
+        for shard in replaced:
+            # What FSDP2 manages may be gathered at the moment.
+            managed = fsdp2.find(shard.module, shard.attribute) if fsdp2 is not None and shard.module else None
+            tensor = _registered(shard) if managed is None else managed.sharded
+            if tensor is not None and tensor is not shard.tensor and not is_flattened(tensor):
+                now = local_shard(shard.name, tensor)
+                moved[shard.name] = dataclasses.replace(now, module=shard.module, attribute=shard.attribute)
+        if moved:
+            self._bind([moved.get(shard.name, shard) for shard in self._shards])
+
+    def _bind(self, shards: Sequence[LocalShard]) -> None:
+        """Take ``shards`` as what is held, and remember how many weights of each were zero."""
+        before = {held.shard.name: held for held in self.held}
+        self._shards, self.held = list(shards), []
+        for shard in shards:
+            if shard.local.is_meta:
+                continue
+            held, known = Held(shard), before.get(shard.name)
+            if known is not None and known.shard.geometry == shard.geometry:
+                held.num_held = known.num_held
+            self.held.append(held)
+        self._places.clear()
+        for handle in self._watched:
+            handle.remove()
+        self._watched = []
+        for held in self.held:
+            tensor = held.shard.tensor  # None: FSDP1
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+                hook = _Weak(self._at_gradient, held)
+                self._watched.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, Place]]:
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
+        found = []
+        for held in self.held:
+            if held.shard.local.numel():
+                candidates = by_storage.get(held.shard.local.untyped_storage().data_ptr(), [])
+                if (place := place_of(held.shard, candidates)) is not None:
+                    found.append((held, place))
+        return found
+
+
+class _Weak:
+    """Calls a method, with the arguments given here, as long as its object is alive; a copy calls nothing."""
+
+    def __init__(self, method: Callable[..., None] | None, *arguments: Any) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._arguments = arguments
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is compiled is not replaced
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(*self._arguments)
+
+    @override
+    def __reduce__(self) -> Any:
+        return _Weak, (None,)
+
+
+def _registered(shard: LocalShard) -> torch.Tensor | None:
+    """Return what the shard's module has under its name now."""
+    parameters = {} if shard.module is None else shard.module._parameters
+    return parameters.get(shard.attribute, parameters.get(f"{shard.attribute}_orig"))

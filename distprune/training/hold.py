@@ -1,0 +1,301 @@
+"""Hold the zeros of a model while any optimizer trains it.
+
+The hooks live on the optimizer, so they work whatever wraps the model: before a step the gradients, and the optimizer's
+moments if the mask has changed, become zero where weights are held; after it the weights do. A hook on each parameter
+masks its gradient as soon as it is there, so that clipping sees the norm of what is kept; FSDP1 has no place for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from distprune.collectives import Communicator, Group, communicator, sum_together, together
+from distprune.masks import bits_of, make_zeros_positive, zero_where_pruned
+from distprune.models import NamePattern
+from distprune.pruning.agreement import Agreed, agree_on_model
+from distprune.shards import Place, count_zeros, fetched, private
+from distprune.training.binding import Binding, in_backward
+from distprune.training.held import Held
+from distprune.training.optimizers import Optimizers, state_of, unwrapped
+from distprune.training.regrowth import GrowBy, Moved, regrow
+
+__all__ = ["Counts", "Hold", "hold_zeros"]
+
+_outside_dynamo = private("torch", "_disable_dynamo")
+
+
+class BeforeStep(Protocol):
+    """What is called before a step; ``in_backward``: the optimizer steps within the backward pass."""
+
+    def __call__(self, optimizer: Optimizer, *, in_backward: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Weights over all ranks, replicas once: how many are held at zero, of how many."""
+
+    num_held: int
+    num_elements: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of held weights."""
+        return self.num_held / max(self.num_elements, 1)
+
+
+def hold_zeros(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    include: NamePattern | Sequence[NamePattern] = (),
+    exclude: NamePattern | Sequence[NamePattern] = (),
+    group: Group = None,
+) -> Hold:
+    """Keep every weight that is zero at zero, from here on, through the steps of ``optimizer``.
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> hold = hold_zeros(model, optimizer)
+
+    The zeros are the mask: what is pruned later, or comes with a checkpoint, is held from the next step on. Nothing is
+    stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
+    written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called before or after the model
+    and the optimizer are wrapped or loaded.
+
+    Args:
+        model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
+        optimizer: one, several, a wrapper or a container of some. ``None``: whichever steps a parameter of the model.
+        include: as in :func:`distprune.prune_model`, as is ``exclude``.
+        group: the ranks that hold parts of the model.
+
+    Every rank of ``group`` must call it: two rounds, of 64 bytes and 16 a parameter; on pipelines up to four more.
+    Steps do not communicate, but for one round of 24 bytes at the first after a ``load_state_dict``.
+
+    Raises:
+        ValueError: on every rank: a parameter that is all zeros, which could never learn; an optimizer without any of
+            the parameters; arguments that differ between ranks; a name pattern that matches nothing.
+        TypeError: on every rank: ``optimizer`` is none.
+        NotImplementedError: on every rank: a ``Partial`` placement.
+    """
+    return Hold(model, optimizer, include=include, exclude=exclude, group=group)
+
+
+@final
+class Hold:
+    """The zeros of a model that stay zero. :func:`hold_zeros` makes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        include: NamePattern | Sequence[NamePattern],
+        exclude: NamePattern | Sequence[NamePattern],
+        group: Group,
+    ) -> None:
+        self._model = model
+        self._include, self._exclude = include, exclude
+        self._comm: Communicator = communicator(group)
+        self._optimizers: list[Optimizer] | None = None
+        self._stepping: dict[int, list[tuple[Held, Place]]] = {}  # by optimizer
+        self._handles: list[RemovableHandle] = []
+        self._listeners: list[BeforeStep] = []
+        self._check_due = False  # whether all ranks together look for a dense checkpoint at the next step
+        self.leaves_gradients_dense = False  # until the step, which masks them
+        agreed = self._agreed(optimizer)
+        with together(self._comm):
+            self._binding = Binding(model, include, exclude, agreed.shards(), self._at_gradient, self._at_load)
+            held = self._binding.held
+            for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
+                each.take(counts)
+            self._check_moves()
+        self._attach()
+
+    def _agreed(self, optimizer: Optimizers) -> Agreed:
+        def look() -> None:
+            self._optimizers = None if optimizer is None else unwrapped(optimizer)
+
+        agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)
+        place = agreed.roster.index()
+
+        def fill(words: torch.Tensor) -> None:
+            owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
+            for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+
+        words = sum_together(self._comm, (len(place), 2), fill)
+        dead = [
+            m.name for m, (num, numel) in zip(agreed.roster.members, words.tolist(), strict=True) if num == numel > 0
+        ]
+        if dead:
+            raise ValueError(
+                f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out "
+                "with exclude, or initialise it first"
+            )
+        return agreed
+
+    def _check_moves(self) -> None:
+        """Raise if the optimizers hold no parameter that is held, and some are on this rank."""
+        optimizers = self._optimizers or []
+        has_elements = any(held.shard.local.numel() for held in self._binding.held)
+        if optimizers and has_elements and not any(self._binding.of(optimizer) for optimizer in optimizers):
+            names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+            raise ValueError(
+                f"none of the {len(self._binding.held)} held parameters is among those of {names}; make the optimizer "
+                "from the parameters of this model, after the model is sharded"
+            )
+
+    def _attach(self) -> None:
+        if self._optimizers is None:
+            self._handles += [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+        for optimizer in self._optimizers or ():
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._state_loaded),
+            ]
+
+    @_outside_dynamo  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._optimizers is None or optimizer is self._optimizers[0]:
+            for listener in self._listeners:
+                listener(optimizer, in_backward=in_backward())
+        found = self._binding.of(optimizer)
+        self._read([held for held, _ in found])
+        if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in found):
+            optimizer.state.clear()  # a history over all parameters at once: it starts anew
+        for held, place in found:
+            held.clean(place, state_of(optimizer, place.parameter))
+            held.mask_gradient_again(place)
+        self._stepping[id(optimizer)] = found
+
+    @_outside_dynamo  # type: ignore[untyped-decorator]
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for held, _place in self._stepping.pop(id(optimizer), ()):
+            held.settle()
+
+    def _read(self, held: Sequence[Held]) -> None:
+        """Read which weights of ``held`` are zero now; raise if all of the zeros are gone."""
+        num_before = sum(each.num_held for each in held)
+        is_due, self._check_due = self._check_due and not in_backward(), False
+
+        def read(words: torch.Tensor) -> None:
+            counts = fetched([each.read() for each in held])
+            if num_before and not sum(int(num_held) for _, num_held in counts):
+                raise ValueError(
+                    f"{num_before} weights that were held at zero are not zero any more: a dense checkpoint was "
+                    "loaded, or they were written; prune again, or call remove() to train all weights"
+                )
+            for each, of_each in zip(held, counts, strict=True):
+                each.take(of_each)
+            words[0] = num_before
+
+        if is_due:
+            sum_together(self._comm, (1,), read)
+        else:
+            read(torch.zeros(1, dtype=torch.int64))
+
+    def _state_loaded(self, _: Optimizer) -> None:
+        for held in self._binding.held:
+            held.is_new = True
+
+    def _at_load(self) -> None:
+        self._check_due = True
+
+    @_outside_dynamo  # type: ignore[untyped-decorator]
+    def _at_gradient(self, held: Held) -> None:
+        if self.leaves_gradients_dense:
+            return
+        if not self._stepping:  # a closure that is evaluated within a step: weights are on their way
+            held.read()
+        tensor = held.shard.tensor
+        assert tensor is not None
+        held.mask_gradient(Place(tensor, 0, held.shard.geometry.local_shape))
+
+    def before_step(self, listener: BeforeStep) -> None:
+        """Call ``listener`` before each step of the first optimizer, and before it is read what is held. Local."""
+        self._listeners.append(listener)
+
+    def remove(self) -> None:
+        """Hold nothing any more: the hooks are gone, and the zeros stay until a step changes them. Local."""
+        self._binding.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish(self) -> None:
+        """Turn every -0.0 into 0.0, and hold nothing any more. Local."""
+        self.remove()
+        for shard in self._binding.find():
+            make_zeros_positive(shard.local)
+
+    def counts(self) -> Counts:
+        """Return how many weights are held, over all ranks. Every rank must call it: two rounds, of 64 and 24 bytes."""
+        agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
+
+        def fill(words: torch.Tensor) -> None:
+            owned = [shard.local for shard in agreed.shards() if shard.owned]
+            words[0] = sum(count_zeros([bits_of(local) for local in owned]))
+            words[1] = sum(local.numel() for local in owned)
+
+        return Counts(*sum_together(self._comm, (2,), fill).tolist())
+
+    def apply_to(self, other: nn.Module) -> None:
+        """Write zeros into ``other`` where weights are held, as of the last step: an average of weights, for example.
+
+        ``other`` has the parameters of this model under the same names, in the same layout, or is an ``AveragedModel``
+        of it. Every rank must call it: one round.
+
+        Raises:
+            ValueError: on every rank, nothing changed: a parameter is missing, or laid out differently.
+        """
+        work: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with together(self._comm):
+            bare = other.module if isinstance(other, AveragedModel) else other
+            there = {shard.name: shard for shard in self._binding.find(bare)}
+            for held in self._binding.held:
+                shard = there.get(held.shard.name)
+                if shard is None or shard.geometry != held.shard.geometry:
+                    raise ValueError(
+                        f"{held.shard.name!r} is missing, or laid out differently; pass a copy of the held model"
+                    )
+                work.append((shard.local, held.kept))
+        for local, kept in work:
+            zero_where_pruned(local, kept)
+
+    def regrow(self, share: float, *, by: GrowBy = "gradient", seed: int | None = None) -> Moved:
+        """Move ``share`` of the kept weights of each parameter. Every rank must call it.
+
+        The smallest become zero; as many that are zero are kept from now on, those of largest gradient, or any. Compute
+        the gradients within :meth:`dense_gradients`. Rounds: twice those of :class:`distprune.Unstructured`.
+
+        Raises:
+            ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
+        """
+        return regrow(self._comm, self._model, share, by=by, seed=seed, include=self._include, exclude=self._exclude)
+
+    @contextmanager
+    def dense_gradients(self) -> Iterator[None]:
+        """Leave the gradients that are computed within as they are, also where weights are held. Local.
+
+        The next step masks them. (Those of FSDP1 are dense until the step in any case.)
+        """
+        before, self.leaves_gradients_dense = self.leaves_gradients_dense, True
+        try:
+            yield
+        finally:
+            self.leaves_gradients_dense = before

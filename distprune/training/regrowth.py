@@ -1,0 +1,165 @@
+"""Drop the smallest of the kept weights and let as many others grow: the number of zeros stays, their places move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.collectives import Communicator
+from distprune.masks import bits_of, settle_kept, zero_where_pruned
+from distprune.models import Found, NamePattern, find_shards
+from distprune.patterns import Ranked, Unstructured, check_share
+from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
+from distprune.pruning.prune_model import settled
+from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
+from distprune.shards import LocalShard, gradient_of
+
+__all__ = ["GrowBy", "Moved", "Regrow", "regrow"]
+
+GrowBy = Literal["gradient", "random"]
+_NUM_HASH_BITS = 1  # that make room for a value above all hashes
+
+
+@dataclass(frozen=True)
+class Regrow:
+    """Every so many steps before ``stop``, a share of the kept weights of each parameter moves.
+
+    The share begins at ``fraction`` and falls as a cosine to 0 at ``stop``. ``by="gradient"``: those grow whose
+    gradient is the largest (RigL, arXiv 1911.11134, section 3); ``"random"``: any (SET, arXiv 1707.04780).
+
+    Raises:
+        ValueError: on construction: a share out of range, or steps that are not positive.
+    """
+
+    stop: int
+    every: int = 100
+    fraction: float = 0.3
+    by: GrowBy = "gradient"
+
+    def __post_init__(self) -> None:
+        check_share(float(self.fraction), "fraction")
+        if self.every < 1 or self.stop < 1:
+            raise ValueError(f"regrowth needs every >= 1 and stop >= 1, not every={self.every}, stop={self.stop}")
+        _check_by(self.by)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether weights move at ``step``."""
+        return 0 < step < self.stop and step % self.every == 0
+
+    def share(self, step: int) -> float:
+        """Return the share of the kept weights that move at ``step``."""
+        return self.fraction / 2 * (1 + math.cos(math.pi * step / self.stop))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What regrowth did, over all ranks: weights that became zero, as many as grew; those held now; all."""
+
+    num_moved: int
+    num_held: int
+    num_elements: int
+
+
+def regrow(
+    comm: Communicator,
+    model: nn.Module,
+    share: float,
+    *,
+    by: GrowBy = "gradient",
+    seed: int | None = None,
+    include: NamePattern | Sequence[NamePattern] = (),
+    exclude: NamePattern | Sequence[NamePattern] = (),
+) -> Moved:
+    """Move ``share`` of the kept weights of each parameter. Every rank must call it.
+
+    The kept weights of smallest magnitude become zero. Of all that are zero then, as many are kept from now on: those
+    of largest gradient, or any. They start at zero, written as -0.0. Two choices, each as by
+    :class:`distprune.Unstructured` of each tensor.
+
+    Raises:
+        ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
+    """
+
+    def look() -> tuple[Found, Facts, Score, None]:
+        check_share(float(share), "share")
+        _check_by(by)
+        facts = {"share": repr(share), "by": by, "include": all_shown(include), "exclude": all_shown(exclude)}
+        return find_shards(model, include, exclude), facts, Random(seed) if by == "random" else Magnitude(), None
+
+    agreed, _ = agree_on(comm, look)
+    agreed.check_found()
+    shards = agreed.shards()
+
+    def to_drop() -> list[LocalScores]:
+        return [LocalScores(shard, Magnitude(), {}, bits_of(shard.local) != 0) for shard in shards]
+
+    left, counts = _chosen(agreed, Magnitude(), to_drop, share, of_left=True)
+    num_held = {m.name: before for m, (_, before) in zip(agreed.roster.members, counts, strict=True)}
+    score = _Growth(agreed.score)
+
+    def to_grow() -> list[LocalScores]:
+        return [LocalScores(s, score, _evidence(model, s, mask, by)) for s, mask in zip(shards, left, strict=True)]
+
+    kept, _ = _chosen(agreed, score, to_grow, num_held)
+    for shard, of_left, of_kept in zip(shards, left, kept, strict=True):
+        zero_where_pruned(shard.local, of_left)
+        settle_kept(shard.local, of_kept)
+    num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
+    return Moved(sum(after - before for after, before in counts), sum(num_held.values()), num_elements)
+
+
+def _chosen(
+    agreed: Agreed,
+    score: Score,
+    make_scores: Callable[[], list[LocalScores]],
+    share: float | Mapping[str, int],
+    *,
+    of_left: bool = False,
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    ranked = Ranked(agreed.comm, agreed.roster, score, make_scores, of_left=of_left)
+    chosen, counts = settled(ranked, Unstructured(share, scope="tensor").choose(ranked))
+    return [each.mask for each in chosen], counts
+
+
+@dataclass(frozen=True)
+class _Growth(Score):
+    """How much a weight that is zero wants to grow; what is kept already comes before all."""
+
+    by: Score
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        is_kept = elements["kept"]
+        if isinstance(self.by, Random):
+            values = self.by.values(elements) >> _NUM_HASH_BITS
+            return values.masked_fill_(is_kept, torch.iinfo(values.dtype).max)
+        gradient = elements["gradient"]
+        return (gradient if gradient.dtype is torch.float64 else gradient.float()).abs().masked_fill(is_kept, torch.inf)
+
+    @override
+    def dtype(self, weight: torch.dtype) -> torch.dtype:
+        return self.by.dtype(weight) if isinstance(self.by, Random) else super().dtype(weight)
+
+    @override
+    def reads(self, shard: LocalShard, evidence: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return list(evidence.values())
+
+
+def _evidence(model: nn.Module, shard: LocalShard, kept: torch.Tensor, by: GrowBy) -> dict[str, torch.Tensor]:
+    if by == "random":
+        return {"kept": kept}
+    gradient = gradient_of(shard, model.parameters())
+    if gradient is None:
+        raise ValueError(f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first")
+    return {"kept": kept, "gradient": gradient}
+
+
+def _check_by(by: object) -> None:
+    if by not in ("gradient", "random"):
+        raise ValueError(f"by={by!r} is not known; use 'gradient' or 'random'")

@@ -1,0 +1,250 @@
+"""Sparse training: a schedule, a score and regrowth, tied to an optimizer. The training loop stays as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distprune.collectives import Group, agree, communicator, max_together, together
+from distprune.models import NamePattern, find_shards
+from distprune.patterns import Pattern, Scope, check_share
+from distprune.pruning.prune_model import Request, prune_found
+from distprune.scores import Movement, ScoreLike, as_score
+from distprune.shards import gradient_of, local_of
+from distprune.training.hold import Hold, hold_zeros
+from distprune.training.optimizers import Optimizers, parameters_of
+from distprune.training.regrowth import Regrow, regrow
+from distprune.training.schedules import Schedule
+
+__all__ = ["SparseTraining", "Update"]
+
+_NUM_CHECKED_STEPS = 4096  # of the schedule, before anything is changed
+
+
+@dataclass(frozen=True)
+class Update:
+    """What happened before the step of this number: more zeros, or zeros in other places."""
+
+    step: int
+    num_zeros: int
+    num_elements: int
+    num_moved: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+
+@final
+class SparseTraining:
+    """Prune over time, and hold what is pruned, while ``optimizer`` trains ``model``.
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> training = SparseTraining(model, optimizer, schedule=constant(0.5))
+    >>> model(torch.ones(8)).sum().backward()
+    >>> optimizer.step()
+    >>> training.updates[-1].sparsity
+    0.5
+
+    Before step t, counted from 0, the model is pruned in place to the share of zeros that ``schedule(t)`` says, exactly
+    as :func:`distprune.prune_model` does it, if that is more than before; :func:`distprune.hold_zeros` keeps the zeros.
+    With ``regrow`` some of them move. Gradients are there at that time, so scores may use them.
+
+    Args:
+        model: in any layout that :func:`distprune.prune_model` takes.
+        optimizer: one, several (their first counts the steps), a wrapper or a container of some.
+        schedule: a function from the step to a share of zeros, such as :func:`distprune.cubic`; a mapping from names
+            to such functions gives each parameter its own. With a pattern that says how much is pruned (``"2:4"``), it
+            says when: at the first step where it is not 0.
+        score: as in :func:`distprune.prune_model`, as are ``pattern``, ``scope``, ``seed``, ``include`` and
+            ``exclude``. :class:`distprune.Movement` is summed up from the first step on.
+        regrow: a :class:`Regrow`. Gradients are dense in the backward passes before a step at which weights grow by
+            them, so what clips sees the norm of all.
+        group: the ranks that hold parts of the model; all of them step together.
+
+    The state is the number of steps alone (:meth:`state_dict`): the zeros are in the weights. It is the same on every
+    rank.
+
+    Every rank of ``group`` must make it, and step. A step at which nothing changes does not communicate (at a learning
+    rate of 0: one round of 16 bytes); others take the rounds of :func:`distprune.prune_model`, whatever the number of
+    layers, and twice as many to regrow.
+
+    Raises:
+        ValueError, TypeError: on every rank, as :func:`distprune.hold_zeros`, or because the schedule goes down or
+            differs between ranks within its first 4,096 steps; at a step, as :func:`distprune.prune_model`.
+        NotImplementedError: at a step: the optimizer steps within the backward pass, where ranks are not in step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        schedule: Schedule | Mapping[str, Schedule],
+        score: ScoreLike = "magnitude",
+        pattern: Pattern | str | None = None,
+        scope: Scope | None = None,
+        regrow: Regrow | None = None,
+        seed: int = 0,
+        include: NamePattern | Sequence[NamePattern] = (),
+        exclude: NamePattern | Sequence[NamePattern] = (),
+        group: Group = None,
+    ) -> None:
+        if optimizer is None:
+            raise TypeError("sparse training counts the steps of an optimizer; pass it")
+        self.step = 0  # the next one
+        self.updates: list[Update] = []
+        self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
+        self._score, self._pattern, self._scope = as_score(score), pattern, scope
+        self._include, self._exclude = include, exclude
+        self._comm = communicator(group)
+        self._level: float | dict[str, float] | None = None  # what was pruned to last
+        self._movement: dict[str, torch.Tensor] = {}
+        digest = ""
+        with together(self._comm):
+            digest = self._checked()
+        agree(self._comm, {"the first steps of the schedule": digest})
+        self.hold: Hold = hold_zeros(model, optimizer, include=include, exclude=exclude, group=self._comm)
+        self.hold.before_step(self._before_step)
+        self._prepare()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps done: the same on every rank. Local."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the step of a :meth:`state_dict`; weights and optimizer are loaded as ever. Local."""
+        self.step = int(state_dict["step"])
+        self._level = self._asked(self.step - 1) if self.step else None
+        self._prepare()
+
+    def remove(self) -> None:
+        """Prune and hold nothing any more. Local."""
+        self.hold.remove()
+
+    def finish(self) -> None:
+        """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""
+        self.hold.finish()
+
+    def _asked(self, step: int) -> float | dict[str, float]:
+        if isinstance(self._schedule, Mapping):
+            return {name: float(schedule(step)) for name, schedule in self._schedule.items()}
+        return float(self._schedule(step))
+
+    def _checked(self) -> str:
+        """Return a digest of the first steps of the schedule, or raise if it goes down there."""
+        levels = [_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS)]
+        for before, after in itertools.pairwise(levels):
+            _check_rises(before, after)
+        return hashlib.sha256(repr(levels).encode()).hexdigest()
+
+    def _prepare(self) -> None:
+        """Let the backward passes before a step of regrowth leave their gradients dense."""
+        needs_all = self._regrow is not None and self._regrow.by == "gradient" and self._regrow.is_due(self.step)
+        self.hold.leaves_gradients_dense = needs_all
+
+    def _before_step(self, optimizer: Optimizer, *, in_backward: bool) -> None:
+        if self._makes_state(optimizer):
+            return
+        if in_backward:
+            raise NotImplementedError(
+                "an optimizer that steps within the backward pass cannot prune over time, since the ranks are not in "
+                "step there; prune first, and call hold_zeros"
+            )
+        step, asked = self.step, self._asked(self.step)
+        if isinstance(self._score, Movement):
+            self._add_movement()
+        if self._is_due(asked):
+            self._prune(step, asked)
+        if self._regrow is not None and self._regrow.is_due(step):
+            self._move(step, self._regrow)
+        self.step += 1
+        self._prepare()
+
+    def _is_due(self, asked: float | dict[str, float]) -> bool:
+        now = _listed(asked)
+        before = [0.0] * len(now) if self._level is None else _listed(self._level)
+        _check_rises(before, now)
+        return before != now
+
+    def _prune(self, step: int, asked: float | dict[str, float]) -> None:
+        says_how_much = isinstance(self._pattern, Pattern) or (self._pattern or "")[:1].isdigit()
+        sparsity = None if says_how_much else asked
+        evidence = {name: {"movement": total} for name, total in self._movement.items()}
+        request = Request(
+            sparsity,
+            self._score,
+            self._pattern,
+            self._scope,
+            self._seed if self._score.needs_seed else None,
+            None,
+            self._include,
+            self._exclude,
+            self._model,
+            evidence,
+        )
+        find = lambda: find_shards(self._model, self._include, self._exclude)  # noqa: E731
+        report = prune_found(self._comm, request, find, in_place=True)
+        self._level = asked
+        self.updates.append(Update(step, report.num_zeros, report.num_elements))
+
+    def _move(self, step: int, how: Regrow) -> None:
+        seed = self._seed + step if how.by == "random" else None
+        moved = regrow(
+            self._comm,
+            self._model,
+            how.share(step),
+            by=how.by,
+            seed=seed,
+            include=self._include,
+            exclude=self._exclude,
+        )
+        self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
+
+    def _makes_state(self, optimizer: Optimizer) -> bool:
+        """Return whether this is no step of training. At a learning rate of 0, every rank must call it: one round.
+
+        torch.distributed.checkpoint makes the state of a fresh optimizer by a step at rate 0, with gradients of zero.
+        """
+        if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+            return False
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+        def fill(any_there: torch.Tensor) -> None:
+            any_there[0] = any(bool(local_of(gradient).any()) for gradient in gradients)
+
+        return not bool(max_together(self._comm, (1,), fill)[0])
+
+    def _add_movement(self) -> None:
+        parameters = list(self._model.parameters())
+        for shard in find_shards(self._model, self._include, self._exclude).shards:
+            gradient = gradient_of(shard, parameters)
+            if gradient is None:
+                continue  # choosing says so, on all ranks
+            if shard.name not in self._movement:
+                self._movement[shard.name] = torch.zeros_like(
+                    shard.local, dtype=torch.promote_types(shard.local.dtype, torch.float32)
+                )
+            self._movement[shard.name].addcmul_(shard.local, gradient, value=-1)
+
+
+def _listed(level: float | dict[str, float]) -> list[float]:
+    return [*level.values()] if isinstance(level, dict) else [level]
+
+
+def _check_rises(before: list[float], after: list[float]) -> None:
+    for level, next_level in zip(before, after, strict=True):
+        check_share(next_level, "a sparsity of the schedule")
+        if next_level < level:
+            raise ValueError(
+                f"the schedule goes down from {level} to {next_level}; zeros that are held do not come back"
+            )

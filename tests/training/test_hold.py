@@ -1,0 +1,358 @@
+"""Zeros that are held stay, through every optimizer and in every layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import distprune as prune
+from distprune.models import find_shards
+from distprune.shards import LocalShard, place_of
+from distprune.training import SparseTraining, constant, hold_zeros
+from tests.training.optimizers import NUM_RANKS, OTHERS, TORCHS, UNABLE, make_optimizer
+from tests.worlds import ProcessPool
+from tests.wrapped import PRUNED, Transformer, Wrapped, batches, transformer, wrap
+
+NUM_DENSE_STEPS, NUM_STEPS = 3, 20
+INCLUDE = [f"*.{name}.weight" for name in PRUNED]
+
+
+class Pipelined:
+    """A stage of the model a rank, of torch.distributed.pipelining."""
+
+    def __init__(self, model: Transformer) -> None:
+        rank, num = dist.get_rank(), dist.get_world_size()
+        self.model = (
+            nn.Sequential(model.embed, model.layers[0])
+            if rank == 0
+            else nn.Sequential(model.layers[1], model.norm, model.head)
+        )
+        stage = PipelineStage(self.model, rank, num, torch.device("cpu"))
+        self._schedule = ScheduleGPipe(stage, 2, loss_fn=_loss)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        if dist.get_rank() == 0:
+            self._schedule.step(tokens[:, :-1])
+            return torch.zeros(())
+        self._schedule.step(target=tokens[:, 1:], losses=losses)
+        return torch.stack(losses).mean()
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def made(layout: str) -> Wrapped | Pipelined:
+    if layout == "pipeline":
+        return Pipelined(transformer())
+    if layout == "fsdp1 flat":
+        return Wrapped(FullyShardedDataParallel(transformer(), device_id=torch.device("cpu")), dist.get_rank(), 2)
+    return wrap(layout, transformer())
+
+
+def targets(model: nn.Module) -> list[LocalShard]:
+    """Return what is held: the weights of two dims or more in the layers, biases and norms left out."""
+    return find_shards(model, INCLUDE).shards
+
+
+def train(optimizer: torch.optim.Optimizer, wrapped: Wrapped | Pipelined, tokens: torch.Tensor) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        return float(wrapped.step(tokens))
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    else:
+        closure()
+        optimizer.step()
+
+
+def held_bits(model: nn.Module) -> list[torch.Tensor]:
+    return [shard.local.view(torch.int32) == 0 for shard in targets(model)]
+
+
+def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Check that per-element state is zero where weights are held, and return how many tensors were looked at."""
+    inner = getattr(optimizer, "optim", optimizer)
+    if isinstance(inner, torch.optim.LBFGS):
+        return 0  # a history over all parameters at once
+    num = 0
+    for shard in targets(model):
+        for parameter, state in inner.state.items():
+            place = place_of(shard, [parameter]) if shard.local.numel() else None
+            if place is None:
+                continue
+            for name, value in state.items():
+                is_moment = (
+                    isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+                )
+                if is_moment and name not in WITHOUT_MASK:
+                    assert not place.part_of(value)[shard.local.view(torch.int32) == 0].any(), name
+                    num += 1
+    return num
+
+
+def hold_on_rank(_: int, layout: str, name: str) -> int:
+    wrapped = made(layout)
+    model = wrapped.model
+    optimizer = make_optimizer(name, model)
+    steps = iter(batches(NUM_DENSE_STEPS + NUM_STEPS))
+    for _step in range(NUM_DENSE_STEPS):
+        train(optimizer, wrapped, next(steps))
+    prune.prune_model(model, 0.5, include=INCLUDE, scope="tensor")
+    before, first = held_bits(model), [shard.local.clone() for shard in targets(model)]
+    hold = hold_zeros(model, optimizer, include=INCLUDE)
+    for tokens in steps:
+        train(optimizer, wrapped, tokens)
+        for now, then in zip(held_bits(model), before, strict=True):
+            assert torch.equal(now, then)
+    assert hold.counts().sparsity == 0.5
+    for shard, then in zip(targets(model), first, strict=True):
+        assert shard.local.numel() == 0 or not torch.equal(shard.local, then)
+    return check_moments(optimizer, model)
+
+
+# Adamax adds a constant to the one; Rprop's steps are no moments.
+WITHOUT_MASK = ("exp_inf", "step_size")
+# Per-element state of theirs is a sum of rows and columns, packed, or a history over all parameters.
+WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
+
+
+# On four ranks, unless pytest is run with --whole: what they add to two ranks is the mesh, not the optimizer.
+SAMPLED = ("SGD", "AdamW fused")
+
+
+@pytest.mark.parametrize("name", [*TORCHS, *OTHERS])
+@pytest.mark.parametrize("layout", NUM_RANKS)
+def test_zeros_stay(pool: ProcessPool, pytestconfig: pytest.Config, layout: str, name: str) -> None:
+    if name in UNABLE[layout]:
+        pytest.skip("torch cannot step it")
+    if NUM_RANKS[layout] == 4 and name not in SAMPLED and not pytestconfig.getoption("--whole"):
+        pytest.skip("run with --whole")
+    num_moments = pool.run(NUM_RANKS[layout], hold_on_rank, layout, name)
+    assert any(num_moments) or name in WITHOUT_MOMENTS
+
+
+def _scaled(wrapped: Wrapped, optimizer: torch.optim.Optimizer, steps: Iterator[torch.Tensor]) -> None:
+    """Gradients overflow at every third step, which the scaler leaves out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for i, tokens in enumerate(steps):
+        wrapped.step(tokens, scale=scaler.get_scale() if i % 3 else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _accumulated(wrapped: Wrapped, optimizer: torch.optim.Optimizer, steps: Iterator[torch.Tensor]) -> None:
+    for i, tokens in enumerate(steps):
+        is_last = i % 3 == 2
+        if isinstance(wrapped.model, FSDPModule):
+            wrapped.model.set_requires_gradient_sync(is_last)
+        wrapped.step(tokens)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _compiled(wrapped: Wrapped, optimizer: torch.optim.Optimizer, steps: Iterator[torch.Tensor]) -> None:
+    step = torch.compile(optimizer.step, backend="eager")
+    for tokens in steps:
+        wrapped.step(tokens)
+        step()
+        optimizer.zero_grad()
+
+
+def _usual(wrapped: Wrapped, optimizer: torch.optim.Optimizer, steps: Iterator[torch.Tensor]) -> None:
+    for tokens in steps:
+        train(optimizer, wrapped, tokens)
+
+
+STYLES = {
+    "scaled": (_scaled, ["plain", "ddp"]),
+    "accumulated": (_accumulated, ["plain", "ddp", "fsdp2"]),
+    "compiled": (_compiled, ["plain", "fsdp2"]),
+    "plain steps": (_usual, ["offload", "no-reshard", "columns", "checkpointing"]),
+}
+
+
+def style_on_rank(_: int, layout: str, style: str) -> None:
+    wrapped = wrap(layout, transformer())
+    optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
+    prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+    before = held_bits(wrapped.model)
+    hold_zeros(wrapped.model, optimizer, include=INCLUDE)
+    STYLES[style][0](wrapped, optimizer, iter(batches(9)))
+    assert all(map(torch.equal, held_bits(wrapped.model), before))
+    check_moments(optimizer, wrapped.model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "style"), [(layout, style) for style, (_, layouts) in STYLES.items() for layout in layouts]
+)
+def test_styles(pool: ProcessPool, layout: str, style: str) -> None:
+    pool.run(1 if layout == "plain" else 2, style_on_rank, layout, style)
+
+
+def in_backward_on_rank(_: int, layout: str, hold_first: bool, given: bool) -> None:
+    wrapped = wrap(layout, transformer())
+    prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+    before = held_bits(wrapped.model)
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in wrapped.model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    def hold() -> None:
+        hold_zeros(wrapped.model, list(optimizers.values()) if given else None, include=INCLUDE)
+
+    if hold_first:
+        hold()
+    for parameter in wrapped.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    if not hold_first:
+        hold()
+    for tokens in batches(5):
+        wrapped.step(tokens)
+    assert all(map(torch.equal, held_bits(wrapped.model), before))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("hold_first", [True, False])
+@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+def test_optimizer_in_backward(pool: ProcessPool, layout: str, hold_first: bool, given: bool) -> None:
+    pool.run(1 if layout == "plain" else 2, in_backward_on_rank, layout, hold_first, given)
+
+
+def test_pure_bfloat16_keeps_its_zeros() -> None:
+    """Live weights that touch zero stay alive, and the bits say which are held, also after a round trip."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    prune.prune_model(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hold = hold_zeros(model, optimizer)
+    held, num_touched = model.weight.view(torch.int16) == 0, 0
+    for _ in range(200):
+        x = torch.randn(16, 64, dtype=torch.bfloat16)
+        model(x).sub(x.flip(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_touched += int((model.weight == 0).sum()) - int(held.sum())
+        model.load_state_dict(safetensors.torch.load(safetensors.torch.save(model.state_dict())))
+        assert torch.equal(model.weight.view(torch.int16) == 0, held)
+    assert num_touched > 0  # else this shows nothing
+    hold.finish()
+    assert not model.weight.signbit()[model.weight == 0].any()
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Embedding(11, 8, sparse=True)
+    prune.prune_model(model, 0.5, include="weight")
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
+    hold_zeros(model, optimizer, include="weight")
+    held = model.weight == 0
+    for tokens in batches(5):
+        model(tokens).square().sum().backward()
+        optimizer.step()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        assert torch.equal(model.weight == 0, held)
+    assert not optimizer.state[model.weight]["exp_avg"][held].any()
+
+
+def test_follows_replaced_parameters() -> None:
+    """A model that is loaded, wrapped or moved after the hold was made is held all the same."""
+    model = transformer()
+    prune.prune_model(model, 0.5, include=INCLUDE)
+    hold = hold_zeros(model, include=INCLUDE)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before, weight = held_bits(model), model.get_parameter("layers.0.up.weight")
+    for tokens in batches(3):
+        Wrapped(model, 0, 1).step(tokens)
+        assert weight.grad is not None
+        assert not weight.grad[weight == 0].any()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, held_bits(model), before))
+    copied = copy.deepcopy(model)  # for an average of its weights
+    with torch.no_grad():
+        copied.get_parameter("layers.0.up.weight").add_(1)
+    hold.apply_to(copied)
+    assert all(map(torch.equal, held_bits(copied), before))
+    hold.remove()
+    Wrapped(model, 0, 1).step(tokens)
+    optimizer.step()
+    assert not all(map(torch.equal, held_bits(model), before))
+
+
+def _all_zeros(model: nn.Module) -> None:
+    nn.init.zeros_(model.get_submodule("layers.0.up").weight)  # type: ignore[arg-type]
+    hold_zeros(model, include=INCLUDE)
+
+
+def _other_optimizer(model: nn.Module) -> None:
+    hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
+
+
+def _dense_checkpoint(model: nn.Module) -> None:
+    prune.prune_model(model, 0.5, include=INCLUDE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hold_zeros(model, optimizer, include=INCLUDE)
+    Wrapped(model, 0, 1).step(batches(1)[0])
+    model.load_state_dict(transformer(1).state_dict())
+    optimizer.step()
+
+
+def _goes_down(model: nn.Module) -> None:
+    SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=lambda step: 0.5 / (step + 1), include=INCLUDE)
+
+
+def _no_gradient(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    SparseTraining(model, optimizer, schedule=constant(0.5), score="taylor", include=INCLUDE)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (_all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
+        (_other_optimizer, ValueError, "none of the 8 held parameters is among those of SGD"),
+        (_dense_checkpoint, ValueError, "720 weights that were held at zero are not zero any more"),
+        (_goes_down, ValueError, "the schedule goes down from 0.5 to 0.25"),
+        (_no_gradient, ValueError, "'layers.0.attention.q.weight' has no gradient"),
+        (lambda model: hold_zeros(model, "adam"), TypeError, "expected a torch.optim.Optimizer"),
+        (lambda model: hold_zeros(model, include="nothing"), ValueError, "matches no parameter"),
+    ],
+)
+def test_bad_input(call: Callable[[nn.Module], None], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call(transformer())
+
+
+def no_sync_on_rank(rank: int) -> str:
+    wrapped = wrap("ddp", transformer())
+    with cast(nn.parallel.DistributedDataParallel, wrapped.model).no_sync():
+        wrapped.step(batches(1)[0])
+    before = [parameter.detach().clone() for parameter in wrapped.model.parameters()]
+    with pytest.raises(ValueError, match="should hold the same values") as raised:
+        prune.prune_model(wrapped.model, 0.5, score="taylor", include=INCLUDE)
+    assert all(map(torch.equal, wrapped.model.parameters(), before))
+    with pytest.raises(ValueError, match="rank 1 of 2: .*is among those of SGD" if rank == 0 else "is among those of"):
+        hold_zeros(wrapped.model, torch.optim.SGD((transformer() if rank else wrapped.model).parameters()))
+    return str(raised.value)
+
+
+def test_raises_on_every_rank(pool: ProcessPool) -> None:
+    assert len(set(pool.run(2, no_sync_on_rank))) == 1

@@ -1,0 +1,70 @@
+"""The example runs under torchrun, and Accelerate's wrappers are held whether they come before or after."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+ACCELERATED = """
+import sys
+import torch
+from accelerate import Accelerator
+import distprune as prune
+from tests.training.test_hold import INCLUDE, held_bits
+from tests.wrapped import batches, transformer
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+for hold_first in (True, False):
+    model = transformer()
+    prune.prune_model(model, 0.5, include=INCLUDE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if hold_first:
+        hold = prune.hold_zeros(model, optimizer, include=INCLUDE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if not hold_first:
+        hold = prune.hold_zeros(model, optimizer, include=INCLUDE)
+    before = held_bits(model)
+    for tokens in batches(6):
+        own = tokens.chunk(accelerator.num_processes)[accelerator.process_index]
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, held_bits(model), before))
+    assert hold.counts().sparsity == 0.5
+    hold.remove()
+print(f"held on {accelerator.num_processes}", flush=True)
+accelerator.end_training()
+"""
+
+
+def torchrun(*arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.launcher
+def test_example(tmp_path: Path) -> None:
+    script, saved = ROOT / "launch" / "train_sparse_fsdp2.py", tmp_path / "saved"
+    printed = torchrun(str(script), "--steps", "20", "--output", str(saved)).splitlines()
+    assert printed[0].endswith("0.0% zeros")
+    assert printed[-1] == "80.0% of the weights in the layers are zero"
+    assert (saved / ".metadata").exists()
+
+
+@pytest.mark.launcher
+def test_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "accelerated.py"
+    script.write_text(ACCELERATED)
+    assert torchrun(str(script)).count("held on 2") == 2

@@ -1,0 +1,145 @@
+"""Sparse training over ranks is that of one process with the whole batch: the same masks, the same losses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.utils.prune as torch_prune
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import distprune as prune
+from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot
+from tests.worlds import ProcessPool
+from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole, wrap
+
+NUM_STEPS = 20
+INCLUDE = [f"*.{name}.weight" for name in PRUNED]
+NUM_ELEMENTS = sum(module.get_parameter(name).numel() for module, name in pairs_of(transformer()))
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {"schedule": constant(0.5)},
+    "cubic": {"schedule": cubic(0.8, stop=15, every=3)},
+    "taylor": {"schedule": cubic(0.8, stop=15, every=3), "score": "taylor"},
+    "movement": {"schedule": one_shot(0.5, step=5), "score": "movement", "scope": "tensor"},
+    "2:4": {"schedule": one_shot(0.5, step=5), "pattern": "2:4", "exclude": "*.down.weight"},
+    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=20, every=4)},
+    "set": {"schedule": constant(0.8), "regrow": Regrow(stop=20, every=4, by="random")},
+}
+# Torch clips the norm of parameters that are all laid out alike; FSDP1's own clipping sees dense gradients.
+CLIPPED = ("plain", "ddp", "fsdp2", "hsdp")
+
+
+def step(optimizer: torch.optim.Optimizer, wrapped: Wrapped, tokens: torch.Tensor, *, clips: bool) -> float:
+    """Train one step, and return the loss of the whole batch."""
+    loss = wrapped.step(tokens) / wrapped.num_data_ranks
+    if clips:
+        nn.utils.clip_grad_norm_(wrapped.model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    if wrapped.num_data_ranks > 1:
+        dist.all_reduce(loss)
+        loss *= wrapped.num_data_ranks / dist.get_world_size()
+    return float(loss)
+
+
+def started(layout: str, kind: str) -> tuple[Wrapped, torch.optim.Optimizer, SparseTraining]:
+    wrapped = wrap(layout, transformer())
+    optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
+    return wrapped, optimizer, SparseTraining(wrapped.model, optimizer, **{"include": INCLUDE, **KINDS[kind]})
+
+
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """Return where weights are held, whole: the bits of +0.0."""
+    return [(whole(module.get_parameter(name)).view(torch.int32) == 0) for module, name in pairs_of(model)]
+
+
+def train_on_rank(_: int, layout: str, kind: str) -> tuple[list[float], list[int], list[torch.Tensor]]:
+    wrapped, optimizer, training = started(layout, kind)
+    losses = [step(optimizer, wrapped, tokens, clips=layout in CLIPPED) for tokens in batches(NUM_STEPS)]
+    if layout == "fsdp1":  # whole parameters are not to be had from outside
+        return losses, [update.num_zeros for update in training.updates], []
+    return losses, [update.num_zeros for update in training.updates], held(wrapped.model)
+
+
+@functools.cache
+def alone(pool: ProcessPool, kind: str) -> tuple[list[float], list[int], list[torch.Tensor]]:
+    return pool.run(1, train_on_rank, "plain", kind)[0]  # type: ignore[no-any-return]
+
+
+LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+def test_equals_one_process(pool: ProcessPool, layout: str, num_ranks: int, kind: str) -> None:
+    expected = alone(pool, kind)
+    for losses, num_zeros, masks in pool.run(num_ranks, train_on_rank, layout, kind):
+        assert losses == pytest.approx(expected[0], abs=1e-6)
+        assert num_zeros == expected[1]
+        for mask, of_one in zip(masks, expected[2], strict=True):
+            assert torch.equal(mask, of_one)
+    schedule = KINDS[kind]["schedule"]
+    if kind == "cubic":
+        assert expected[1] == [round(schedule(step) * NUM_ELEMENTS) for step in range(3, 16, 3)]
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)])
+def test_same_masks_without_clipping(pool: ProcessPool, layout: str, num_ranks: int) -> None:
+    for kind in ("cubic", "taylor", "rigl"):
+        for losses, num_zeros, _ in pool.run(num_ranks, train_on_rank, layout, kind):
+            assert losses[-1] < losses[0]
+            assert num_zeros == alone(pool, kind)[1]
+
+
+def test_equals_reparametrized() -> None:
+    """The losses are those of torch.nn.utils.prune on one process, clipping included."""
+    losses = []
+    for reparametrizes in (True, False):
+        model = transformer()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if reparametrizes:
+            torch_prune.global_unstructured(pairs_of(model), torch_prune.L1Unstructured, amount=0.5)
+        else:
+            prune.prune_model(model, 0.5, include=INCLUDE)
+            hold_zeros(model, optimizer, include=INCLUDE)
+        losses.append([step(optimizer, Wrapped(model, 0, 1), tokens, clips=True) for tokens in batches(NUM_STEPS)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def train_and_save(_: int, kind: str, folder: str) -> list[float]:
+    wrapped, optimizer, training = started("fsdp2", kind)
+    losses = []
+    for i, tokens in enumerate(batches(NUM_STEPS)):
+        if i == NUM_STEPS // 2:
+            weights, of_optimizer = get_state_dict(wrapped.model, optimizer)
+            save({"model": weights, "optimizer": of_optimizer, "training": training}, checkpoint_id=folder)
+        losses.append(step(optimizer, wrapped, tokens, clips=True))
+    return losses
+
+
+def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[torch.Tensor]]:
+    wrapped, optimizer, training = started("fsdp2", kind)
+    weights, of_optimizer = get_state_dict(wrapped.model, optimizer)  # it steps the optimizer once, at rate 0
+    assert training.step == 0
+    load({"model": weights, "optimizer": of_optimizer, "training": training}, checkpoint_id=folder)
+    set_state_dict(wrapped.model, optimizer, model_state_dict=weights, optim_state_dict=of_optimizer)
+    assert training.step == NUM_STEPS // 2
+    left = batches(NUM_STEPS)[NUM_STEPS // 2 :]
+    losses = [step(optimizer, wrapped, tokens, clips=True) for tokens in left]
+    return losses, held(wrapped.model)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "cubic", "rigl"])
+def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
+    losses = pool.run(2, train_and_save, kind, str(tmp_path / kind))[0][NUM_STEPS // 2 :]
+    for num_ranks in (1, 2, 4):
+        for resumed, masks in pool.run(num_ranks, load_and_train, kind, str(tmp_path / kind)):
+            assert resumed == (losses if num_ranks == 2 else pytest.approx(losses, abs=1e-6))
+            assert all(map(torch.equal, masks, alone(pool, kind)[2]))
