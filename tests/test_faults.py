@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,19 @@ def evaluated(*_: object) -> Called:
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
 
 
+def trained(call: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object]]) -> Make:
+    """Half of the model is zero, and gradients are there; ``call`` returns what is called."""
+
+    def make(*_: object) -> Called:
+        model = cut()
+        prune.prune_model(model, 0.5, include="*")
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() + 1
+        return model, call(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    return make
+
+
 CALLS: dict[str, tuple[int, Make]] = {
     "prune_model magnitude": (2, in_place(sparsity=0.5)),
     "prune_model magnitude per tensor": (2, in_place(sparsity=0.5, scope="tensor")),
@@ -198,6 +212,21 @@ CALLS: dict[str, tuple[int, Make]] = {
     "Masks.reparametrize": (2, on_masks(lambda _, masks: masks.reparametrize())),
     "Masks.load_state_dict": (2, masks_loaded),
     "sparsity": (2, on_masks(lambda model, _: prune.sparsity(model, include="*"))),
+    "hold_zeros": (2, trained(lambda model, optimizer: lambda: prune.hold_zeros(model, optimizer, include="*"))),
+    "Hold.counts": (2, trained(lambda model, optimizer: prune.hold_zeros(model, optimizer, include="*").counts)),
+    "Hold.regrow": (
+        2,
+        trained(lambda model, optimizer: partial(prune.hold_zeros(model, optimizer, include="*").regrow, 0.3)),
+    ),
+    "SparseTraining": (
+        2,
+        trained(
+            lambda model, optimizer: (
+                lambda: prune.SparseTraining(model, optimizer, schedule=prune.constant(0.7), include="*")
+            )
+        ),
+    ),
+    "erk": (2, trained(lambda model, _: lambda: prune.erk(model, 0.5, include="*"))),
     "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
     "perplexity": (2, evaluated),

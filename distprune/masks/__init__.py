@@ -7,6 +7,7 @@ from distprune.masks.in_place import (
     make_zeros_positive,
     read_kept,
     settle_kept,
+    write_negative_zeros,
     zero_where_pruned,
 )
 from distprune.masks.reparametrized import (
@@ -36,5 +37,6 @@ __all__ = [
     "snapshot",
     "take_roots",
     "undo_reparametrization",
+    "write_negative_zeros",
     "zero_where_pruned",
 ]

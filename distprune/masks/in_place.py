@@ -9,7 +9,15 @@ import torch
 
 from distprune.shards import chunk_size, on_host
 
-__all__ = ["as_numbers", "bits_of", "make_zeros_positive", "read_kept", "settle_kept", "zero_where_pruned"]
+__all__ = [
+    "as_numbers",
+    "bits_of",
+    "make_zeros_positive",
+    "read_kept",
+    "settle_kept",
+    "write_negative_zeros",
+    "zero_where_pruned",
+]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,6 +102,13 @@ def settle_kept(local: torch.Tensor, kept: torch.Tensor) -> None:
                 words[(words == 0) & flags] = negative_zero
         else:
             values.mul_(keep).masked_fill_((values == 0).logical_and_(keep), negative_zero)
+
+
+@torch.no_grad()
+def write_negative_zeros(local: torch.Tensor, where: torch.Tensor) -> None:
+    """Write -0.0 into ``local`` at ``where`` (bool, same local shape). Local."""
+    bits = bits_of(local)
+    bits.masked_fill_(where, torch.iinfo(bits.dtype).min)
 
 
 @torch.no_grad()

@@ -41,22 +41,30 @@ class Binding:
         model: nn.Module,
         include: NamePattern | Sequence[NamePattern],
         exclude: NamePattern | Sequence[NamePattern],
-        shards: Sequence[LocalShard],
         at_gradient: Callable[[Held], None],
         at_load: Callable[[], None],
     ) -> None:
         self._model, self._include, self._exclude = model, include, exclude
-        self._names = frozenset(shard.name for shard in shards)
-        self._at_gradient = at_gradient
+        self._names: frozenset[str] = frozenset()
+        self._at_gradient, self._at_load = at_gradient, at_load
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
         self._places: dict[int, tuple[object, list[tuple[Held, Place]]]] = {}  # by optimizer, with what they are of
+        self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self.held: list[Held] = []
+
+    def take(self, shards: Sequence[LocalShard]) -> None:
+        """Hold ``shards``, and later what is in their places."""
+        self._names = frozenset(shard.name for shard in shards)
         self._bind(shards)
+
+    def attach(self) -> None:
+        """Register the hooks: nothing has been changed before."""
         self._of_model = [
-            model.register_forward_pre_hook(_Weak(self.follow), prepend=True),
-            model.register_load_state_dict_post_hook(_Weak(at_load)),  # type: ignore[no-untyped-call]
+            self._model.register_forward_pre_hook(_Weak(self.follow), prepend=True),
+            self._model.register_load_state_dict_post_hook(_Weak(self._at_load)),  # type: ignore[no-untyped-call]
         ]
+        self._watch()
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -110,6 +118,10 @@ class Binding:
                 held.num_held = known.num_held
             self.held.append(held)
         self._places.clear()
+        if self._of_model:
+            self._watch()
+
+    def _watch(self) -> None:
         for handle in self._watched:
             handle.remove()
         self._watched = []

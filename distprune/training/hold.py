@@ -112,14 +112,19 @@ class Hold:
         self._listeners: list[BeforeStep] = []
         self._check_due = False  # whether all ranks together look for a dense checkpoint at the next step
         self.leaves_gradients_dense = False  # until the step, which masks them
+        self._binding = Binding(model, include, exclude, self._at_gradient, self._at_load)
         agreed = self._agreed(optimizer)
-        with together(self._comm):
-            self._binding = Binding(model, include, exclude, agreed.shards(), self._at_gradient, self._at_load)
-            held = self._binding.held
-            for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
-                each.take(counts)
-            self._check_moves()
-        self._attach()
+        try:
+            with together(self._comm):
+                self._binding.take(agreed.shards())
+                held = self._binding.held
+                for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
+                    each.take(counts)
+                self._check_moves()
+                self._attach()
+        except Exception:
+            self.remove()
+            raise
 
     def _agreed(self, optimizer: Optimizers) -> Agreed:
         def look() -> None:
@@ -156,6 +161,7 @@ class Hold:
             )
 
     def _attach(self) -> None:
+        self._binding.attach()
         if self._optimizers is None:
             self._handles += [
                 register_optimizer_step_pre_hook(self._before_step),

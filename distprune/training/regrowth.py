@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import Communicator
-from distprune.masks import bits_of, settle_kept, zero_where_pruned
+from distprune.collectives import Communicator, together
+from distprune.masks import bits_of, write_negative_zeros, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Ranked, Unstructured, check_share
 from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
@@ -80,7 +80,7 @@ def regrow(
 
     The kept weights of smallest magnitude become zero. Of all that are zero then, as many are kept from now on: those
     of largest gradient, or any. They start at zero, written as -0.0. Two choices, each as by
-    :class:`distprune.Unstructured` of each tensor.
+    :class:`distprune.Unstructured` of each tensor, and a round of 64 bytes.
 
     Raises:
         ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
@@ -94,9 +94,10 @@ def regrow(
 
     agreed, _ = agree_on(comm, look)
     agreed.check_found()
-    shards = agreed.shards()
+    shards: list[LocalShard] = []
 
     def to_drop() -> list[LocalScores]:
+        shards[:] = agreed.shards()
         return [LocalScores(shard, Magnitude(), {}, bits_of(shard.local) != 0) for shard in shards]
 
     left, counts = _chosen(agreed, Magnitude(), to_drop, share, of_left=True)
@@ -107,9 +108,12 @@ def regrow(
         return [LocalScores(s, score, _evidence(model, s, mask, by)) for s, mask in zip(shards, left, strict=True)]
 
     kept, _ = _chosen(agreed, score, to_grow, num_held)
-    for shard, of_left, of_kept in zip(shards, left, kept, strict=True):
+    grown: list[torch.Tensor] = []
+    with together(comm):  # the last that can fail on one rank
+        grown = [of_kept.logical_and_(~of_left) for of_kept, of_left in zip(kept, left, strict=True)]
+    for shard, of_left, of_grown in zip(shards, left, grown, strict=True):
         zero_where_pruned(shard.local, of_left)
-        settle_kept(shard.local, of_kept)
+        write_negative_zeros(shard.local, of_grown)
     num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
     return Moved(sum(after - before for after, before in counts), sum(num_held.values()), num_elements)
 
