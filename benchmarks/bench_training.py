@@ -35,8 +35,9 @@ NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
 # operation pays for the page faults changes with every allocation before it, by more than masks cost.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 WARM_UP = 8  # turns; until then the heap still grows, and a page fault costs as much as thousands of masked weights
-WAYS = ("dense", "dense, again", "distprune", "torch before fully_shard")  # the second shows what is noise
-SWITCHED_OFF = "distprune, switched off"
+# The second shows what is noise. "Zeros held" is in place, at a rate of 0: so zeros stay when its hooks are off.
+WAYS = ("dense", "dense, again", "distprune", "zeros held", "torch before fully_shard")
+OFF = {"distprune, switched off": "distprune", "zeros held, switched off": "zeros held"}
 
 
 class Block(nn.Module):
@@ -71,6 +72,8 @@ def build(way: str) -> nn.Sequential:
     fully_shard(model, mesh=mesh)
     if way == "distprune":
         prune.prune_each(pairs, prune.L1Unstructured, amount=0.5)
+    if way == "zeros held":
+        prune.prune_model(model, 0.5)
     return model
 
 
@@ -85,7 +88,9 @@ def mask_bytes(model: nn.Module) -> int:
 class Trainer:
     def __init__(self, way: str, rank: int) -> None:
         self.model = build(way)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        # Fused: the others take twice as long for exact zeros on a CPU, which has nothing to do with masks.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0 if way == "zeros held" else 1e-4, fused=True)
+        self.hold = prune.hold_zeros(self.model, self.optimizer) if way == "zeros held" else None
         generator = torch.Generator().manual_seed(rank)
         self.batch = torch.randn(NUM_SAMPLES, NUM_TOKENS, SIZE, generator=generator)
 
@@ -111,20 +116,38 @@ def switch(hooks: Mapping[Any, Any], *, masked: bool) -> None:
             param.sharded_param._post_accumulate_grad_hooks.update(of_gradient)
 
 
+class Hooks:
+    """The hooks that hold zeros, which can be switched off."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        optimizer = cast(Any, trainer.optimizer)
+        registries = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        registries += [cast(Any, p)._post_accumulate_grad_hooks for p in trainer.model.parameters()]
+        self._saved = [(registry, dict(registry)) for registry in registries if registry]
+
+    def switch(self, *, on: bool) -> None:
+        for registry, hooks in self._saved:
+            registry.clear()
+            if on:
+                registry.update(hooks)
+
+
 def times(rank: int, first: int, num_steps: int) -> dict[str, list[tuple[float, float]]]:
     """Return the times of every step of every way, which take turns; what is built ``first`` changes places."""
     order = [*WAYS[first:], *WAYS[:first]]  # what is built first lies better in memory
     trainers = {way: Trainer(way, rank) for way in order}
-    trainers[SWITCHED_OFF] = trainers["distprune"]
+    trainers.update({off: trainers[on] for off, on in OFF.items()})
+    held = Hooks(trainers["zeros held"])
     found = Fsdp2Params()
     masked = [found.find(module, "weight_orig") for module in trainers["distprune"].model.modules()]
     params = [managed.param for managed in masked if managed is not None]
     hooks = {param: dict(param.sharded_param._post_accumulate_grad_hooks) for param in params}
-    order.append(SWITCHED_OFF)
+    order += OFF
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in order}
     for turn in range(WARM_UP + num_steps):
         for way in order[:: 1 if turn % 2 else -1]:
-            switch(hooks, masked=way != SWITCHED_OFF)
+            switch(hooks, masked=way != "distprune, switched off")
+            held.switch(on=way != "zeros held, switched off")
             taken = trainers[way].step()
             if turn >= WARM_UP:
                 seconds[way].append(taken)
@@ -153,7 +176,7 @@ def main() -> None:
     for variable in KEEP_MEMORY:
         del os.environ[variable]
     rows = []
-    for way, base in (*((way, "dense") for way in WAYS), ("distprune", SWITCHED_OFF)):
+    for way, base in (*((way, "dense") for way in WAYS), *((on, off) for off, on in OFF.items())):
         of_way, of_base = ([step for launch in launches for step in launch[0][name]] for name in (way, base))
         # Steps of one turn share the machine's mood: compare them, not the medians of different minutes.
         ratios = [100 * (pruned[0] / dense[0] - 1) for pruned, dense in zip(of_way, of_base, strict=True)]
@@ -179,15 +202,15 @@ def main() -> None:
     columns = ("way", "compared with", "step ms", "clock", "CPU", "masks MiB a rank", "peak MiB a rank")
     text = (
         heading("A training step with half of the weights masked, on FSDP2", "python -m benchmarks.bench_training")
-        + f"\n{NUM_LAYERS} transformer blocks of width {SIZE}, float32, AdamW, "
+        + f"\n{NUM_LAYERS} transformer blocks of width {SIZE}, float32, fused AdamW, "
         f"{NUM_SAMPLES} x {NUM_TOKENS} tokens a rank.\n"
         "All ways take turns in the same processes, and every step is compared with the one of its turn: by the\n"
         "clock of the slower rank (median, and quartiles), and by the time the ranks' threads worked (mean).\n"
         f"{arguments.launches} launches of {arguments.steps} turns, after {WARM_UP} that are not counted. "
         "Where its tensors happen to lie moves a model\nby a few percent, as dense against dense shows; so the last "
-        "row compares the pruned model with itself, its\nmasks switched off every other step. While the clock runs, "
-        "freed memory stays with the process (glibc's mmap\nand trim thresholds). Peaks are of building and "
-        "training alone.\n\n" + table(columns, rows)
+        "rows compare the pruned models with themselves,\ntheir masks or hooks switched off every other step. While "
+        "the clock runs, freed memory stays with the process (glibc's mmap\nand trim thresholds). Peaks are of "
+        "building and training alone.\n\n" + table(columns, rows)
     )
     print(text)
     if arguments.output is not None:
