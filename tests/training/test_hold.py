@@ -128,8 +128,9 @@ WITHOUT_MASK = ("exp_inf", "step_size")
 WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
 
-# On four ranks, unless pytest is run with --whole: what they add to two ranks is the mesh, not the optimizer.
+# What runs in other layouts unless pytest is run with --whole: they add how weights lie, and these no new optimizer.
 SAMPLED = ("SGD", "AdamW fused")
+WHOLE = ("plain", "ddp", "fsdp2")
 
 
 @pytest.mark.parametrize("name", [*TORCHS, *OTHERS])
@@ -137,7 +138,7 @@ SAMPLED = ("SGD", "AdamW fused")
 def test_zeros_stay(pool: ProcessPool, pytestconfig: pytest.Config, layout: str, name: str) -> None:
     if name in UNABLE[layout]:
         pytest.skip("torch cannot step it")
-    if NUM_RANKS[layout] == 4 and name not in SAMPLED and not pytestconfig.getoption("--whole"):
+    if layout not in WHOLE and name not in SAMPLED and not pytestconfig.getoption("--whole"):
         pytest.skip("run with --whole")
     num_moments = pool.run(NUM_RANKS[layout], hold_on_rank, layout, name)
     assert any(num_moments) or name in WITHOUT_MOMENTS

@@ -73,12 +73,18 @@ def alone(pool: ProcessPool, kind: str) -> tuple[list[float], list[int], list[to
     return pool.run(1, train_on_rank, "plain", kind)[0]  # type: ignore[no-any-return]
 
 
+# Elsewhere CI runs a sample.
+WHOLE, SAMPLED = [("fsdp2", 2)], ("cubic", "rigl")
 LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
-def test_equals_one_process(pool: ProcessPool, layout: str, num_ranks: int, kind: str) -> None:
+def test_equals_one_process(
+    pool: ProcessPool, pytestconfig: pytest.Config, layout: str, num_ranks: int, kind: str
+) -> None:
+    if (layout, num_ranks) not in WHOLE and kind not in SAMPLED and not pytestconfig.getoption("--whole"):
+        pytest.skip("run with --whole")
     expected = alone(pool, kind)
     for losses, num_zeros, masks in pool.run(num_ranks, train_on_rank, layout, kind):
         assert losses == pytest.approx(expected[0], abs=1e-6)
@@ -92,7 +98,7 @@ def test_equals_one_process(pool: ProcessPool, layout: str, num_ranks: int, kind
 
 @pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)])
 def test_same_masks_without_clipping(pool: ProcessPool, layout: str, num_ranks: int) -> None:
-    for kind in ("cubic", "taylor", "rigl"):
+    for kind in ("taylor", "rigl"):
         for losses, num_zeros, _ in pool.run(num_ranks, train_on_rank, layout, kind):
             assert losses[-1] < losses[0]
             assert num_zeros == alone(pool, kind)[1]
