@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import tempfile
 import threading
@@ -144,6 +145,7 @@ class ProcessPool:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays, and need not be looked at
     while True:
         fn, args, rank, world_size, store_path = pipe.recv()
         try:
@@ -158,6 +160,8 @@ def _serve(pipe: Connection) -> None:
                 dist.destroy_process_group()
             # DTensor remembers meshes that equal those of the next run, with groups that are gone.
             _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+            # Models are cycles that keep their groups, and gloo's threads wake a hundred times a second.
+            gc.collect()
 
 
 def _send_error(pipe: Connection, error: Exception) -> None:
