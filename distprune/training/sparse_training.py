@@ -99,18 +99,19 @@ class SparseTraining:
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> None:
-        if optimizer is None:
-            raise TypeError("sparse training counts the steps of an optimizer; pass it")
         self.step = 0  # the next one
         self.updates: list[Update] = []
         self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
-        self._score, self._pattern, self._scope = as_score(score), pattern, scope
+        self._pattern, self._scope = pattern, scope
         self._include, self._exclude = include, exclude
         self._comm = communicator(group)
         self._level: float | dict[str, float] | None = None  # what was pruned to last
         self._movement: dict[str, torch.Tensor] = {}
         digest = ""
         with together(self._comm):
+            if optimizer is None:
+                raise TypeError("sparse training counts the steps of an optimizer; pass it")
+            self._score = as_score(score)
             digest = self._checked()
         agree(self._comm, {"the first steps of the schedule": digest})
         self.hold: Hold = hold_zeros(model, optimizer, include=include, exclude=exclude, group=self._comm)
@@ -153,13 +154,13 @@ class SparseTraining:
         self.hold.leaves_gradients_dense = needs_all
 
     def _before_step(self, optimizer: Optimizer, *, in_backward: bool) -> None:
-        if self._makes_state(optimizer):
-            return
         if in_backward:
             raise NotImplementedError(
                 "an optimizer that steps within the backward pass cannot prune over time, since the ranks are not in "
                 "step there; prune first, and call hold_zeros"
             )
+        if self._makes_state(optimizer):
+            return
         step, asked = self.step, self._asked(self.step)
         if isinstance(self._score, Movement):
             self._add_movement()
@@ -192,8 +193,9 @@ class SparseTraining:
             self._model,
             evidence,
         )
-        find = lambda: find_shards(self._model, self._include, self._exclude)  # noqa: E731
-        report = prune_found(self._comm, request, find, in_place=True)
+        report = prune_found(
+            self._comm, request, lambda: find_shards(self._model, self._include, self._exclude), in_place=True
+        )
         self._level = asked
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 

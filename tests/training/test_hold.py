@@ -325,6 +325,14 @@ def _no_gradient(model: nn.Module) -> None:
     optimizer.step()
 
 
+def _prunes_in_backward(model: nn.Module) -> None:
+    optimizers = {parameter: torch.optim.SGD([parameter]) for parameter in model.parameters()}
+    SparseTraining(model, optimizers.values(), schedule=constant(0.5), include=INCLUDE)
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())  # type: ignore[no-untyped-call]
+    Wrapped(model, 0, 1).step(batches(1)[0])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -334,6 +342,8 @@ def _no_gradient(model: nn.Module) -> None:
         (_goes_down, ValueError, "the schedule goes down from 0.5 to 0.25"),
         (_no_gradient, ValueError, "'layers.0.attention.q.weight' has no gradient"),
         (lambda model: hold_zeros(model, "adam"), TypeError, "expected a torch.optim.Optimizer"),
+        (_prunes_in_backward, NotImplementedError, "within the backward pass"),
+        (lambda model: SparseTraining(model, None, schedule=constant(0.5)), TypeError, "counts the steps"),
         (lambda model: hold_zeros(model, include="nothing"), ValueError, "matches no parameter"),
     ],
 )
