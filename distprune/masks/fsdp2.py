@@ -208,6 +208,16 @@ class Managed:
             param._watch = None
 
 
+def _instances_of(cls: type[Any]) -> Iterator[nn.Module]:
+    """Yield all modules of classes below ``cls``, each by what refers to its class.
+
+    ``gc.get_objects`` would hold a reference to everything: then a tuple that another thread is building breaks.
+    """
+    for subclass in cls.__subclasses__():
+        yield from (thing for thing in gc.get_referrers(subclass) if type(thing) is subclass)
+        yield from _instances_of(subclass)
+
+
 class Fsdp2Params:
     """Finds what FSDP2 manages; made once for a call, after which modules must not be sharded."""
 
@@ -215,8 +225,7 @@ class Fsdp2Params:
         self._found: dict[tuple[int, str], Managed] = {}
         self._unknown: set[int] = set()  # of modules
         if _INSIDE.missing:
-            modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
-            self._unknown.update(id(part) for module in modules for part in module.modules())
+            self._unknown.update(id(part) for module in _instances_of(FSDPModule) for part in module.modules())
             return
         for reference in _all_states():
             state = reference()
