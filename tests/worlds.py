@@ -160,7 +160,7 @@ def _serve(pipe: Connection) -> None:
                 dist.destroy_process_group()
             # DTensor remembers meshes that equal those of the next run, with groups that are gone.
             _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-            # Models are cycles that keep their groups, and gloo's threads wake a hundred times a second.
+            # Models are cycles that keep their groups, and gloo's threads with them.
             gc.collect()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,9 +20,18 @@ from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.scores import Evidence, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
 from distprune.selection import Chosen, raise_nans
-from distprune.shards import LocalShard, gradient_of, local_part
+from distprune.shards import LocalShard, gradients_of, local_part
 
-__all__ = ["GivenEvidence", "Request", "compute_masks", "prune_found", "prune_model", "prune_shards", "settled"]
+__all__ = [
+    "GivenEvidence",
+    "Request",
+    "compute_masks",
+    "gradients_there",
+    "prune_model",
+    "prune_requested",
+    "prune_shards",
+    "settled",
+]
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
 
@@ -93,8 +102,8 @@ def prune_model(
             parameter of three dims or more whose input dims are not known.
         Exception: on every rank: what a score of your own raised on one.
     """
-    request = Request(sparsity, score, pattern, scope, seed, evidence, include, exclude, model)
-    return prune_found(group, request, lambda: find_shards(model, include, exclude), in_place=True)
+    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
+    return prune_requested(group, request, in_place=True)
 
 
 def prune_shards(
@@ -115,10 +124,8 @@ def prune_shards(
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
     rows, unless the shard's ``matrix`` says otherwise.
     """
-    request = Request(sparsity, score, pattern, scope, seed, evidence, (), ())
-    return prune_found(
-        group, request, lambda: Found(list(shards), [], by_default=False, has_blocks=False), in_place=True
-    )
+    request = Request(shards, sparsity, score, pattern, scope, seed, evidence)
+    return prune_requested(group, request, in_place=True)
 
 
 def compute_masks(
@@ -138,24 +145,30 @@ def compute_masks(
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
-    request = Request(sparsity, score, pattern, scope, seed, evidence, include, exclude, model)
-    return prune_found(group, request, lambda: find_shards(model, include, exclude), in_place=False).masks
+    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
+    return prune_requested(group, request, in_place=False).masks
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call."""
+    """The arguments of a call. ``of``: the model, or the shards that a caller spread by hand."""
 
+    of: nn.Module | Sequence[LocalShard]
     sparsity: float | Mapping[str, float] | None
     score: ScoreLike
     pattern: Pattern | str | None
     scope: Scope | None
     seed: int | None
     evidence: GivenEvidence | None
-    include: NamePattern | Sequence[NamePattern]
-    exclude: NamePattern | Sequence[NamePattern]
-    model: nn.Module | None = None
+    include: NamePattern | Sequence[NamePattern] = ()
+    exclude: NamePattern | Sequence[NamePattern] = ()
     local_evidence: Mapping[str, Evidence] = field(default_factory=dict)  # by parameter, of local shape
+
+    def find(self) -> Found:
+        """Return this rank's parameters. Local."""
+        if isinstance(self.of, nn.Module):
+            return find_shards(self.of, self.include, self.exclude)
+        return Found(list(self.of), [], by_default=False, has_blocks=False)
 
     def facts(self) -> dict[str, object]:
         """Return what all ranks must agree on, as it is shown when they do not."""
@@ -177,14 +190,14 @@ class Request:
         return score, as_pattern(self.pattern, self.sparsity, self.scope)
 
 
-def prune_found(group: Group, request: Request, find: Callable[[], Found], *, in_place: bool) -> PruneReport:
+def prune_requested(group: Group, request: Request, *, in_place: bool) -> PruneReport:
     """Find, agree, choose, and apply if ``in_place``. Every rank must call it."""
     started, comm = time.perf_counter(), communicator(group)
     traffic = comm.traffic.copy()
 
     def look() -> tuple[Found, Facts, Score, Pattern]:
         score, pattern = request.checked()
-        found = find()
+        found = request.find()
         shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
         return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
 
@@ -249,20 +262,31 @@ def settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int
 def _evidence(request: Request, shards: Sequence[LocalShard], needs: Sequence[str]) -> dict[str, Evidence]:
     """Return the local part of the evidence by shard: what was given, and else the gradients that are there."""
     given = request.evidence or {}
-    found: dict[str, Evidence] = {}
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for shard in shards:
-        own = dict(request.local_evidence.get(shard.name, {}))
+        own = found[shard.name] = dict(request.local_evidence.get(shard.name, {}))
         for name, of_name in given.items():
             if shard.name in of_name:
                 what = f"evidence {name!r} of {shard.name!r}"
                 own[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
-        if "gradient" in needs and "gradient" not in given and request.model is not None:
-            gradient = gradient_of(shard, request.model.parameters())
-            if gradient is None:
-                raise ValueError(
-                    f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
-                    "no_sync(), and before zero_grad(), or give evidence"
-                )
-            own["gradient"] = gradient
-        found[shard.name] = own
-    return found
+    if "gradient" in needs and "gradient" not in given and isinstance(request.of, nn.Module):
+        for shard, gradient in zip(shards, gradients_there(request.of, shards), strict=True):
+            found[shard.name]["gradient"] = gradient
+    return {**found}
+
+
+def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
+    """Return the gradients that the parameters of ``model`` have, by shard, of local shape. Local.
+
+    Raises:
+        ValueError: a parameter has none that is reduced over the ranks.
+    """
+    gradients = []
+    for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
+        if gradient is None:
+            raise ValueError(
+                f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
+                "no_sync(), and before zero_grad(), or give evidence"
+            )
+        gradients.append(gradient)
+    return gradients

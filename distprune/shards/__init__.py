@@ -15,7 +15,7 @@ from distprune.shards.layouts import (
 )
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
-from distprune.shards.place import Place, gradient_of, place_of
+from distprune.shards.place import Place, gradients_of, places_of
 from distprune.shards.torch_private import Inside, private
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
-    "gradient_of",
+    "gradients_of",
     "in_order",
     "is_flattened",
     "is_held",
@@ -46,7 +46,7 @@ __all__ = [
     "local_part",
     "local_shard",
     "on_host",
-    "place_of",
+    "places_of",
     "private",
     "runs_of_splits",
     "sent",

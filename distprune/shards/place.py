@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 
-__all__ = ["Place", "gradient_of", "place_of"]
+__all__ = ["Place", "gradients_of", "places_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +31,24 @@ class Place:
         return local.view(-1)[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
-def place_of(shard: LocalShard, parameters: Iterable[torch.Tensor]) -> Place | None:
-    """Return where ``shard`` is among ``parameters``, by the memory they share. Local."""
-    own = shard.local
+def places_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[Place | None]:
+    """Return where each of ``shards`` is among ``parameters``, by the memory they share.
+
+    ``None`` for one that is not there, or holds nothing. Local.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
+        by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
+    candidates = [by_storage.get(shard.local.untyped_storage().data_ptr(), []) for shard in shards]
+    return [_place_of(shard, those) for shard, those in zip(shards, candidates, strict=True)]
+
+
+def _place_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> Place | None:
+    """Return the place among ``parameters`` in the same storage."""
+    own = shard.local
+    for parameter in parameters if own.numel() else ():
         local = local_of(parameter).detach()
-        if local.dtype is not own.dtype or local.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+        if local.dtype is not own.dtype:
             continue
         start = int(own.storage_offset() - local.storage_offset())
         is_whole = start == 0 and local.numel() == own.numel()
@@ -45,11 +57,15 @@ def place_of(shard: LocalShard, parameters: Iterable[torch.Tensor]) -> Place | N
     return None
 
 
-def gradient_of(shard: LocalShard, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the gradient of ``shard``, of local shape; ``None`` if there is none that has been reduced. Local."""
+def gradients_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradient of each of ``shards``, of local shape; ``None`` if there is none that is reduced. Local."""
+    places = places_of(shards, parameters)
+    return [_gradient_of(shard, place) for shard, place in zip(shards, places, strict=True)]
+
+
+def _gradient_of(shard: LocalShard, place: Place | None) -> torch.Tensor | None:
     if shard.local.numel() == 0:
         return shard.local
-    place = place_of(shard, parameters)
     gradient = None if place is None else place.parameter.grad
     if place is None or gradient is None or gradient.is_sparse:
         return None

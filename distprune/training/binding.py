@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from distprune.masks import Fsdp2Params
 from distprune.models import NamePattern, find_shards
-from distprune.shards import LocalShard, Place, is_flattened, local_of, local_shard, place_of, private
+from distprune.shards import LocalShard, Place, is_flattened, local_of, local_shard, places_of, private
 from distprune.training.held import Held
 from distprune.training.optimizers import parameters_of
 
@@ -132,16 +132,8 @@ class Binding:
                 self._watched.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, Place]]:
-        by_storage: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
-        found = []
-        for held in self.held:
-            if held.shard.local.numel():
-                candidates = by_storage.get(held.shard.local.untyped_storage().data_ptr(), [])
-                if (place := place_of(held.shard, candidates)) is not None:
-                    found.append((held, place))
-        return found
+        places = places_of([held.shard for held in self.held], parameters)
+        return [(held, place) for held, place in zip(self.held, places, strict=True) if place is not None]
 
 
 class _Weak:

@@ -8,7 +8,7 @@ masks its gradient as soon as it is there, so that clipping sees the norm of wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -78,8 +78,9 @@ def hold_zeros(
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
-    Every rank of ``group`` must call it: two rounds, of 64 bytes and 16 a parameter; on pipelines up to four more.
-    Steps do not communicate, but for one round of 24 bytes at the first after a ``load_state_dict``.
+    Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 16 a parameter; on pipelines up to
+    four more. A rank keeps one byte a local weight. Steps do not communicate, but for one round of 64 bytes at the
+    first after a ``load_state_dict``.
 
     Raises:
         ValueError: on every rank: a parameter that is all zeros, which could never learn; an optimizer without any of
@@ -198,8 +199,7 @@ class Hold:
         """Read which weights of ``held`` are zero now; raise if all of the zeros are gone."""
         num_before = sum(each.num_held for each in held)
         is_due, self._check_due = self._check_due and not in_backward(), False
-
-        def read(words: torch.Tensor) -> None:
+        with together(self._comm) if is_due else nullcontext():
             counts = fetched([each.read() for each in held])
             if num_before and not sum(int(num_held) for _, num_held in counts):
                 raise ValueError(
@@ -208,12 +208,6 @@ class Hold:
                 )
             for each, of_each in zip(held, counts, strict=True):
                 each.take(of_each)
-            words[0] = num_before
-
-        if is_due:
-            sum_together(self._comm, (1,), read)
-        else:
-            read(torch.zeros(1, dtype=torch.int64))
 
     def _state_loaded(self, _: Optimizer) -> None:
         for held in self._binding.held:
@@ -287,7 +281,8 @@ class Hold:
         """Move ``share`` of the kept weights of each parameter. Every rank must call it.
 
         The smallest become zero; as many that are zero are kept from now on, those of largest gradient, or any. Compute
-        the gradients within :meth:`dense_gradients`. Rounds: twice those of :class:`distprune.Unstructured`.
+        the gradients within :meth:`dense_gradients`. Rounds: twice those of :class:`distprune.Unstructured`, and one
+        of 64 bytes.
 
         Raises:
             ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.

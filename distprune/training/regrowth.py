@@ -16,9 +16,9 @@ from distprune.masks import bits_of, write_negative_zeros, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Ranked, Unstructured, check_share
 from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
-from distprune.pruning.prune_model import settled
+from distprune.pruning.prune_model import gradients_there, settled
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
-from distprune.shards import LocalShard, gradient_of
+from distprune.shards import LocalShard
 
 __all__ = ["GrowBy", "Moved", "Regrow", "regrow"]
 
@@ -105,7 +105,11 @@ def regrow(
     score = _Growth(agreed.score)
 
     def to_grow() -> list[LocalScores]:
-        return [LocalScores(s, score, _evidence(model, s, mask, by)) for s, mask in zip(shards, left, strict=True)]
+        evidence: list[dict[str, torch.Tensor]] = [{"kept": of_left} for of_left in left]
+        if by == "gradient":
+            for own, gradient in zip(evidence, gradients_there(model, shards), strict=True):
+                own["gradient"] = gradient
+        return [LocalScores(shard, score, own) for shard, own in zip(shards, evidence, strict=True)]
 
     kept, _ = _chosen(agreed, score, to_grow, num_held)
     grown: list[torch.Tensor] = []
@@ -153,15 +157,6 @@ class _Growth(Score):
     @override
     def reads(self, shard: LocalShard, evidence: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return list(evidence.values())
-
-
-def _evidence(model: nn.Module, shard: LocalShard, kept: torch.Tensor, by: GrowBy) -> dict[str, torch.Tensor]:
-    if by == "random":
-        return {"kept": kept}
-    gradient = gradient_of(shard, model.parameters())
-    if gradient is None:
-        raise ValueError(f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first")
-    return {"kept": kept, "gradient": gradient}
 
 
 def _check_by(by: object) -> None:

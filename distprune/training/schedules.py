@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from distprune.patterns import check_share
 
-__all__ = ["Schedule", "constant", "cubic", "one_shot", "stepwise"]
+__all__ = ["Schedule", "check_rises", "constant", "cubic", "one_shot", "stepwise"]
 
 Schedule = Callable[[int], float]
 
@@ -45,11 +45,8 @@ def stepwise(sparsities: Mapping[int, float]) -> Schedule:
     """
     steps = sorted(sparsities)
     levels = [0.0, *(sparsities[step] for step in steps)]
-    for level in levels:
-        check_share(float(level))
     for before, after in itertools.pairwise(levels):
-        if after < before:
-            raise ValueError(f"the schedule goes down from {before} to {after}; zeros that are held do not come back")
+        check_rises(before, after)
     return lambda step: levels[bisect.bisect_right(steps, step)]
 
 
@@ -66,9 +63,7 @@ def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, ever
         ValueError: ``final`` is below ``initial``, one of them is out of range, or ``stop`` is not after ``start``.
     """
     check_share(float(initial), "initial")
-    check_share(float(final), "final")
-    if final < initial:
-        raise ValueError(f"the schedule goes down from {initial=} to {final=}; zeros that are held do not come back")
+    check_rises(initial, final)
     if not 0 <= start < stop or every < 1:
         raise ValueError(f"a schedule needs 0 <= start < stop and every >= 1, not {start=}, {stop=}, {every=}")
 
@@ -81,3 +76,14 @@ def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, ever
         return final + (initial - final) * (1 - passed) ** 3
 
     return at
+
+
+def check_rises(before: float, after: float) -> None:
+    """Check that a schedule may go from ``before`` to ``after``. Local.
+
+    Raises:
+        ValueError: it goes down, or ``after`` is out of range.
+    """
+    check_share(float(after), "a sparsity of the schedule")
+    if after < before:
+        raise ValueError(f"the schedule goes down from {before} to {after}; zeros that are held do not come back")

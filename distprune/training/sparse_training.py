@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from distprune.collectives import Group, agree, communicator, max_together, together
 from distprune.models import NamePattern, find_shards
-from distprune.patterns import Pattern, Scope, check_share
-from distprune.pruning.prune_model import Request, prune_found
+from distprune.patterns import Pattern, Scope
+from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores import Movement, ScoreLike, as_score
-from distprune.shards import gradient_of, local_of
+from distprune.shards import gradients_of, local_of
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers, parameters_of
 from distprune.training.regrowth import Regrow, regrow
-from distprune.training.schedules import Schedule
+from distprune.training.schedules import Schedule, check_rises
 
 __all__ = ["SparseTraining", "Update"]
 
@@ -145,7 +145,7 @@ class SparseTraining:
         """Return a digest of the first steps of the schedule, or raise if it goes down there."""
         levels = [_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS)]
         for before, after in itertools.pairwise(levels):
-            _check_rises(before, after)
+            _check_all_rise(before, after)
         return hashlib.sha256(repr(levels).encode()).hexdigest()
 
     def _prepare(self) -> None:
@@ -174,7 +174,7 @@ class SparseTraining:
     def _is_due(self, asked: float | dict[str, float]) -> bool:
         now = _listed(asked)
         before = [0.0] * len(now) if self._level is None else _listed(self._level)
-        _check_rises(before, now)
+        _check_all_rise(before, now)
         return before != now
 
     def _prune(self, step: int, asked: float | dict[str, float]) -> None:
@@ -182,6 +182,7 @@ class SparseTraining:
         sparsity = None if says_how_much else asked
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
         request = Request(
+            self._model,
             sparsity,
             self._score,
             self._pattern,
@@ -190,12 +191,9 @@ class SparseTraining:
             None,
             self._include,
             self._exclude,
-            self._model,
             evidence,
         )
-        report = prune_found(
-            self._comm, request, lambda: find_shards(self._model, self._include, self._exclude), in_place=True
-        )
+        report = prune_requested(self._comm, request, in_place=True)
         self._level = asked
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
@@ -227,15 +225,13 @@ class SparseTraining:
         return not bool(max_together(self._comm, (1,), fill)[0])
 
     def _add_movement(self) -> None:
-        parameters = list(self._model.parameters())
-        for shard in find_shards(self._model, self._include, self._exclude).shards:
-            gradient = gradient_of(shard, parameters)
+        shards = find_shards(self._model, self._include, self._exclude).shards
+        for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
             if gradient is None:
                 continue  # choosing says so, on all ranks
             if shard.name not in self._movement:
-                self._movement[shard.name] = torch.zeros_like(
-                    shard.local, dtype=torch.promote_types(shard.local.dtype, torch.float32)
-                )
+                dtype = torch.promote_types(shard.local.dtype, torch.float32)
+                self._movement[shard.name] = torch.zeros_like(shard.local, dtype=dtype)
             self._movement[shard.name].addcmul_(shard.local, gradient, value=-1)
 
 
@@ -243,10 +239,6 @@ def _listed(level: float | dict[str, float]) -> list[float]:
     return [*level.values()] if isinstance(level, dict) else [level]
 
 
-def _check_rises(before: list[float], after: list[float]) -> None:
+def _check_all_rise(before: list[float], after: list[float]) -> None:
     for level, next_level in zip(before, after, strict=True):
-        check_share(next_level, "a sparsity of the schedule")
-        if next_level < level:
-            raise ValueError(
-                f"the schedule goes down from {level} to {next_level}; zeros that are held do not come back"
-            )
+        check_rises(level, next_level)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
 from distprune.models import find_shards
-from distprune.shards import LocalShard, place_of
+from distprune.shards import LocalShard, places_of
 from distprune.training import SparseTraining, constant, hold_zeros
 from tests.training.optimizers import NUM_RANKS, OTHERS, TORCHS, UNABLE, make_optimizer
 from tests.worlds import ProcessPool
@@ -89,7 +89,7 @@ def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     num = 0
     for shard in targets(model):
         for parameter, state in inner.state.items():
-            place = place_of(shard, [parameter]) if shard.local.numel() else None
+            place = places_of([shard], [parameter])[0]
             if place is None:
                 continue
             for name, value in state.items():
