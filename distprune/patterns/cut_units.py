@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -152,6 +152,7 @@ class Inquiry:
         sizes = self._num_to_answer, self._num_asked()
         received = swap_together(self._comm, lambda: [_message(answer) for answer in make()], sizes)
 
+        @cache  # every part asks for its own
         def answers() -> list[npt.NDArray[np.bool_]]:
             found = [np.empty(len(question.home), dtype=np.bool_) for question in self._questions]
             for message, of_rank in zip(received, self._asked, strict=True):
