@@ -1,7 +1,7 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
 from distprune.checkpoint.bundled import BUNDLED, resolve_model
-from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.extras import import_extra, new_figure
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
@@ -24,6 +24,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "locking",
+    "new_figure",
     "open_directory",
     "publish",
     "remove_files",

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint import import_extra
+from distprune.checkpoint import import_extra, new_figure
 from distprune.jobs.figures import Kind, kinds_of
 
 __all__ = ["PICTURE_NAME", "can_draw", "draw", "write_picture"]
 
 PICTURE_NAME = "report.png"
 
-_INCHES, _DOTS_PER_INCH = (9.0, 7.0), 150
 _STROKES = ("-", "--", ":", "-.")  # the next one where the colors have been used up
 
 
@@ -48,9 +47,7 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
     Raises:
         ImportError: the extra ``plot`` is not installed.
     """
-    # By the objects, not pyplot: no window, and nothing of the process's own settings changes.
-    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    import_extra("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
+    figure = new_figure(9.0, 7.0)
     matplotlib, ticks = import_extra("matplotlib", "plot"), import_extra("matplotlib.ticker", "plot")
     colors = matplotlib.cycler(color=matplotlib.colormaps["tab10"].colors)
     errors, sparsities = figure.subplots(2, 1, sharex=True)

@@ -2,6 +2,7 @@
 
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.regrowth import Regrow
+from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, constant, cubic, one_shot, stepwise
 from distprune.training.shares import erk
 from distprune.training.sparse_training import SparseTraining
@@ -11,6 +12,8 @@ __all__ = [
     "Regrow",
     "Schedule",
     "SparseTraining",
+    "TrainingReport",
+    "Update",
     "constant",
     "cubic",
     "erk",

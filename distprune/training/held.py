@@ -34,6 +34,7 @@ class Held:
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self._masked: tuple[int, int] | None = None  # the gradient masked since the last step, and its version
         self._num_changed: torch.Tensor | int = 0
+        self._as_read: tuple[int, torch.Tensor] | None = None  # the version of the weights, and the counts
 
     def read(self) -> torch.Tensor:
         """Read from the bits which weights are kept.
@@ -43,12 +44,20 @@ class Held:
         counts = read_kept(self.shard.local, self.kept)
         counts[0] += self._num_changed
         self._num_changed = counts[0]
+        self._as_read = self.shard.local._version, counts
         return counts
+
+    def read_again(self) -> torch.Tensor:
+        """Do so before a step, unless nobody has written to the weights since they were read with their gradient."""
+        as_read, self._as_read = self._as_read, None
+        if as_read is not None and as_read[0] == self.shard.local._version:
+            return as_read[1]
+        return self.read()
 
     def take(self, counts: torch.Tensor) -> None:
         """Take over the counts of :meth:`read`, which are on the host now."""
         num_changed, self.num_held = counts.tolist()
-        self._num_changed = 0
+        self._num_changed, self._as_read = 0, None
         if num_changed:
             self.is_new, self._masked = True, None
 

@@ -200,7 +200,7 @@ class Hold:
         num_before = sum(each.num_held for each in held)
         is_due, self._check_due = self._check_due and not in_backward(), False
         with together(self._comm) if is_due else nullcontext():
-            counts = fetched([each.read() for each in held])
+            counts = fetched([each.read_again() for each in held])
             if num_before and not sum(int(num_held) for _, num_held in counts):
                 raise ValueError(
                     f"{num_before} weights that were held at zero are not zero any more: a dense checkpoint was "

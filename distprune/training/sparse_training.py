@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,26 +20,12 @@ from distprune.shards import gradients_of, local_of
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers, parameters_of
 from distprune.training.regrowth import Regrow, regrow
+from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rises
 
-__all__ = ["SparseTraining", "Update"]
+__all__ = ["SparseTraining"]
 
 _NUM_CHECKED_STEPS = 4096  # of the schedule, before anything is changed
-
-
-@dataclass(frozen=True)
-class Update:
-    """What happened before the step of this number: more zeros, or zeros in other places."""
-
-    step: int
-    num_zeros: int
-    num_elements: int
-    num_moved: int = 0
-
-    @property
-    def sparsity(self) -> float:
-        """The share of zeros."""
-        return self.num_zeros / max(self.num_elements, 1)
 
 
 @final
@@ -127,6 +112,10 @@ class SparseTraining:
         self.step = int(state_dict["step"])
         self._level = self._asked(self.step - 1) if self.step else None
         self._prepare()
+
+    def report(self) -> TrainingReport:
+        """Return what was done so far by this object: it prints itself, and draws itself. Local."""
+        return TrainingReport(tuple(self.updates), self.step)
 
     def remove(self) -> None:
         """Prune and hold nothing any more. Local."""

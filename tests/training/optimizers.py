@@ -11,10 +11,23 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.shards import local_of
+from distprune.models import find_shards
+from distprune.shards import LocalShard, local_of, places_of
+from tests.wrapped import PRUNED
 
-__all__ = ["NUM_RANKS", "OTHERS", "TORCHS", "UNABLE", "make_optimizer", "optimizer_table"]
+__all__ = [
+    "INCLUDE",
+    "NUM_RANKS",
+    "OTHERS",
+    "TORCHS",
+    "UNABLE",
+    "check_moments",
+    "make_optimizer",
+    "optimizer_table",
+    "targets",
+]
 
+INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 # What each one takes to move in a few steps; others take their defaults.
@@ -113,6 +126,36 @@ NUM_RANKS = {
     "fsdp-tp": 4,
     "pipeline": 2,
 }
+
+
+def targets(model: nn.Module) -> list[LocalShard]:
+    """Return what is held: the weights of two dims or more in the layers, biases and norms left out."""
+    return find_shards(model, INCLUDE).shards
+
+
+# Adamax adds a constant to the one; Rprop's steps are no moments.
+WITHOUT_MASK = ("exp_inf", "step_size")
+
+
+def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Check that per-element state is zero where weights are held, and return how many tensors were looked at."""
+    inner = getattr(optimizer, "optim", optimizer)
+    if isinstance(inner, torch.optim.LBFGS):
+        return 0  # a history over all parameters at once
+    num = 0
+    for shard in targets(model):
+        for parameter, state in inner.state.items():
+            place = places_of([shard], [parameter])[0]
+            if place is None:
+                continue
+            for name, value in state.items():
+                is_moment = (
+                    isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+                )
+                if is_moment and name not in WITHOUT_MASK:
+                    assert not place.part_of(value)[shard.local.view(torch.int32) == 0].any(), name
+                    num += 1
+    return num
 
 
 def optimizer_table() -> str:

@@ -15,15 +15,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
-from distprune.models import find_shards
-from distprune.shards import LocalShard, places_of
 from distprune.training import SparseTraining, constant, hold_zeros
-from tests.training.optimizers import NUM_RANKS, OTHERS, TORCHS, UNABLE, make_optimizer
+from tests.training.optimizers import INCLUDE, NUM_RANKS, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer, targets
 from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, Transformer, Wrapped, batches, transformer, wrap
+from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
 NUM_DENSE_STEPS, NUM_STEPS = 3, 20
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 
 
 class Pipelined:
@@ -60,11 +57,6 @@ def made(layout: str) -> Wrapped | Pipelined:
     return wrap(layout, transformer())
 
 
-def targets(model: nn.Module) -> list[LocalShard]:
-    """Return what is held: the weights of two dims or more in the layers, biases and norms left out."""
-    return find_shards(model, INCLUDE).shards
-
-
 def train(optimizer: torch.optim.Optimizer, wrapped: Wrapped | Pipelined, tokens: torch.Tensor) -> None:
     def closure() -> float:
         optimizer.zero_grad()
@@ -79,27 +71,6 @@ def train(optimizer: torch.optim.Optimizer, wrapped: Wrapped | Pipelined, tokens
 
 def held_bits(model: nn.Module) -> list[torch.Tensor]:
     return [shard.local.view(torch.int32) == 0 for shard in targets(model)]
-
-
-def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """Check that per-element state is zero where weights are held, and return how many tensors were looked at."""
-    inner = getattr(optimizer, "optim", optimizer)
-    if isinstance(inner, torch.optim.LBFGS):
-        return 0  # a history over all parameters at once
-    num = 0
-    for shard in targets(model):
-        for parameter, state in inner.state.items():
-            place = places_of([shard], [parameter])[0]
-            if place is None:
-                continue
-            for name, value in state.items():
-                is_moment = (
-                    isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
-                )
-                if is_moment and name not in WITHOUT_MASK:
-                    assert not place.part_of(value)[shard.local.view(torch.int32) == 0].any(), name
-                    num += 1
-    return num
 
 
 def hold_on_rank(_: int, layout: str, name: str) -> int:
@@ -122,8 +93,6 @@ def hold_on_rank(_: int, layout: str, name: str) -> int:
     return check_moments(optimizer, model)
 
 
-# Adamax adds a constant to the one; Rprop's steps are no moments.
-WITHOUT_MASK = ("exp_inf", "step_size")
 # Per-element state of theirs is a sum of rows and columns, packed, or a history over all parameters.
 WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
@@ -255,6 +224,25 @@ def test_pure_bfloat16_keeps_its_zeros() -> None:
     assert num_touched > 0  # else this shows nothing
     hold.finish()
     assert not model.weight.signbit()[model.weight == 0].any()
+
+
+def pruned_late_on_rank(_: int, layout: str) -> None:
+    wrapped = wrap(layout, transformer())
+    optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
+    hold = hold_zeros(wrapped.model, optimizer, include=INCLUDE)
+    for i, tokens in enumerate(batches(4)):
+        wrapped.step(tokens)
+        if i < 3:
+            prune.prune_model(wrapped.model, 0.2 * (i + 1), include=INCLUDE)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hold.counts().sparsity == pytest.approx(0.6, abs=1e-3)
+    check_moments(optimizer, wrapped.model)
+
+
+@pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "tp"])
+def test_what_is_pruned_after_the_backward_pass(pool: ProcessPool, layout: str) -> None:
+    pool.run(1 if layout == "plain" else 2, pruned_late_on_rank, layout)
 
 
 def test_sparse_gradients() -> None:

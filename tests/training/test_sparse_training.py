@@ -14,14 +14,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
-from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot
-from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole, wrap
+from distprune.collectives import ProcessGroup
+from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
+from tests.training.optimizers import INCLUDE, check_moments
+from tests.worlds import ProcessPool, drawing, run_threads
+from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
 NUM_STEPS = 20
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 NUM_ELEMENTS = sum(module.get_parameter(name).numel() for module, name in pairs_of(transformer()))
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {"schedule": constant(0.5)},
@@ -60,22 +62,22 @@ def held(model: nn.Module) -> list[torch.Tensor]:
     return [(whole(module.get_parameter(name)).view(torch.int32) == 0) for module, name in pairs_of(model)]
 
 
-def train_on_rank(_: int, layout: str, kind: str) -> tuple[list[float], list[int], list[torch.Tensor]]:
+def train_on_rank(_: int, layout: str, kind: str, clips: bool) -> tuple[list[float], list[int], list[torch.Tensor]]:
     wrapped, optimizer, training = started(layout, kind)
-    losses = [step(optimizer, wrapped, tokens, clips=layout in CLIPPED) for tokens in batches(NUM_STEPS)]
-    if layout == "fsdp1":  # whole parameters are not to be had from outside
-        return losses, [update.num_zeros for update in training.updates], []
-    return losses, [update.num_zeros for update in training.updates], held(wrapped.model)
+    losses = [step(optimizer, wrapped, tokens, clips=clips) for tokens in batches(NUM_STEPS)]
+    assert check_moments(optimizer, wrapped.model) > 0  # also where weights have moved
+    with FullyShardedDataParallel.summon_full_params(wrapped.model, writeback=False):  # nothing, elsewhere
+        return losses, [update.num_zeros for update in training.updates], held(wrapped.model)
 
 
 @functools.cache
-def alone(pool: ProcessPool, kind: str) -> tuple[list[float], list[int], list[torch.Tensor]]:
-    return pool.run(1, train_on_rank, "plain", kind)[0]  # type: ignore[no-any-return]
+def alone(pool: ProcessPool, kind: str, clips: bool) -> tuple[list[float], list[int], list[torch.Tensor]]:
+    return pool.run(1, train_on_rank, "plain", kind, clips)[0]  # type: ignore[no-any-return]
 
 
 # Elsewhere CI runs a sample.
 WHOLE, SAMPLED = [("fsdp2", 2)], ("cubic", "rigl")
-LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
+LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,8 +87,9 @@ def test_equals_one_process(
 ) -> None:
     if (layout, num_ranks) not in WHOLE and kind not in SAMPLED and not pytestconfig.getoption("--whole"):
         pytest.skip("run with --whole")
-    expected = alone(pool, kind)
-    for losses, num_zeros, masks in pool.run(num_ranks, train_on_rank, layout, kind):
+    clips = layout in CLIPPED
+    expected = alone(pool, kind, clips)
+    for losses, num_zeros, masks in pool.run(num_ranks, train_on_rank, layout, kind, clips):
         assert losses == pytest.approx(expected[0], abs=1e-6)
         assert num_zeros == expected[1]
         for mask, of_one in zip(masks, expected[2], strict=True):
@@ -94,14 +97,6 @@ def test_equals_one_process(
     schedule = KINDS[kind]["schedule"]
     if kind == "cubic":
         assert expected[1] == [round(schedule(step) * NUM_ELEMENTS) for step in range(3, 16, 3)]
-
-
-@pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)])
-def test_same_masks_without_clipping(pool: ProcessPool, layout: str, num_ranks: int) -> None:
-    for kind in ("taylor", "rigl"):
-        for losses, num_zeros, _ in pool.run(num_ranks, train_on_rank, layout, kind):
-            assert losses[-1] < losses[0]
-            assert num_zeros == alone(pool, kind)[1]
 
 
 def test_equals_reparametrized() -> None:
@@ -148,4 +143,58 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
     for num_ranks in (1, 2, 4):
         for resumed, masks in pool.run(num_ranks, load_and_train, kind, str(tmp_path / kind)):
             assert resumed == (losses if num_ranks == 2 else pytest.approx(losses, abs=1e-6))
-            assert all(map(torch.equal, masks, alone(pool, kind)[2]))
+            assert all(map(torch.equal, masks, alone(pool, kind, True)[2]))
+
+
+def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
+    comm = ProcessGroup()
+    with drawing(0):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = SparseTraining(model, optimizer, schedule=cubic(0.5, stop=4), regrow=regrow, group=comm)
+    assert sum(held.kept.nbytes for held in training.hold._binding.held) == 64 * num_layers
+    found = []
+    for _ in range(6):
+        before = comm.traffic.copy()
+        model(torch.ones(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((comm.traffic - before).num_rounds)
+    return found
+
+
+@pytest.mark.parametrize(("regrow", "most"), [(None, 10), (Regrow(stop=5, every=1), 30)], ids=["cubic", "rigl"])
+@pytest.mark.parametrize("num_layers", [2, 40])
+def test_rounds_do_not_grow_with_layers(num_layers: int, regrow: Regrow | None, most: int) -> None:
+    """And what is held takes a byte a weight."""
+    rounds = run_threads(2, rounds_on_rank, num_layers, regrow)[0]
+    assert rounds[0] == rounds[-1] == 0  # nothing is due
+    assert all(0 < num <= most for num in rounds[1:4])
+
+
+def test_report() -> None:
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = SparseTraining(model, optimizer, schedule=stepwise({1: 0.3, 4: 0.5}), regrow=Regrow(stop=7, every=5))
+    assert str(training.report()) == "0 steps, 0 updates, 0.00% of the weights are zero"
+    losses = []
+    for _ in range(6):
+        loss = model(torch.ones(2, 10)).square().sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    report = training.report()
+    num_moved = report.updates[-1].num_moved
+    assert str(report).splitlines() == [
+        "6 steps, 3 updates, 50.00% of the weights are zero",
+        "  step        1   30.00%",
+        "  step        4   50.00%",
+        f"  step        5   50.00%, {num_moved} moved",
+    ]
+    pytest.importorskip("matplotlib")
+    sparsity, loss = report.draw(losses).axes
+    drawn = sparsity.lines[0].get_xydata().tolist()
+    assert drawn == [[0, 0], [1, 0.3], [4, 0.5], [5, 0.5], [6, 0.5]]
+    assert sparsity.lines[1].get_xydata().tolist() == [[5, 0.5]]
+    assert loss.lines[0].get_ydata().tolist() == losses

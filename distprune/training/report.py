@@ -1,0 +1,83 @@
+"""What sparse training did, step by step: in numbers, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from distprune.checkpoint import import_extra, new_figure
+
+__all__ = ["TrainingReport", "Update"]
+
+_NUM_SHOWN = 8  # updates; the others are in ``updates``
+
+
+@dataclass(frozen=True)
+class Update:
+    """What happened before the step of this number: more zeros, or zeros in other places. Counted over all ranks."""
+
+    step: int
+    num_zeros: int
+    num_elements: int
+    num_moved: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """All updates of this run so far, of ``num_steps`` steps. The same on every rank."""
+
+    updates: tuple[Update, ...]
+    num_steps: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros now."""
+        return self.updates[-1].sparsity if self.updates else 0.0
+
+    @override
+    def __str__(self) -> str:
+        lines = [f"{self.num_steps:,} steps, {len(self.updates)} updates, {self.sparsity:.2%} of the weights are zero"]
+        num_left_out = max(0, len(self.updates) - _NUM_SHOWN)
+        if num_left_out:
+            lines.append(f"  {num_left_out} updates before")
+        for update in self.updates[num_left_out:]:
+            moved = f", {update.num_moved:,} moved" if update.num_moved else ""
+            lines.append(f"  step {update.step:>8,}  {update.sparsity:7.2%}{moved}")
+        return "\n".join(lines)
+
+    def draw(self, losses: Sequence[float] = ()) -> Any:
+        """Return a matplotlib figure of the sparsity over the steps, and of ``losses``, one a step, if given. Local.
+
+        >>> training.report().draw(losses).savefig("training.png")  # doctest: +SKIP
+
+        Raises:
+            ImportError: the extra ``plot`` is not installed.
+        """
+        figure = new_figure(9.0, 5.0)
+        sparsity = figure.subplots()
+        steps = [0, *(update.step for update in self.updates), self.num_steps]
+        shares = [0.0, *(update.sparsity for update in self.updates), self.sparsity]
+        lines = sparsity.step(steps, shares, where="post", color="tab:blue", label="sparsity")
+        moved = [update for update in self.updates if update.num_moved]
+        if moved:
+            at = [update.step for update in moved], [update.sparsity for update in moved]
+            lines += sparsity.plot(*at, "o", color="tab:blue", markersize=3, label="weights moved")
+        sparsity.set_ylim(0, 1)
+        sparsity.yaxis.set_major_formatter(import_extra("matplotlib.ticker", "plot").PercentFormatter(xmax=1.0))
+        sparsity.set_xlabel("step")
+        sparsity.set_ylabel("sparsity")
+        sparsity.grid(alpha=0.3)
+        if len(losses):
+            loss = sparsity.twinx()
+            lines += loss.plot(range(len(losses)), list(losses), color="tab:orange", linewidth=0.8, label="loss")
+            loss.set_ylabel("loss")
+        sparsity.legend(handles=lines, loc="best")
+        return figure
