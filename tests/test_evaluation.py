@@ -18,7 +18,7 @@ from distprune.evaluation import perplexity, tokenize_file
 from tests.architectures import samples, tiny_model
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, drawing, run_threads
 
 
 def on_rank(_: int, folder: Path, tokens: torch.Tensor) -> float:
@@ -96,8 +96,8 @@ class Bigram(nn.Module):
 
 
 def make_bigram() -> Bigram:
-    torch.manual_seed(0)
-    return Bigram()
+    with drawing(0):
+        return Bigram()
 
 
 def make_tokens(num_tokens: int) -> torch.Tensor:

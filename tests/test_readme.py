@@ -62,7 +62,7 @@ def test_examples(tmp_path: Path) -> None:
     for start in ([sys.executable], torchrun):
         command = [*start, str(runner), *map(str, paths)]
         ended = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
         )
         assert ended.returncode == 0, ended.stderr
     for path, said in zip(paths, SAID, strict=True):
