@@ -280,9 +280,9 @@ class Hold:
     def regrow(self, share: float, *, by: GrowBy = "gradient", seed: int | None = None) -> Moved:
         """Move ``share`` of the kept weights of each parameter. Every rank must call it.
 
-        The smallest become zero; as many that are zero are kept from now on, those of largest gradient, or any. Compute
-        the gradients within :meth:`dense_gradients`. Rounds: twice those of :class:`distprune.Unstructured`, and one
-        of 64 bytes.
+        The smallest are dropped; of what is not kept then, as many are kept from now on, those of largest gradient, or
+        any. What was dropped and grows again keeps its value. Compute the gradients within :meth:`dense_gradients`.
+        Rounds: twice those of :class:`distprune.Unstructured`, and one of 16 bytes.
 
         Raises:
             ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import Communicator, together
+from distprune.collectives import Communicator, sum_together
 from distprune.masks import bits_of, write_negative_zeros, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Ranked, Unstructured, check_share
 from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
 from distprune.pruning.prune_model import gradients_there, settled
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
-from distprune.shards import LocalShard
+from distprune.shards import LocalShard, count_zeros
 
 __all__ = ["GrowBy", "Moved", "Regrow", "regrow"]
 
@@ -59,7 +59,7 @@ class Regrow:
 
 @dataclass(frozen=True)
 class Moved:
-    """What regrowth did, over all ranks: weights that became zero, as many as grew; those held now; all."""
+    """What regrowth did, over all ranks: how many weights grew, and as many became zero; those held now; all."""
 
     num_moved: int
     num_held: int
@@ -78,9 +78,9 @@ def regrow(
 ) -> Moved:
     """Move ``share`` of the kept weights of each parameter. Every rank must call it.
 
-    The kept weights of smallest magnitude become zero. Of all that are zero then, as many are kept from now on: those
-    of largest gradient, or any. They start at zero, written as -0.0. Two choices, each as by
-    :class:`distprune.Unstructured` of each tensor, and a round of 64 bytes.
+    The kept weights of smallest magnitude are dropped. Of all that are not kept then, as many are kept from now on:
+    those of largest gradient, or any. What was dropped may be among them, and keeps its value; others start at zero,
+    written as -0.0. Two choices, each as by :class:`distprune.Unstructured` of each tensor, and a round of 16 bytes.
 
     Raises:
         ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
@@ -112,14 +112,18 @@ def regrow(
         return [LocalScores(shard, score, own) for shard, own in zip(shards, evidence, strict=True)]
 
     kept, _ = _chosen(agreed, score, to_grow, num_held)
-    grown: list[torch.Tensor] = []
-    with together(comm):  # the last that can fail on one rank
-        grown = [of_kept.logical_and_(~of_left) for of_kept, of_left in zip(kept, left, strict=True)]
-    for shard, of_left, of_grown in zip(shards, left, grown, strict=True):
-        zero_where_pruned(shard.local, of_left)
-        write_negative_zeros(shard.local, of_grown)
+    new: list[torch.Tensor] = []
+
+    def find_new(num_moved: torch.Tensor) -> None:  # the last that can fail on one rank
+        new[:] = [of_kept & (bits_of(shard.local) == 0) for shard, of_kept in zip(shards, kept, strict=True)]
+        num_moved[0] = sum(count_zeros([~of_new for of_new, shard in zip(new, shards, strict=True) if shard.owned]))
+
+    num_moved = int(sum_together(comm, (1,), find_new)[0])
+    for shard, of_kept, of_new in zip(shards, kept, new, strict=True):
+        zero_where_pruned(shard.local, of_kept)
+        write_negative_zeros(shard.local, of_new)
     num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
-    return Moved(sum(after - before for after, before in counts), sum(num_held.values()), num_elements)
+    return Moved(num_moved, sum(num_held.values()), num_elements)
 
 
 def _chosen(

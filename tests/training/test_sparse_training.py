@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import distprune as prune
 from distprune.collectives import ProcessGroup
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
+from distprune.training.regrowth import GrowBy, Moved
 from tests.training.optimizers import INCLUDE, check_moments
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
@@ -144,6 +145,34 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
         for resumed, masks in pool.run(num_ranks, load_and_train, kind, str(tmp_path / kind)):
             assert resumed == (losses if num_ranks == 2 else pytest.approx(losses, abs=1e-6))
             assert all(map(torch.equal, masks, alone(pool, kind, True)[2]))
+
+
+@pytest.mark.parametrize("by", ["gradient", "random"])
+def test_regrow_by_hand(by: GrowBy) -> None:
+    """The smallest go, those of largest gradient come; what is dropped and grows again keeps its value."""
+    with drawing(0):
+        model, x = nn.Linear(30, 30, bias=False), torch.randn(64, 30)
+    prune.prune_model(model, 0.8)
+    hold = hold_zeros(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with hold.dense_gradients():
+        model(x).square().sum().backward()
+    before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
+    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
+
+    num_kept, num_dropped = 180, 54
+    order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)
+    left = torch.zeros(900, dtype=torch.bool)
+    left[order[num_dropped:num_kept]] = True
+    after = model.weight.detach().flatten()
+    kept = after.view(torch.int32) != 0
+    if by == "gradient":
+        grown = torch.where(left, -1, gradient.abs()).argsort(descending=True, stable=True)[:num_dropped]
+        assert torch.equal(kept, left.index_fill(0, grown, True))
+    assert kept[left].all()
+    assert kept.sum() == num_kept
+    assert torch.equal(after, torch.where(kept, before, 0.0))
+    assert moved == Moved(int((kept & (before == 0)).sum()), 720, 900)
+    assert 0 < moved.num_moved < num_dropped  # both kinds are there
 
 
 def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
