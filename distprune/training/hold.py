@@ -1,8 +1,9 @@
 """Hold the zeros of a model while any optimizer trains it.
 
 The hooks live on the optimizer, so they work whatever wraps the model: before a step the gradients, and the optimizer's
-moments if the mask has changed, become zero where weights are held; after it the weights do. A hook on each parameter
-masks its gradient as soon as it is there, so that clipping sees the norm of what is kept; FSDP1 has no place for one.
+moments if the mask has changed, become zero where weights are held; after it the weights do. A step with a closure has
+its gradients once the closure was called. A hook on each parameter masks its gradient as soon as it is there, so that
+clipping sees the norm of what is kept; FSDP1 has no place for one.
 """
 
 from __future__ import annotations
@@ -176,15 +177,40 @@ class Hold:
             ]
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._at_step(optimizer)
+            return None
+        self._hold_in(optimizer)  # the closure makes the gradients
+        is_first = True
+
+        def evaluate() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self._at_step(optimizer)
+            return loss
+
+        return (args[0], evaluate, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _at_step(self, optimizer: Optimizer) -> None:
+        """Do what is due before a step, now that its gradients are there."""
         if self._optimizers is None or optimizer is self._optimizers[0]:
             for listener in self._listeners:
                 listener(optimizer, in_backward=in_backward())
+        self._hold_in(optimizer)
+
+    @torch.no_grad()
+    def _hold_in(self, optimizer: Optimizer) -> None:
+        """Write zeros into gradients and moments where weights are held now."""
         found = self._binding.of(optimizer)
         self._read([held for held, _ in found])
         if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in found):
-            optimizer.state.clear()  # a history over all parameters at once: it starts anew
+            for state in optimizer.state.values():
+                state["n_iter"] = 0  # a history over all parameters at once: it starts anew
         for held, place in found:
             held.clean(place, state_of(optimizer, place.parameter))
             held.mask_gradient_again(place)

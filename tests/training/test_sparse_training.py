@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
@@ -115,8 +116,31 @@ def test_equals_reparametrized() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["taylor", "rigl"])
+def test_gradients_of_a_closure(kind: str) -> None:
+    """A step that computes its gradients within, as Lightning's steps do, is one that is given them."""
+    results = []
+    for in_closure in (False, True):
+        wrapped, optimizer, _ = started("plain", kind)
+        for tokens in batches(NUM_STEPS):
+
+            def closure(wrapped: Wrapped = wrapped, tokens: torch.Tensor = tokens) -> float:
+                wrapped.model.zero_grad()
+                return float(wrapped.step(tokens))
+
+            if in_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        moments = [optimizer.state[parameter]["exp_avg"] for parameter in wrapped.model.parameters()]
+        results.append([*wrapped.model.parameters(), *moments])
+    assert all(map(torch.equal, *results))
+
+
 def train_and_save(_: int, kind: str, folder: str) -> list[float]:
     wrapped, optimizer, training = started("fsdp2", kind)
+    assert isinstance(training, Stateful)
     losses = []
     for i, tokens in enumerate(batches(NUM_STEPS)):
         if i == NUM_STEPS // 2:
