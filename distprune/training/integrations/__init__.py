@@ -1,0 +1,1 @@
+"""Sparse training in the trainers of other libraries. Each is imported by its own name, and needs its package."""

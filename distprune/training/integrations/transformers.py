@@ -1,0 +1,86 @@
+"""Sparse training in the ``Trainer`` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack, final
+
+from torch import nn
+from typing_extensions import override
+
+from distprune.training.hold import Hold
+from distprune.training.integrations.attached import Attached, Options
+from distprune.training.optimizers import Optimizers
+from distprune.training.schedules import Schedule
+from distprune.training.sparse_training import SparseTraining
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("this callback needs transformers: pip install 'distprune[hf]'") from error
+
+__all__ = ["SparseTrainingCallback"]
+
+_NAME = "distprune.SparseTraining"  # in the state of a Trainer; the name of a class would make a Trainer rebuild it
+
+
+@final
+class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
+    """Prune over time while a ``Trainer`` trains, and hold what is pruned.
+
+    >>> from transformers import Trainer
+    >>> from distprune import cubic
+    >>> callback = SparseTrainingCallback(cubic(0.8, stop=1000, every=10))
+    >>> trainer = Trainer(model, callbacks=[callback])  # doctest: +SKIP
+
+    Plain, DDP, FSDP1 or FSDP2. ``schedule`` and the other arguments are those of :class:`distprune.SparseTraining`;
+    without a schedule, the zeros that are there are held (:func:`distprune.hold_zeros`). Training begins after a
+    checkpoint is loaded, and goes on at the step that the checkpoint was saved at. A step is a step of the optimizer,
+    as it is for the learning rate: one that a GradScaler skips does not count. A checkpoint that was saved without this
+    callback goes on at its ``global_step``.
+
+    Checkpoints keep the -0.0 of weights that are not held, so that they can be resumed. When ``train()`` returns, every
+    -0.0 is 0.0, so ``save_model()`` after it writes none. ``load_best_model_at_end`` may choose a checkpoint that was
+    saved before the end of the schedule.
+
+    The logs have a ``sparsity``. Reports that come before a user's callbacks, such as TensorBoard's, do not see it; it
+    is in ``trainer.state.log_history``.
+
+    Every rank must have it: it communicates as :class:`distprune.SparseTraining`, and two rounds at the beginning.
+
+    Raises:
+        TypeError: an argument that needs a schedule, and there is none.
+        ValueError: as ``train()`` begins, or at a step: as :class:`distprune.SparseTraining`.
+    """
+
+    def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
+        self._attached = Attached(schedule, options)
+
+    @property
+    def training(self) -> SparseTraining | Hold | None:
+        """What prunes and holds, or held, the model of the last ``train()``."""
+        return self._attached.training
+
+    @override
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Optimizers, **_: Any
+    ) -> None:
+        self._attached.begin(model, optimizer)
+        saved = state.stateful_callbacks.get(_NAME)
+        if saved is not None:
+            self._attached.load_state_dict(saved)
+        elif isinstance(self.training, SparseTraining):
+            self.training.step = state.global_step
+
+    @override
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.stateful_callbacks[_NAME] = self._attached.state_dict()  # saved after this
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if self.training is not None:
+            logs["sparsity"] = state.log_history[-1]["sparsity"] = self._attached.sparsity
+
+    @override
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._attached.finish()
