@@ -1,0 +1,73 @@
+"""Sparse training in the ``Trainer`` of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack, final
+
+from typing_extensions import override
+
+from distprune.training.hold import Hold
+from distprune.training.integrations.attached import Attached, Options
+from distprune.training.schedules import Schedule
+from distprune.training.sparse_training import SparseTraining
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise ImportError("this callback needs lightning: pip install 'distprune[lightning]'") from error
+
+__all__ = ["SparseTrainingCallback"]
+
+
+@final
+class SparseTrainingCallback(Callback):  # type: ignore[misc]
+    """Prune over time while a ``Trainer`` trains, and hold what is pruned.
+
+    >>> from lightning.pytorch import Trainer
+    >>> from distprune import cubic
+    >>> trainer = Trainer(callbacks=[SparseTrainingCallback(cubic(0.8, stop=1000, every=10))])  # doctest: +SKIP
+
+    Plain, DDP or FSDP2 (``ModelParallelStrategy``). ``schedule`` and the other arguments are those of
+    :class:`distprune.SparseTraining`; without a schedule, the zeros that are there are held
+    (:func:`distprune.hold_zeros`). The steps are those of the first optimizer. A checkpoint has the step, and ``fit``
+    with its path goes on from there. ``fit`` logs ``sparsity``, and ends with 0.0 in the place of every -0.0;
+    checkpoints of ``ModelCheckpoint`` keep the -0.0 of weights that are not held, so that they can be resumed.
+
+    Every rank must have it: it communicates as :class:`distprune.SparseTraining`, and two rounds at the beginning.
+
+    Raises:
+        TypeError: an argument that needs a schedule, and there is none.
+        ValueError: as ``fit`` begins, or at a step: as :class:`distprune.SparseTraining`.
+    """
+
+    def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
+        self._attached = Attached(schedule, options)
+        self._loaded: dict[str, Any] = {}  # a checkpoint's, until training begins
+
+    @property
+    def training(self) -> SparseTraining | Hold | None:
+        """What prunes and holds, or held, the model of the last ``fit``."""
+        return self._attached.training
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._attached.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._attached.begin(trainer.model, trainer.optimizers)
+        self._attached.load_state_dict(self._loaded)
+        self._loaded = {}
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log("sparsity", self._attached.sparsity)
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._attached.finish()
