@@ -52,7 +52,7 @@ class Attached:
         self.training: SparseTraining | Hold | None = None
         self._share_at_begin = 0.0
 
-    def begin(self, model: nn.Module, optimizer: Optimizers) -> None:
+    def begin(self, model: nn.Module, optimizer: Optimizers) -> SparseTraining | Hold:
         """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it."""
         self.remove()
         if self._schedule is None:
@@ -61,6 +61,7 @@ class Attached:
             self.training = SparseTraining(model, optimizer, schedule=self._schedule, **self._options)
             hold = self.training.hold
         self._share_at_begin = hold.counts().sparsity
+        return self.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done, the same on every rank; empty without a schedule. Local."""

@@ -33,7 +33,7 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
     >>> callback = SparseTrainingCallback(cubic(0.8, stop=1000, every=10))
     >>> trainer = Trainer(model, callbacks=[callback])  # doctest: +SKIP
 
-    Plain, DDP, FSDP1 or FSDP2. ``schedule`` and the other arguments are those of :class:`distprune.SparseTraining`;
+    Plain, DDP or FSDP2. ``schedule`` and the other arguments are those of :class:`distprune.SparseTraining`;
     without a schedule, the zeros that are there are held (:func:`distprune.hold_zeros`). Training begins after a
     checkpoint is loaded, and goes on at the step that the checkpoint was saved at. A step is a step of the optimizer,
     as it is for the learning rate: one that a GradScaler skips does not count. A checkpoint that was saved without this

@@ -156,8 +156,3 @@ def test_goes_on_from_a_dense_checkpoint(pool: ProcessPool, tmp_path: Path) -> N
     assert pool.run(1, resume_dense_on_rank, tmp_path) == [[(SAVED_AT, 0.5)]]
     saved = json.loads((tmp_path / f"checkpoint-{NUM_STEPS}" / "trainer_state.json").read_text())
     assert saved["stateful_callbacks"]["distprune.SparseTraining"] == {"step": NUM_STEPS}
-
-
-def test_without_a_schedule() -> None:
-    with pytest.raises(TypeError, match="'score' needs a schedule"):
-        SparseTrainingCallback(score="taylor")
