@@ -1,4 +1,4 @@
-"""The example runs under torchrun, and Accelerate's wrappers are held whether they come before or after."""
+"""The examples run under torchrun, and Accelerate's wrappers are held whether they come before or after."""
 
 from __future__ import annotations
 
@@ -86,6 +86,15 @@ def test_finetuning_example(tmp_path: Path) -> None:
         for folder in (pruned, tuned)
     ]
     assert zeros[0] == zeros[1] != {}
+
+
+@pytest.mark.launcher
+def test_example_of_a_trainer(tmp_path: Path) -> None:
+    script, saved = ROOT / "launch" / "trainer_sparse.py", tmp_path / "saved"
+    printed = torchrun(str(script), "--steps", "20", "--output", str(saved)).splitlines()
+    assert printed[-1] == "80.0% of the weights in the layers are zero"
+    assert (saved / "checkpoint-20" / "model.safetensors").exists()
+    assert (saved / "model.safetensors").exists()
 
 
 @pytest.mark.launcher
