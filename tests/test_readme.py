@@ -71,6 +71,12 @@ def test_examples(tmp_path: Path) -> None:
             assert (who, re.sub(r"in [\d.]+ s$", "in TIME s", text, flags=re.MULTILINE)) == (who, said)
 
 
+def test_excerpts_are_the_scripts() -> None:
+    (excerpt,) = re.findall(r"```py\n(.*?)```", README, flags=re.DOTALL)
+    script = (ROOT / "launch" / "trainer_sparse.py").read_text().splitlines()
+    assert [line for line in excerpt.splitlines() if line not in script] == []
+
+
 def test_the_tables_are_the_contracts() -> None:
     assert readme_table() in README
     assert optimizer_table() in README
