@@ -7,17 +7,15 @@ from typing import Any, Unpack, final
 
 from typing_extensions import override
 
+from distprune.checkpoint import import_extra
 from distprune.training.hold import Hold
 from distprune.training.integrations.attached import Attached, Options
 from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
-try:
-    from lightning.pytorch import Callback
-except ImportError as error:
-    raise ImportError("this callback needs lightning: pip install 'distprune[lightning]'") from error
-
 __all__ = ["SparseTrainingCallback"]
+
+Callback: Any = import_extra("lightning.pytorch", "lightning").Callback
 
 
 @final

@@ -8,19 +8,16 @@ from typing import Any, Unpack, final
 from torch import nn
 from typing_extensions import override
 
+from distprune.checkpoint import import_extra
 from distprune.training.hold import Hold
 from distprune.training.integrations.attached import Attached, Options
 from distprune.training.optimizers import Optimizers
 from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError("this callback needs transformers: pip install 'distprune[hf]'") from error
-
 __all__ = ["SparseTrainingCallback"]
 
+TrainerCallback: Any = import_extra("transformers", "hf").TrainerCallback
 _NAME = "distprune.SparseTraining"  # in the state of a Trainer; the name of a class would make a Trainer rebuild it
 
 

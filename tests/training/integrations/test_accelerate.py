@@ -11,11 +11,11 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 import distprune as prune
 from distprune.training import cubic
 from tests.training.integrations.accelerated import accelerated
+from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, batches, pairs_of, transformer, whole
+from tests.wrapped import batches, pairs_of, transformer, whole
 
 NUM_STEPS, SAVED_AT = 6, 3
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 FSDP2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 
 

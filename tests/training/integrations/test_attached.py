@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -16,15 +17,25 @@ def test_an_argument_that_needs_a_schedule() -> None:
         Attached(None, {"score": "taylor", "include": "*.weight"})
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "extra"),
-    [("transformers", "transformers", "hf"), ("lightning", "lightning.pytorch", "lightning")],
-)
-def test_a_package_is_missing(monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"distprune.training.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"needs {name}: pip install 'distprune\[{extra}\]'"):
-        importlib.import_module(f"distprune.training.integrations.{name}")
+class Without:
+    """An importer that says that a package is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == self._package:
+            raise ModuleNotFoundError(name=name)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "hf"), ("lightning", "lightning")])
+def test_a_package_is_missing(monkeypatch: pytest.MonkeyPatch, package: str, extra: str) -> None:
+    ours = f"distprune.training.integrations.{package}"
+    for module in [name for name in sys.modules if name == ours or name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Without(package), *sys.meta_path])
+    with pytest.raises(ImportError, match=rf"needs {package}.*: pip install 'distprune\[{extra}\]'"):
+        importlib.import_module(ours)
 
 
 def test_the_library_imports_none_of_them() -> None:

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.training import Hold, SparseTraining, cubic
+from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole
+from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole
 
 pytest.importorskip("lightning", reason="needs the extra lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +29,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from distprune.training.integrations.lightning import SparseTrainingCallback
 
 NUM_STEPS = 6  # two epochs
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "cubic": {"schedule": cubic(0.8, stop=4)},

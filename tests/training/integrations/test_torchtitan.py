@@ -12,11 +12,11 @@ import torch
 import distprune as prune
 from distprune.training import SparseTraining, cubic
 from distprune.training.integrations.torchtitan import train_sparsely
+from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, batches, pairs_of, transformer, whole, wrap
+from tests.wrapped import batches, pairs_of, transformer, whole, wrap
 
 NUM_STEPS, SAVED_AT = 6, 3
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
 KINDS: dict[str, dict[str, Any]] = {"fixed": {}, "taylor": {"schedule": cubic(0.8, stop=4), "score": "taylor"}}
 
 
