@@ -4,6 +4,7 @@
 """
 
 from distprune.evaluation import perplexity
+from distprune.masks import dense_state_dict
 from distprune.oneshot import OneShotReport, Solver, SparseGPT, prune_blocks
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
@@ -104,6 +105,7 @@ __all__ = [
     "constant",
     "cubic",
     "custom_from_mask",
+    "dense_state_dict",
     "erk",
     "global_unstructured",
     "hold_zeros",

@@ -1,6 +1,7 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
+from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
     as_numbers,
     bits_of,
@@ -10,10 +11,11 @@ from distprune.masks.in_place import (
     write_negative_zeros,
     zero_where_pruned,
 )
+from distprune.masks.plain_keys import dense_state_dict
 from distprune.masks.reparametrized import (
     mask_of,
     product,
-    pruning_hooks,
+    product_of_hook,
     reparametrize,
     snapshot,
     undo_reparametrization,
@@ -24,11 +26,13 @@ __all__ = [
     "Managed",
     "as_numbers",
     "bits_of",
+    "dense_state_dict",
     "kept_gathered",
     "make_zeros_positive",
     "mask_of",
     "own_params",
     "product",
+    "product_of_hook",
     "pruning_hooks",
     "read_kept",
     "reparametrize",

@@ -4,7 +4,8 @@ Nouns: ``name_orig`` is the *original*, the parameter itself under a new name, t
 before; ``name_mask`` is a buffer in the original's layout (bool where that is a DTensor, else of the
 original's dtype); ``name`` is the *product* of the two. The product is in the module during its
 forward: a pre-hook puts it there and a post-hook removes it. Outside it is computed on demand. So
-it is never stale, takes no memory between steps, and modules can be copied and pickled.
+it is never stale, takes no memory between steps, and modules can be copied and pickled. What is
+written into it there goes into the original (see ``writable``).
 
 Under FSDP2 the original is masked before it is gathered (see ``fsdp2``), and during forward the
 product is the gathered original itself.
@@ -17,15 +18,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed
+from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
-from distprune.shards import LocalShard, dtensor_like, is_laid_out_like, local_part, local_shard
+from distprune.masks.plain_keys import local_mask, take_plain_key, write_plain_keys
+from distprune.masks.savers import watch_savers
+from distprune.masks.writable import writable
+from distprune.shards import LocalShard, dtensor_like, is_laid_out_like, local_part
 
-__all__ = ["mask_of", "product", "pruning_hooks", "reparametrize", "snapshot", "undo_reparametrization"]
+__all__ = ["mask_of", "product", "product_of_hook", "reparametrize", "snapshot", "undo_reparametrization"]
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -40,14 +44,8 @@ def product(module: nn.Module, name: str) -> torch.Tensor:
             return original * mask
         return original.view_as(original)
     if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
-        return original * dtensor_like(original, _local_mask(original, mask).to(original.dtype))
+        return original * dtensor_like(original, local_mask(original, mask).to(original.dtype))
     return mask.to(dtype=original.dtype) * original
-
-
-def _local_mask(parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``mask``, a whole or a DTensor like ``parameter``."""
-    part = local_part(mask, parameter, local_shard("mask", parameter), "mask")
-    return part.reshape(parameter.to_local().shape)
 
 
 def mask_of(shard: LocalShard) -> torch.Tensor | None:
@@ -72,19 +70,10 @@ class _Product:
             return parameters[self._name]
         if self._name + "_orig" not in parameters:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
-        return _product_of_hook(module, self._name)
+        return writable(module, self._name, lambda: product_of_hook(module, self._name))
 
 
-def pruning_hooks(module: nn.Module, name: str | None = None) -> dict[int, torch_prune.BasePruningMethod]:
-    """Return the pruning pre-hooks of ``module`` by key, ours and PyTorch's, on ``name`` or (``None``) any."""
-    return {
-        key: hook
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, torch_prune.BasePruningMethod) and name in (None, getattr(hook, "_tensor_name", None))
-    }
-
-
-def _product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
+def product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
     """Return the product as the pruning hook computes it; a user's own hook may do it in its own way."""
     for hook in pruning_hooks(module, name).values():
         made: torch.Tensor = cast(Any, hook).apply_mask(module)
@@ -117,6 +106,8 @@ def _class_with_products(base: type, names: frozenset[str]) -> type:
             "__doc__": base.__doc__,
             "__reduce_ex__": _reduce,
             "__delattr__": _delete,
+            "_save_to_state_dict": _save,
+            "_load_from_state_dict": _load,
             "register_parameter": _register,
             "_pruned_base": base,
             "_pruned_names": names,
@@ -154,7 +145,32 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
     nn.Module.register_parameter(module, name, parameter)
 
 
+def _save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Write original and mask, or what others load: see ``plain_keys``."""
+    cls = cast(Any, type(module))
+    cls._pruned_base._save_to_state_dict(module, destination, prefix, keep_vars)
+    write_plain_keys(destination, prefix, cls._pruned_names)
+
+
+def _load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load original and mask, or what others have saved: see ``plain_keys``."""
+    cls = cast(Any, type(module))
+    for name in cls._pruned_names:
+        take_plain_key(module, name, state_dict, prefix, errors)
+    cls._pruned_base._load_from_state_dict(module, state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+
 def _rebuild(base: type, names: tuple[str, ...]) -> Any:
+    watch_savers()
     cls: Any = _class_with_products(base, frozenset(names))
     return cls.__new__(cls)
 
@@ -173,6 +189,7 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
 
     ``mask`` is in the parameter's layout. The caller registers the pre-hook.
     """
+    watch_savers()
     original = name + "_orig"
     if original not in module._parameters:
         module.register_parameter(original, module._parameters.pop(name))
@@ -195,9 +212,9 @@ def undo_reparametrization(module: nn.Module, name: str) -> None:
     parameter = cast(nn.Parameter, module._parameters[name + "_orig"])
     mask = cast(torch.Tensor, module._buffers[name + "_mask"])
     if isinstance(parameter, DTensor):
-        zero_where_pruned(parameter.to_local(), _local_mask(parameter, mask).bool())
+        zero_where_pruned(parameter.to_local(), local_mask(parameter, mask).bool())
     else:
-        parameter.data = _product_of_hook(module, name).data
+        parameter.data = product_of_hook(module, name).data
     del module._parameters[name + "_orig"], module._buffers[name + "_mask"]
     module._non_persistent_buffers_set.discard(name + "_mask")
     _forget_product(module, name)

@@ -51,11 +51,11 @@ def find_shards(
 ) -> Found:
     """Return this rank's parts of the parameters to prune.
 
-    Without ``include``: the weights (two dims or more) of all layers but embeddings inside the decoder
-    blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name
-    matches one of the patterns (as ``fnmatch`` does), and the weights inside the modules given.
-    ``exclude`` leaves some out. A tied weight counts once, under its first name, and matches by any of its
-    names. The original of a reparametrized parameter has the parameter's name.
+    Without ``include``: the weights (two dims or more) of all layers but embeddings and adapters (``lora_*``) inside
+    the decoder blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name matches one
+    of the patterns (as ``fnmatch`` does), and the weights inside the modules given. ``exclude`` leaves some out. A tied
+    weight counts once, under its first name, and matches by any of its names. The original of a reparametrized
+    parameter has the parameter's name.
 
     Parameters that FSDP left unsharded after a forward are resharded first. No communication.
 
@@ -90,7 +90,7 @@ def find_shards(
             for pattern, inside in zip(patterns, weights_inside, strict=True)
         ]
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
-        wanted = any(hits[: len(include)]) if include else held in by_default
+        wanted = any(hits[: len(include)]) if include else held in by_default and not any(map(_is_adapter, aliases))
         if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
             shard = held if isinstance(held, LocalShard) else local_shard(aliases[0], held)
             module, attribute = holders[held]
@@ -123,6 +123,11 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_adapter(name: str) -> bool:
+    """Return whether ``name`` is that of an adapter's own parameter, as PEFT names them; what it adapts is none."""
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

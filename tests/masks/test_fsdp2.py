@@ -21,7 +21,7 @@ from typing_extensions import override
 
 import distprune as prune
 from tests.worlds import ProcessPool, drawing
-from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
+from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole, wrap
 
 Parameters = dict[str, torch.Tensor]
 SIZE = 256  # rows and columns: a shard on 4 ranks is larger than anything of fixed size
@@ -103,6 +103,40 @@ def test_mixed_precision(pool: ProcessPool) -> None:
     for got, seen in pool.run(2, mixed_on_rank):
         assert seen == ["torch.bfloat16 72"] * 3
         assert_close(got, alone(), atol=0.05)
+
+
+def in_backward_on_rank(_: int, layout: str) -> Parameters:
+    """Step within the backward pass by hooks that were there before the masks; return what the optimizer has seen."""
+    wrapped = wrap(layout, transformer())
+    seen: dict[str, torch.Tensor] = {}
+    for name, parameter in wrapped.model.named_parameters():
+        optimizer = torch.optim.AdamW([parameter], lr=0.01)
+
+        def step(parameter: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            assert parameter.grad is not None
+            seen[name] = parameter.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    prune_all(wrapped.model)
+    for tokens in batches(3):
+        wrapped.step(tokens)
+    return {name: whole(tensor) for name, tensor in wrapped.model.state_dict().items()} | {
+        f"{name} gradient": whole(gradient) for name, gradient in seen.items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "offload", "tp"])
+def test_an_optimizer_within_backward_that_was_there_first(pool: ProcessPool, layout: str) -> None:
+    expected = in_backward_on_rank(0, "plain")
+    for module, name in [(f"layers.{i}.{name}", "weight") for i in range(2) for name in PRUNED]:
+        assert not expected[f"{module}.{name} gradient"][expected[f"{module}.{name}_mask"] == 0].any()
+    for got in pool.run(2, in_backward_on_rank, layout):
+        assert_close(got, expected, atol=1e-5)
+        for name in [name for name in got if name.endswith(" gradient")]:
+            mask = got.get(name.replace(" gradient", "_mask"))
+            assert mask is None or not got[name][mask == 0].any(), name
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import nn
 
 from distprune.models import find_shards
@@ -33,3 +35,34 @@ def test_a_bare_pattern_is_a_list_of_one() -> None:
     head = find_shards(model, model["head"])
     assert [shard.name for shard in head.shards] == ["head.weight"]
     assert head.patterns == [(model["head"], 1)]
+
+
+class Adapted(nn.Module):
+    """A layer as PEFT wraps it: what is adapted, and the adapters by name."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4)})
+        self.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, 4))})
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_adapters_are_pruned_only_if_they_are_named(has_blocks: bool) -> None:
+    model = stage(2 if has_blocks else 0)
+    path = "layers.0.0" if has_blocks else "head"
+    parent, _, name = path.rpartition(".")
+    before = [shard.name for shard in find_shards(model).shards]
+    setattr(model.get_submodule(parent), name, Adapted(model.get_submodule(path)))
+    assert [shard.name.replace(".base_layer", "") for shard in find_shards(model).shards] == before
+    found = find_shards(model, "*.lora_*").shards
+    assert [shard.name.removeprefix(f"{path}.") for shard in found] == [
+        "lora_A.default.weight",
+        "lora_A.default.bias",
+        "lora_B.default.weight",
+        "lora_B.default.bias",
+        "lora_embedding_A.default",
+    ]
+    inside = find_shards(model, model.get_submodule(path)).shards
+    assert len(inside) == 4  # what is named as a module, too

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator
-from distprune.masks import Fsdp2Params, Managed, as_numbers, pruning_hooks
+from distprune.masks import Fsdp2Params, Managed, as_numbers, product_of_hook, pruning_hooks
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen
@@ -66,6 +66,11 @@ class Target:
     scores: torch.Tensor | None  # local shape
     managed: Managed | None
     old_hooks: dict[int, Hook]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The parameter as it is used: masked, if it has a mask."""
+        return product_of_hook(self.module, self.name) if self.old_hooks else self.original
 
     @property
     def ranked(self) -> LocalShard | None:
@@ -200,7 +205,7 @@ def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> Loc
     if kind == "structured" and target.whole_mask is not None and not _is_binary(target.whole_mask):
         # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
         if not has_scores:
-            shard = dataclasses.replace(shard, local=getattr(target.module, target.name).detach())
+            shard = dataclasses.replace(shard, local=target.values.detach())
         return LocalScores(shard, score, {}, target.whole_mask != 0, counts_gone=True)
     # Importance scores of whole channels count as they are; those of blocks are of what is left.
     return LocalScores(shard, score, {}, mask, counts_gone=has_scores and kind == "structured")

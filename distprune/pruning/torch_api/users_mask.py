@@ -77,7 +77,7 @@ def _of_one(target: Target, method: Hook) -> torch.Tensor:
 def _ranked(target: Target) -> torch.Tensor:
     """Return what a method ranks elements by: the importance scores, or the parameter's values as they are used."""
     if target.scores is None:
-        return cast(torch.Tensor, getattr(target.module, target.name))
+        return target.values
     return dtensor_like(target.original, target.scores) if isinstance(target.original, DTensor) else target.scores
 
 

@@ -1,0 +1,137 @@
+"""State dicts with the keys of a model that was never pruned: written for others to load, and taken back.
+
+Nouns: a reparametrized ``name`` has two *split* keys in a state dict, ``name_orig`` and ``name_mask``. Its *plain* key
+is ``name`` alone. Plain values have the bits that ``hold_zeros`` reads: +0.0 where the mask is 0, and a kept weight
+that happens to be zero is written as -0.0, which is the same number. So the mask can be read back from them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distprune.masks.hooks import pruning_hooks
+from distprune.masks.in_place import settle_kept
+from distprune.shards import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
+
+__all__ = ["dense_state_dict", "joined", "local_mask", "plain_keys", "take_plain_key", "write_plain_keys"]
+
+_wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
+
+
+@contextmanager
+def plain_keys() -> Iterator[None]:
+    """Let modules that are pruned by this library write plain keys into state dicts made within, by this thread."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()`` as if the model had not been reparametrized. No communication, no gather.
+
+    ``weight`` stands in the place of ``weight_orig`` and ``weight_mask``: their product, detached, in the parameter's
+    layout (a DTensor where that is one). Everything else is what ``model.state_dict()`` has, and is not copied. So it
+    loads into a model that was never pruned, also from ``torch.distributed.checkpoint`` at another number of ranks.
+    Where a mask is 0 the value is +0.0; a kept weight that is zero is -0.0, so ``hold_zeros`` holds the mask.
+    """
+    return joined(model, model.state_dict())
+
+
+def joined(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``state_dict`` of ``model`` with plain keys; also if it has been gathered. Local."""
+    found: OrderedDict[str, Any] = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        found._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    names = {hook._tensor_name for module in model.modules() for hook in pruning_hooks(module).values()}
+    for key in state_dict:
+        name = key.rpartition(".")[2].removesuffix("_orig")
+        if key.endswith("_orig") and name in names and f"{key.removesuffix('_orig')}_mask" in state_dict:
+            _join(found, key.removesuffix("_orig"))
+    return found
+
+
+def _join(state_dict: MutableMapping[str, Any], key: str) -> None:
+    """Put the plain ``key`` in the place of the two that it is split into."""
+    state_dict[key] = _masked(state_dict.pop(f"{key}_orig"), state_dict.pop(f"{key}_mask"))
+
+
+@torch.no_grad()
+def _masked(original: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the product, in the layout of ``original``, with the signs of zeros as the module says."""
+    original = original.detach()
+    if original.is_meta:
+        return torch.empty_like(original)
+    keep = local_mask(original, mask) if isinstance(original, DTensor) else local_of(mask)
+    values = local_of(original)
+    values = values.clone() if keep.dtype is torch.bool else values * keep.to(values)
+    settle_kept(values, (keep != 0).to(values.device))
+    return dtensor_like(original, values) if isinstance(original, DTensor) else values
+
+
+def local_mask(parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``mask``, a whole or a DTensor like ``parameter``."""
+    part = local_part(mask, parameter, local_shard("mask", parameter), "mask")
+    return part.reshape(parameter.to_local().shape)
+
+
+def write_plain_keys(state_dict: MutableMapping[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Join the keys of a module's reparametrized ``names``, just written, if plain ones are wanted."""
+    if _wanted.get():
+        for name in names:
+            _join(state_dict, prefix + name)
+
+
+def take_plain_key(
+    module: nn.Module, name: str, state_dict: MutableMapping[str, Any], prefix: str, errors: list[str]
+) -> None:
+    """Let a plain ``name`` that is about to be loaded be the original's new values, and keep the mask. Local.
+
+    Only if its zeros are those of the mask. If the mask is 0 at other values, they would be lost; if it is not 0 at
+    +0.0, that weight was pruned and would come back. Then the error goes into ``errors``, which ``load_state_dict``
+    raises, with ``strict=False`` too.
+    """
+    key = prefix + name
+    if key not in state_dict or f"{key}_orig" in state_dict:
+        return
+    values, original = state_dict.pop(key), module._parameters[f"{name}_orig"]
+    mask = module._buffers[f"{name}_mask"]
+    assert original is not None
+    assert mask is not None
+    problem = _disagreement(values, original, mask)
+    if problem:
+        errors.append(
+            f"{key!r} does not fit the mask of the pruned module: {problem}. Load it before pruning, or give the "
+            f"module that mask first: distprune.custom_from_mask(module, {name!r}, {name} != 0)."
+        )
+        return
+    state_dict[f"{key}_orig"], state_dict[f"{key}_mask"] = values, mask
+
+
+def _disagreement(values: torch.Tensor, original: torch.Tensor, mask: torch.Tensor) -> str:
+    """Return how zeros of the plain ``values`` differ from ``mask`` on this rank; empty: they do not."""
+    if original.shape != values.shape:
+        return f"it has shape {tuple(values.shape)}, not {tuple(original.shape)}"
+    if isinstance(original, DTensor) and not is_laid_out_like(values, original):
+        return "it is no DTensor in the parameter's layout"
+    if values.is_meta or mask.is_meta:
+        return "one of them has no values yet (meta)"
+    local = local_of(values)
+    held = (local_mask(original, mask) if isinstance(original, DTensor) else mask).to(local.device)
+    if held.dtype is not torch.bool and not bool(((held == 0) | (held == 1)).all()):
+        return "the mask holds values other than 0 and 1"
+    kept = held != 0
+    num_lost = int(((local != 0) & ~kept).sum())
+    num_more = int(((local == 0) & ~local.signbit() & kept).sum())
+    if num_lost or num_more:
+        return f"it is not 0 at {num_lost} places where the mask is, and 0 at {num_more} that the mask keeps"
+    return ""

@@ -1,0 +1,60 @@
+"""LoRA of PEFT on a pruned model: nothing of the adapter is lost in a merge, and the zeros stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import distprune as prune
+from tests.hf_models import ARCHITECTURES
+from tests.worlds import drawing
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+peft = pytest.importorskip("peft", reason="needs peft; tests/masks/test_writable.py merges as it does")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def plain() -> Any:
+    with drawing(0):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=67, **ARCHITECTURES["llama"]))
+
+
+def adapted(model: Any) -> Any:
+    with drawing(1):
+        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+
+def layers_of(model: Any) -> list[Any]:
+    return [layer for block in model.layers for layer in (block.self_attn.q_proj, block.mlp.down_proj)]
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_into_masks(safe_merge: bool) -> None:
+    model = adapted(plain())
+    prune.compute_masks(model, 0.5).reparametrize()
+    layers = layers_of(model.base_model.model.model)
+    expected = [
+        (layer.base_layer.weight + layer.get_delta_weight("default")) * layer.base_layer.weight_mask for layer in layers
+    ]
+    with pytest.warns(UserWarning, match="values written into 'weight' of Linear are not kept") as said:
+        merged = model.merge_and_unload(safe_merge=safe_merge)
+    assert len(said) == len(layers)
+    for layer, weight in zip(layers_of(merged.model), expected, strict=True):
+        assert torch.equal(layer.weight, weight)
+
+
+def test_into_held_zeros() -> None:
+    model = plain()
+    prune.prune_model(model, 0.5)
+    hold = prune.hold_zeros(model)
+    masks = prune.Masks.of(model)
+    merged = adapted(model).merge_and_unload()
+    assert prune.sparsity(merged) < 0.5
+    hold.apply_to(merged)
+    assert prune.Masks.of(merged) == masks
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(merged.get_parameter(name) != 0, masks[name])
