@@ -146,9 +146,18 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
 
 
 def _save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Write original and mask, or what others load: see ``plain_keys``."""
+    """Write original and mask, or what others load: see ``plain_keys``.
+
+    A mask that was made first, of a parameter that is sharded now, both without values yet (meta), is written in the
+    parameter's layout. That is how its values have to come: Accelerate asks so with ``cpu_ram_efficient_loading``.
+    """
     cls = cast(Any, type(module))
     cls._pruned_base._save_to_state_dict(module, destination, prefix, keep_vars)
+    for name in cls._pruned_names:
+        original, mask = module._parameters[name + "_orig"], module._buffers[name + "_mask"]
+        if isinstance(original, DTensor) and mask is not None and mask.is_meta and not isinstance(mask, DTensor):
+            local = torch.empty_like(original.to_local(), dtype=mask.dtype)
+            destination[f"{prefix}{name}_mask"] = dtensor_like(original, local)
     write_plain_keys(destination, prefix, cls._pruned_names)
 
 
@@ -166,7 +175,13 @@ def _load(
     cls = cast(Any, type(module))
     for name in cls._pruned_names:
         take_plain_key(module, name, state_dict, prefix, errors)
+    before = {name: module._buffers[name + "_mask"] for name in cls._pruned_names}
     cls._pruned_base._load_from_state_dict(module, state_dict, prefix, metadata, strict, missing, unexpected, errors)
+    for name, mask in before.items():
+        original, now = module._parameters[name + "_orig"], module._buffers[name + "_mask"]
+        if now is not mask and isinstance(original, DTensor) and isinstance(now, DTensor):  # assigned
+            managed = Fsdp2Params().find(module, name + "_orig")
+            reparametrize(module, name, dtensor_like(original, now.to_local().bool()), managed)
 
 
 def _rebuild(base: type, names: tuple[str, ...]) -> Any:
