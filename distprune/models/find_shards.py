@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
+from distprune.models.weights import is_adapter
 from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
 
 __all__ = ["Found", "NamePattern", "find_shards"]
@@ -90,7 +91,7 @@ def find_shards(
             for pattern, inside in zip(patterns, weights_inside, strict=True)
         ]
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
-        wanted = any(hits[: len(include)]) if include else held in by_default and not any(map(_is_adapter, aliases))
+        wanted = any(hits[: len(include)]) if include else held in by_default and not any(map(is_adapter, aliases))
         if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
             shard = held if isinstance(held, LocalShard) else local_shard(aliases[0], held)
             module, attribute = holders[held]
@@ -123,11 +124,6 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _is_adapter(name: str) -> bool:
-    """Return whether ``name`` is that of an adapter's own parameter, as PEFT names them; what it adapts is none."""
-    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ picks a wrong expert. Two rules, both by structure. A matrix with one output is 
 Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and holds one matrix
 alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``). The
 routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter, which is no linear map.
+Adapters (``lora_*``) are not pruned either, what they adapt is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models.weights import EXPERT_WEIGHTS, is_conv1d, is_experts, matrix_of_weight
+from distprune.models.weights import EXPERT_WEIGHTS, is_adapter, is_conv1d, is_experts, matrix_of_weight
 
 __all__ = ["LinearMap", "dense_weights", "expert_inputs", "linear_maps"]
 
@@ -56,7 +57,7 @@ class LinearMap:
 
 
 def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
-    """Return the linear maps of ``block`` by name, in the order of its modules; no routers and gates (see above).
+    """Return the linear maps of ``block`` by name, in the order of its modules; no routers, gates, adapters (see above).
 
     Global shapes; no communication.
     """
@@ -76,7 +77,8 @@ def _dense_maps(block: nn.Module) -> dict[str, str]:
     maps, routers = _matrices(block), _routers(block)
     found = {name: "a router" for name, linear in maps.items() if linear.module in routers}
     gates = [name for name, linear in maps.items() if linear.num_out == 1 and linear.expert is None]
-    return found | dict.fromkeys(gates, "a gate: it has one output")
+    adapters = [name for name in maps if is_adapter(name)]
+    return found | dict.fromkeys(gates, "a gate: it has one output") | dict.fromkeys(adapters, "an adapter")
 
 
 def _matrices(block: nn.Module) -> dict[str, LinearMap]:

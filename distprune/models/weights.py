@@ -1,4 +1,4 @@
-"""Which dims of a weight are outputs and which are inputs, read off its module. No communication.
+"""Which dims of a weight are outputs and which are inputs, read off its module; adapters by name. No communication.
 
 Only this file describes transformers' ``Conv1D`` and experts; the rest of the library uses a ``Matrix``.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 from distprune.shards import Matrix
 
-__all__ = ["EXPERT_WEIGHTS", "is_conv1d", "is_experts", "matrix_of_weight"]
+__all__ = ["EXPERT_WEIGHTS", "is_adapter", "is_conv1d", "is_experts", "matrix_of_weight"]
 
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -40,6 +40,11 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
             "leave it out, or prune it without a pattern"
         )
     return Matrix.of_shape(shape)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether ``name`` is that of an adapter's own parameter, as PEFT names them; what it adapts is none."""
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def is_conv1d(module: nn.Module) -> bool:
