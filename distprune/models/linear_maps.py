@@ -57,7 +57,7 @@ class LinearMap:
 
 
 def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
-    """Return the linear maps of ``block`` by name, in the order of its modules; no routers, gates, adapters (see above).
+    """Return the linear maps of ``block`` by name, in the order of its modules, but routers, gates, adapters (above).
 
     Global shapes; no communication.
     """

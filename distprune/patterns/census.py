@@ -59,7 +59,8 @@ def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequenc
     """Check that the ranks' ``shards`` fit together. Every rank must call it: one round of 16 bytes a parameter.
 
     Raises:
-        ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
+        ValueError: on every rank: replicas differ, an element is owned by no rank or by several, or a rank has no
+            values of its part yet.
     """
     _checked(comm, roster, lambda: [(shard, [shard.local]) for shard in shards()])
 
@@ -77,6 +78,8 @@ def _checked(
     def fill(words: torch.Tensor) -> None:
         found = parts()
         for shard, _ in found:
+            if shard.local.is_meta:
+                raise ValueError(f"{shard.name!r} has no values on this rank (meta): prune when all ranks have them")
             if shard.owned:
                 words[place[shard.name], 0] = shard.geometry.fingerprint()
         copied = [(shard, checksum(reads)) for shard, reads in found if shard.num_replicas != 1]

@@ -16,8 +16,6 @@ from tests.worlds import ProcessPool
 
 def prepared(model: Any, *, from_first_rank: bool) -> tuple[Any, Any]:
     """Return an Accelerator and what its ``prepare`` makes of ``model`` by FSDP2, which it offers on GPUs only."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
@@ -26,7 +24,7 @@ def prepared(model: Any, *, from_first_rank: bool) -> tuple[Any, Any]:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    return accelerator, fsdp2_prepare_model(accelerator, model)
+    return accelerator, accelerate.utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
 def prepared_on_rank(rank: int, from_first_rank: bool, shards_masks: bool, folder: str) -> None:

@@ -117,7 +117,8 @@ def test_for_all_else_it_is_a_tensor() -> None:
     assert type(torch.load(buffer)) is type(pickle.loads(pickle.dumps(weight.detach()))) is torch.Tensor
     (gradient,) = torch.autograd.grad(weight.square().sum(), module.weight_orig, retain_graph=True)
     assert torch.equal(gradient, 2 * weight * KEEPS)
-    weight.sum().backward()
+    loss: Any = weight.sum()
+    loss.backward()
     assert torch.equal(module.weight_orig.grad, KEEPS.float())
     assert weight.numpy(force=True).shape == (6, 8)
 
@@ -160,7 +161,7 @@ def written_on_rank(_: int, layout: str) -> list[torch.Tensor]:
         with torch.no_grad():
             weight.add_(weight.clone())
         with pytest.warns(UserWarning, match="are not kept"):
-            module.weight.data = torch.ones_like(weight) + weight  # type: ignore[union-attr]
+            module.weight.data = torch.ones_like(weight) + weight
         with pytest.raises(TypeError, match="and layout can be written"):
             module.weight.data = whole(weight)
         weight = module.weight
@@ -173,7 +174,8 @@ def written_on_rank(_: int, layout: str) -> list[torch.Tensor]:
 def test_of_shards(pool: ProcessPool, layout: str) -> None:
     plain = transformer()
     prune.prune_each(pairs_of(plain), prune.L1Unstructured, amount=0.5)
-    expected = [(4 * m.weight + 1) * m.weight_mask for m, _ in pairs_of(plain)]  # type: ignore[operator]
+    modules: list[Any] = [module for module, _name in pairs_of(plain)]
+    expected = [(4 * module.weight + 1) * module.weight_mask for module in modules]
     for got in pool.run(2, written_on_rank, layout):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 

@@ -63,10 +63,13 @@ def test_why_others_stay_dense() -> None:
     block.scale = nn.Linear(8, 1)
     block.conv = nn.Conv1d(8, 8, 3)
     block.own = nn.Parameter(torch.ones(4, 8))
+    block.adapted = nn.ModuleDict({"base_layer": nn.Linear(8, 8), "lora_A": nn.Linear(8, 2)})
     unknown = "not the weight of a linear layer that this library knows"
     assert dense_weights(block) == {
         "own": unknown,
         "gate.weight": "a router",
         "scale.weight": "a gate: it has one output",
         "conv.weight": unknown,
+        "adapted.lora_A.weight": "an adapter",
     }
+    assert "adapted.base_layer" in linear_maps(block)

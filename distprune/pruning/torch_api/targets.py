@@ -198,13 +198,7 @@ def _is_binary(mask: torch.Tensor) -> bool:
 
 
 def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> LocalScores:
-    """Return the scores of a target's settled ``shard``, for a method whose PRUNING_TYPE is ``kind``.
-
-    Raises:
-        ValueError: this rank has no values of it yet.
-    """
-    if shard.local.is_meta:
-        raise ValueError(f"{target.label!r} has no values on this rank (meta): prune when all ranks have loaded theirs")
+    """Return the scores of a target's settled ``shard``, for a method whose PRUNING_TYPE is ``kind``."""
     mask, has_scores = target.mask, target.scores is not None
     if kind == "global":
         return LocalScores(shard, score, {}, None)
