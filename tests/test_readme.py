@@ -27,6 +27,7 @@ SAID = (
     ),
     "943,718 of 1,048,576 weights are zero, 8 rounds\n",
     "80.0% of the weights are zero, and stay so\n",
+    "80.0% of the weights are held\n",
     "saliency: 1,048,576 weights are zero\n",
     "33.9% of the weights are zero\n",
     "torch.Size([2048, 512]) 65.0%\nTrue\nTrue\n",
