@@ -58,6 +58,7 @@ def _rows(pattern: Pattern, scores: torch.Tensor, left: torch.Tensor, zeros: str
                 num_pruned = pattern.m - pattern.n
             else:
                 assert isinstance(pattern, PerRow)
+                assert isinstance(pattern.sparsity, float)
                 num_before = int((~left[row]).sum()) if zeros == "out" else 0
                 num_pruned = num_before + round(pattern.sparsity * (length - num_before))
             keep[row, order[:num_pruned]] = False

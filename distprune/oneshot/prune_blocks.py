@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +17,13 @@ from torch import nn
 from distprune.calibration import Axis, Walk, catch_inputs, check_fit, find_crew, shared_axis, spread
 from distprune.collectives import Group, communicator, max_together, sum_together, together
 from distprune.masks import reset_forward
-from distprune.models import Found, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
+from distprune.models import Found, LinearMap, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
 from distprune.oneshot.block import prune_block
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
-from distprune.patterns import Pattern, as_pattern, check_parts
+from distprune.patterns import Pattern, as_pattern, check_parts, own_share
 from distprune.pruning.agreement import Facts, agree_on, check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
@@ -39,7 +40,7 @@ def prune_blocks(
     *,
     method: OneShotMethod | Score | Solver,
     pattern: Pattern | str,
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     group: Group = None,
     seed: int | None = None,
     offload: bool = False,
@@ -65,6 +66,8 @@ def prune_blocks(
             ``"magnitude"`` and ``"random"`` by the same walk; or a score or a solver of one's own.
         pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``, with ``sparsity``
             where the text does not say how much goes; see there who competes. Each matrix is pruned by itself.
+        sparsity: a share, or one for each layer by its name in the report, or by its parameter's, as
+            :func:`distprune.erk` gives them.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
         offload: keep activations on the CPU between blocks.
@@ -157,7 +160,7 @@ def _plan(
     samples: torch.Tensor,
     method: OneShotMethod | Score | Solver,
     pattern: Pattern | str,
-    sparsity: float | None,
+    sparsity: float | Mapping[str, float] | None,
     seed: int | None,
     first_block: int,
 ) -> _Plan:
@@ -180,18 +183,22 @@ def _plan(
     if not 0 <= first_block <= len(blocks):
         raise ValueError(f"first_block={first_block} is not between 0 and the number of blocks, {len(blocks)}")
     reset_forward(model)
-    shards: dict[str, LocalShard] = {}
+    maps: dict[str, LinearMap] = {}
+    parameters: dict[str, str] = {}  # by the name of the linear map
     for block_name, block in blocks:
-        maps = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
-        if not maps:
+        of_block = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
+        if not of_block:
             raise ValueError(f"block {block_name!r} holds no linear map")
-        for map_name, linear in maps.items():
-            pattern.check_shape((linear.num_out, linear.num_in))
-            pattern.check_fits(map_name, Matrix(linear.num_out, linear.num_in))
-            solver.stages(linear.num_in, pattern)
-            name = f"{block_name}.{linear.parameter_path}"
-            if name not in shards:
-                shards[name] = local_shard(name, linear.parameter)
+        maps |= of_block
+        parameters |= {name: f"{block_name}.{linear.parameter_path}" for name, linear in of_block.items()}
+    pattern = _by_map(pattern, parameters)
+    shards: dict[str, LocalShard] = {}
+    for name, linear in maps.items():
+        pattern.check_shape((linear.num_out, linear.num_in))
+        pattern.check_fits(name, Matrix(linear.num_out, linear.num_in))
+        solver.stages(linear.num_in, pattern)
+        if parameters[name] not in shards:
+            shards[parameters[name]] = local_shard(parameters[name], linear.parameter)
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
@@ -200,6 +207,15 @@ def _plan(
         "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
     }
     return _Plan(solver, pattern, list(shards.values()), shared_axis(model), facts)
+
+
+def _by_map(pattern: Pattern, parameters: Mapping[str, str]) -> Pattern:
+    """Return ``pattern`` with a sparsity for each linear map, where it has some by the names of maps or parameters."""
+    shares: object = vars(pattern).get("sparsity")
+    if not isinstance(shares, Mapping):
+        return pattern
+    own = {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
+    return dataclasses.replace(pattern, sparsity=own)  # type: ignore[type-var]
 
 
 def _solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:

@@ -134,11 +134,12 @@ class SparseGPT(Solver):
     @override
     def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
         first = next(iter(rows.values()))
+        own = [pattern.of(of_map.name) for of_map in rows.values()]
         sweep = _Sweep(rows, Factor.unpack(moments.values.to(first.weight.device), first.num_in))
         for start, stop in _columns(first.num_in, pattern):
             if pattern.is_by_row:
                 group = pattern.width if pattern.width > 1 else 0  # settled among themselves as they come up
-                sweep.run(start, stop, group, lambda a, b: pattern.part(a, b).keep(sweep.scores(a, b)))
+                sweep.run(start, stop, group, lambda a, b: _kept(sweep, own, a, b))
             else:
                 shards = [rows[name].shard(sweep.scores(start, stop, part)) for name, part in sweep.part.items()]
                 keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
@@ -146,6 +147,14 @@ class SparseGPT(Solver):
                 sweep.run(start, stop, 0, lambda *_, kept=stays: kept)
         scale = max(moments.num_tokens, 1) / 2  # of X^T X, by that of H
         return {name: sweep.finish(name, of_map.weight, scale) for name, of_map in rows.items()}
+
+
+def _kept(sweep: _Sweep, own: Sequence[Pattern], start: int, stop: int) -> torch.Tensor:
+    """Return what stays of columns ``start`` to ``stop``, (rows, columns), by the layers' ``own`` patterns."""
+    if all(pattern == own[0] for pattern in own):
+        return own[0].part(start, stop).keep(sweep.scores(start, stop))
+    parts = zip(own, sweep.part.values(), strict=True)
+    return torch.cat([pattern.part(start, stop).keep(sweep.scores(start, stop, part)) for pattern, part in parts])
 
 
 def _columns(num_in: int, pattern: Pattern) -> list[tuple[int, int]]:

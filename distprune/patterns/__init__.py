@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, own_share, shares_of
 from distprune.patterns.block import Block
 from distprune.patterns.census import check_parts
 from distprune.patterns.channels import Channels
@@ -27,6 +27,7 @@ __all__ = [
     "as_pattern",
     "check_parts",
     "check_share",
+    "own_share",
 ]
 
 
@@ -48,7 +49,7 @@ def as_pattern(
     """
     if sparsity is not None:
         check_share(sparsity)
-        if any(isinstance(each, int) for each in (sparsity.values() if isinstance(sparsity, Mapping) else [sparsity])):
+        if any(isinstance(each, int) for each in shares_of(sparsity)):
             raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")
     if pattern is None or isinstance(pattern, str):
         found = _from_text(pattern or "unstructured", sparsity)
@@ -80,7 +81,5 @@ def _from_text(text: str, sparsity: float | Mapping[str, float] | None) -> Patte
     if name == "channels":
         return Channels(sparsity, int(number))
     if name == "row":
-        if isinstance(sparsity, Mapping):
-            raise TypeError("rows have one sparsity in all parameters, not one for each parameter")
         return PerRow(sparsity)
     return Unstructured(sparsity, scope)

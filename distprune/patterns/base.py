@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from typing_extensions import override
@@ -26,7 +26,17 @@ from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen, Competition, Entry, Order, common_order, select_lowest
 from distprune.shards import Matrix
 
-__all__ = ["Choice", "Pattern", "Ranked", "Scope", "check_share", "compete", "num_lowest"]
+__all__ = [
+    "Choice",
+    "Pattern",
+    "Ranked",
+    "Scope",
+    "check_share",
+    "compete",
+    "num_lowest",
+    "own_share",
+    "shares_of",
+]
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
@@ -102,6 +112,15 @@ class Pattern(ABC):
         """Return the pattern for columns ``start`` to ``stop``. Ranges decided one by one add up to the whole."""
         return self
 
+    def of(self, name: str) -> Self:
+        """Return the pattern for parameter ``name`` alone: with its own sparsity, where each has one.
+
+        Raises:
+            ValueError: there is none for it.
+        """
+        share = vars(self).get("sparsity")
+        return dataclasses.replace(self, sparsity=own_share(share, name)) if isinstance(share, Mapping) else self  # type: ignore[type-var]
+
     def by_row(self) -> Pattern:
         """Return the pattern that decides each row by itself, if this one lets weights of many rows compete."""
         return self
@@ -162,6 +181,11 @@ class Pattern(ABC):
         raise NotImplementedError(f"{self!r} is not decided row by row")
 
 
+def shares_of(share: Shares) -> list[int | float]:
+    """Return all shares, whether there is one or one for each parameter. Local."""
+    return list(share.values()) if isinstance(share, Mapping) else [share]
+
+
 def check_share(share: object, name: str = "sparsity") -> None:
     """Check that ``share`` is an int >= 0 or a float in [0, 1], or a mapping from names to some. Local.
 
@@ -180,6 +204,17 @@ def check_share(share: object, name: str = "sparsity") -> None:
             raise ValueError(f"{name}={share} is negative; an int says how many elements to prune")
     elif not (math.isfinite(share) and 0.0 <= float(share) <= 1.0):
         raise ValueError(f"{name}={share} is outside [0.0, 1.0]; a float says which fraction to prune")
+
+
+def own_share(shares: Mapping[str, int | float], name: str) -> int | float:
+    """Return the share of parameter ``name``. Local.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in shares:
+        raise ValueError(f"there is no sparsity for {name!r}; give one for each parameter, or exclude it")
+    return shares[name]
 
 
 def check_scope(share: Shares, scope: Scope) -> None:
@@ -203,9 +238,7 @@ def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, wha
     """
     where = (repr(names[0]) if len(names) == 1 else "all parameters together") + what
     if isinstance(share, Mapping):
-        if names[0] not in share:
-            raise ValueError(f"there is no sparsity for {where}; give one for each parameter, or exclude it")
-        share = share[names[0]]
+        share = own_share(share, names[0])
     before = num_gone if of_left else 0
     wanted = int(share) if isinstance(share, numbers.Integral) else round(float(share) * (num - before))
     if wanted > num - before:

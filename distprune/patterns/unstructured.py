@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -66,6 +66,4 @@ class Unstructured(Pattern):
 
     @override
     def by_row(self) -> Pattern:
-        if isinstance(self.sparsity, Mapping):
-            raise NotImplementedError("rows of parameters with sparsities of their own; give one sparsity")
         return PerRow(self.sparsity)

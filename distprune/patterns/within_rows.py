@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Pattern, Ranked, check_share
+from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, find_units, settle_cut
 from distprune.scores import LocalScores
@@ -46,12 +46,13 @@ class _WithinRows(Pattern):
         its own elements of cut units.
         """
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
+        own = [self.of(member.name) for member in ranked.roster.members]  # so does this
         parts: dict[int, _ParameterUnits] = {}
 
         def part_of(scores: LocalScores) -> _ParameterUnits:
             member = ranked.place[scores.shard.name]
             if member not in parts:
-                parts[member] = _ParameterUnits(scores, member, self, orders[member], ranked.of_left)
+                parts[member] = _ParameterUnits(scores, member, own[member], orders[member], ranked.of_left)
             return parts[member]
 
         def settle() -> list[Chosen]:
@@ -65,7 +66,7 @@ class _WithinRows(Pattern):
                 kept = settle_cut(
                     ranked.comm,
                     partial(_cut_parts, held),
-                    lambda member, keys: self.keep_units(keys, orders[member], of_left=ranked.of_left),
+                    lambda member, keys: own[member].keep_units(keys, orders[member], of_left=ranked.of_left),
                 )
                 for i, (part, _, _) in enumerate(held):
                     part.answers.append(partial(lambda stays, of_part: stays()[of_part], kept, i))
@@ -127,7 +128,8 @@ class NByM(_WithinRows):
 class PerRow(_WithinRows):
     """The lowest ``sparsity``, a fraction, of the weights of every row (output), rounded by ``round()``.
 
-    SparseGPT spreads the pruned weights evenly over its column blocks.
+    Each parameter may have a fraction of its own: ``PerRow({"0.weight": 0.5, "2.weight": 0.8})``. SparseGPT spreads
+    the pruned weights evenly over its column blocks.
 
     Raises:
         TypeError: ``sparsity`` is not a fraction.
@@ -136,12 +138,18 @@ class PerRow(_WithinRows):
 
     width = 1
 
-    sparsity: float
+    sparsity: float | Mapping[str, float]
 
     def __post_init__(self) -> None:
         check_share(self.sparsity)
-        if isinstance(self.sparsity, int):
+        if any(isinstance(each, int) for each in shares_of(self.sparsity)):
             raise TypeError(f"sparsity must be a fraction such as 0.5, not {self.sparsity!r}")
+
+    @property
+    def _share(self) -> float:
+        if isinstance(self.sparsity, Mapping):
+            raise TypeError(f"{self!r} is of several parameters; take of(name)")
+        return self.sparsity
 
     @override
     def __str__(self) -> str:
@@ -149,7 +157,7 @@ class PerRow(_WithinRows):
 
     @override
     def part(self, start: int, stop: int) -> Pattern:
-        num = round(self.sparsity * stop) - round(self.sparsity * start)
+        num = round(self._share * stop) - round(self._share * start)
         return PerRow(num / max(stop - start, 1))
 
     @override
@@ -159,12 +167,12 @@ class PerRow(_WithinRows):
     @override
     def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
         num_gone = is_gone.sum(1)
-        wanted = (self.sparsity * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
+        wanted = (self._share * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
         return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
 
     @override
     def keep(self, scores: torch.Tensor) -> torch.Tensor:
-        return keep_highest_per_row(scores, round(self.sparsity * scores.shape[1]))
+        return keep_highest_per_row(scores, round(self._share * scores.shape[1]))
 
 
 class _ParameterUnits:

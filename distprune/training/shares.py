@@ -32,7 +32,7 @@ def erk(
 
     The density of a parameter is in proportion to the sum of its dims over their product, so small layers stay denser;
     what would be denser than 1 is left whole. (RigL, arXiv 1911.11134, section 3.) Give it to
-    :func:`distprune.prune_model` or :class:`distprune.SparseTraining` as ``sparsity``.
+    :func:`distprune.prune_model` or :func:`distprune.prune_blocks` as ``sparsity``.
 
     Which parameters, and who must call it: as :func:`distprune.prune_model`. One round; on pipelines up to five.
 

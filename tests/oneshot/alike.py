@@ -87,24 +87,25 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
         assert of_map.num_zeros == int(zeros.sum())
         if of_map.num_zeros != of_map.num_pruned:
             continue  # dead inputs: zero without being pruned
-        if isinstance(pattern, NByM):
-            assert (zeros.reshape(-1, pattern.m).sum(1) == pattern.m - pattern.n).all()
-        elif isinstance(pattern, Block):
-            size = pattern.size
+        own = pattern.of(name)
+        if isinstance(own, NByM):
+            assert (zeros.reshape(-1, own.m).sum(1) == own.m - own.n).all()
+        elif isinstance(own, Block):
+            size = own.size
             of_block = zeros.reshape(len(zeros) // size, size, num_in // size, size).sum((1, 3))  # zeros of every block
             num_gone = int((of_block == size * size).sum())
             width = 128 // size if method == "sparsegpt" else of_block.shape[1]  # blocks that compete, across
-            assert isinstance(pattern.sparsity, float)
-            wanted = [round(pattern.sparsity * some.numel()) for some in torch.split(of_block, width, dim=1)]
+            assert isinstance(own.sparsity, float)
+            wanted = [round(own.sparsity * some.numel()) for some in torch.split(of_block, width, dim=1)]
             assert num_gone == sum(wanted)
             assert num_gone * size * size == of_map.num_pruned
-        elif isinstance(pattern, PerRow) or method == "wanda":
-            assert (zeros.sum(1) == round(pattern.sparsity * num_in)).all()
+        elif isinstance(own, PerRow) or method == "wanda":
+            assert (zeros.sum(1) == round(own.sparsity * num_in)).all()
         elif method == "sparsegpt":
             for columns in torch.split(zeros, 128, dim=1):
-                assert int(columns.sum()) == round(pattern.sparsity * columns.numel())
+                assert int(columns.sum()) == round(own.sparsity * columns.numel())
         else:
-            assert of_map.num_pruned == round(pattern.sparsity * weight.numel())
+            assert of_map.num_pruned == round(own.sparsity * weight.numel())
 
 
 def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Pruned:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from distprune import Block, NByM, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured, erk
 from distprune.calibration import Moments
 from distprune.collectives import Alone
 from distprune.oneshot import prune_blocks
@@ -98,6 +98,33 @@ def test_ranks_do_what_one_does(pool: ProcessPool, world_size: int, architecture
     cases = CASES if architecture in ("llama", "gpt2", "mixtral") and world_size == 2 else FEW
     everywhere = pool.run(world_size, on_rank, architecture, cases, None)
     check_ranks(everywhere, partial(tiny_model, architecture), cases)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_every_layer_its_own_sparsity(pool: ProcessPool, architecture: str) -> None:
+    names = list(matrices(tiny_model(architecture)))
+    shares = {name: 0.2 + 0.1 * (i % 6) for i, name in enumerate(names)}
+    cases: list[Case] = [
+        ("wanda", Unstructured(shares, "tensor")),
+        ("sparsegpt", Unstructured(shares, "tensor")),
+        ("sparsegpt", PerRow(shares)),
+        ("magnitude", PerRow(shares)),
+    ]
+    everywhere = pool.run(2, on_rank, architecture, cases, None)
+    check_ranks(everywhere, partial(tiny_model, architecture), cases)
+
+
+def test_sparsities_by_parameter() -> None:
+    """As ``erk`` names them; the layers of a parameter (experts) have one."""
+    model, plain = tiny_model("mixtral"), tiny_model("mixtral")
+    report = prune_blocks(
+        model, TOKENS, method="sparsegpt", pattern="row", sparsity=dict.fromkeys(erk(model, 0.6), 0.4)
+    )
+    prune_blocks(plain, TOKENS, method="sparsegpt", pattern=PerRow(0.4))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    check_counts(model, report, "sparsegpt", PerRow(0.4))
+    with pytest.raises(ValueError, match="there is no sparsity for"):
+        prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["fsdp2", "hsdp"])

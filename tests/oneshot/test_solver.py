@@ -35,6 +35,7 @@ class Refitted(Solver):
     @override
     def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
         assert isinstance(pattern, PerRow)
+        assert isinstance(pattern.sparsity, float)
         solved = {}
         for name, of_layer in rows.items():
             before = of_layer.weight.clone()

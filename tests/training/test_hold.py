@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,6 +12,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -205,7 +208,8 @@ def test_optimizer_in_backward(pool: ProcessPool, layout: str, hold_first: bool,
     pool.run(1 if layout == "plain" else 2, in_backward_on_rank, layout, hold_first, given)
 
 
-def test_pure_bfloat16_keeps_its_zeros() -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is meant
+def test_pure_bfloat16_keeps_its_zeros(tmp_path: Path) -> None:
     """Live weights that touch zero stay alive, and the bits say which are held, also after a round trip."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, dtype=torch.bfloat16)
@@ -213,13 +217,19 @@ def test_pure_bfloat16_keeps_its_zeros() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hold = hold_zeros(model, optimizer)
     held, num_touched = model.weight.view(torch.int16) == 0, 0
-    for _ in range(200):
+    for step in range(200):
         x = torch.randn(16, 64, dtype=torch.bfloat16)
         model(x).sub(x.flip(1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         num_touched += int((model.weight == 0).sum()) - int(held.sum())
+        before = model.weight.detach().view(torch.int16).clone()
         model.load_state_dict(safetensors.torch.load(safetensors.torch.save(model.state_dict())))
+        if step >= 50:
+            save(model.state_dict(), checkpoint_id=tmp_path / str(step), no_dist=True)
+            nn.init.zeros_(model.weight)
+            load(model.state_dict(), checkpoint_id=tmp_path / str(step), no_dist=True)
+        assert torch.equal(model.weight.view(torch.int16), before)
         assert torch.equal(model.weight.view(torch.int16) == 0, held)
     assert num_touched > 0  # else this shows nothing
     hold.finish()

@@ -38,20 +38,21 @@ def test_erk_is_its_formula() -> None:
     assert num_kept == pytest.approx(0.1 * sum(map(math.prod, shapes.values())))
 
 
-def prune_on_rank(_: int, layout: str) -> list[torch.Tensor]:
+def prune_on_rank(_: int, layout: str, pattern: str) -> list[torch.Tensor]:
     model = wrap(layout, transformer()).model
-    report = prune.prune_model(model, prune.erk(model, 0.6, include=INCLUDE), include=INCLUDE)
-    assert report.sparsity == pytest.approx(0.6, abs=0.01)
+    report = prune.prune_model(model, prune.erk(model, 0.6, include=INCLUDE), pattern=pattern, include=INCLUDE)
+    assert report.sparsity == pytest.approx(0.6, abs=0.03)
     return [whole(module.get_parameter(name)) for module, name in pairs_of(model)]
 
 
-def test_each_parameter_as_if_alone(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("pattern", ["unstructured", "row", "channels:0"])
+def test_each_parameter_as_if_alone(pool: ProcessPool, pattern: str) -> None:
     model = transformer()
     for name, share in prune.erk(model, 0.6, include=INCLUDE).items():
-        prune.prune_model(model, share, include=name)
+        prune.prune_model(model, share, pattern=pattern, include=name)
     expected = [module.get_parameter(name) for module, name in pairs_of(model)]
     for num_ranks, layout in ((2, "ddp"), (2, "fsdp2"), (4, "fsdp-tp")):
-        for weights in pool.run(num_ranks, prune_on_rank, layout):
+        for weights in pool.run(num_ranks, prune_on_rank, layout, pattern):
             assert all(map(torch.equal, weights, expected))
 
 
@@ -62,7 +63,7 @@ def test_each_parameter_as_if_alone(pool: ProcessPool) -> None:
         ({"sparsity": {"up.weight": 1.5}}, ValueError, "outside"),
         ({"sparsity": {"up.weight": "half"}}, TypeError, "must be a float"),
         ({"sparsity": {"up.weight": 0.5}, "scope": "global"}, ValueError, "goes with scope='tensor'"),
-        ({"sparsity": {"up.weight": 0.5}, "pattern": "row"}, TypeError, "rows have one sparsity"),
+        ({"sparsity": {"up.weight": 0.5}, "pattern": "row"}, ValueError, "there is no sparsity for"),
     ],
 )
 def test_bad_input(arguments: dict[str, object], error: type[Exception], says: str) -> None:
