@@ -5,7 +5,7 @@
 
 from distprune.evaluation import perplexity
 from distprune.masks import dense_state_dict
-from distprune.oneshot import OneShotReport, Solver, SparseGPT, prune_blocks
+from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, prune_blocks
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
     Masks,
@@ -65,6 +65,7 @@ from distprune.training import (
 )
 
 __all__ = [
+    "ADMM",
     "BasePruningMethod",
     "Block",
     "ChannelNorm",

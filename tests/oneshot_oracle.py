@@ -1,7 +1,7 @@
-"""One-shot pruning in one process, written plainly from the papers: Wanda and SparseGPT.
+"""One-shot pruning in one process, written plainly from the papers: Wanda, SparseGPT and ADMM.
 
-Wanda: arXiv 2306.11695. SparseGPT: arXiv 2301.00774, Algorithm 1. Shapes: ``out`` and ``in`` are the
-features of one linear map, whose weight is always looked at as (out, in).
+Wanda: arXiv 2306.11695. SparseGPT: arXiv 2301.00774, Algorithm 1. ADMM: arXiv 2401.02938. Shapes:
+``out`` and ``in`` are the features of one linear map, whose weight is always looked at as (out, in).
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from torch.nn import functional as F
 
 from distprune.models import decoder_blocks
 
-__all__ = ["COLUMNS", "NM", "Linear2d", "Pattern", "Squares", "linears", "prune_model", "sparsegpt", "wanda_mask"]
+__all__ = [
+    "COLUMNS",
+    "NM",
+    "Linear2d",
+    "Pattern",
+    "Squares",
+    "admm",
+    "linears",
+    "prune_model",
+    "sparsegpt",
+    "wanda_mask",
+]
 
 COLUMNS = 128  # of a SparseGPT block, section 3.4 of the paper
 
@@ -38,7 +49,7 @@ class Squares:
     amount: float
 
 
-# A fraction competes per row (Wanda) or per column block (SparseGPT).
+# A fraction competes per row (Wanda, ADMM) or per column block (SparseGPT).
 Pattern: TypeAlias = float | NM | Squares
 
 
@@ -100,6 +111,47 @@ def sparsegpt(
             w[:, i + 1 : stop] -= torch.outer(errors[:, i - start], inverse[i, i + 1 : stop])
         w[:, stop:] -= errors @ inverse[start:stop, stop:]
     return w.to(weight.dtype), keep
+
+
+def admm(
+    weight: torch.Tensor,
+    products: torch.Tensor,
+    pattern: Pattern,
+    *,
+    damping: float = 0.1,
+    penalty: float = 1.0,
+    num_steps: int = 20,
+    num_closing: int = 15,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the new weight, what stays), both (out, in); ``products`` is X^T X. In the dtype of ``products``."""
+    num_in = weight.shape[1]
+    scale = products.diagonal().sqrt() + 1e-8
+    a, eye = products / torch.outer(scale, scale), torch.eye(num_in, dtype=products.dtype)
+    w = weight.to(products.dtype) * scale
+    inverse = torch.linalg.inv(a + (damping + penalty) * eye)
+    unpruned = w @ (a + damping * eye)
+    u, z, fitted = torch.zeros_like(w), torch.zeros_like(w), w
+    keep = torch.ones_like(w, dtype=torch.bool)
+    for step in range(1, num_steps + 1):
+        if step <= num_closing:
+            sizes = (fitted + u).abs().masked_fill(weight == 0, 0)
+            keep = _keep_part(sizes, pattern, 1 - (1 - step / num_closing) ** 3) & (weight != 0)
+        z = (fitted + u) * keep
+        u = fitted + u - z
+        fitted = (unpruned + penalty * (z - u)) @ inverse
+    new = (fitted + u) * keep / scale
+    new[:, products.diagonal() == 0] = 0
+    return new.to(weight.dtype), keep
+
+
+def _keep_part(sizes: torch.Tensor, pattern: Pattern, share: float) -> torch.Tensor:
+    """Drop the smallest ``share`` of what the pattern drops in every row."""
+    num_in = sizes.shape[1]
+    if isinstance(pattern, NM):
+        stays = _keep(sizes.reshape(-1, pattern.m), pattern.m - pattern.n).view(sizes.shape)
+        return _keep(sizes.masked_fill(stays, torch.inf), int(share * (num_in // pattern.m * (pattern.m - pattern.n))))
+    assert isinstance(pattern, float)
+    return _keep(sizes, int(share * round(pattern * num_in)))
 
 
 @dataclass
@@ -200,7 +252,7 @@ def _first_inputs(model: nn.Module, block: nn.Module, tokens: torch.Tensor) -> t
 def prune_model(
     model: nn.Module,
     samples: torch.Tensor,
-    method: Literal["wanda", "sparsegpt"],
+    method: Literal["wanda", "sparsegpt", "admm"],
     pattern: Pattern,
     *,
     dtype: torch.dtype = torch.float64,
@@ -209,7 +261,7 @@ def prune_model(
 
     ``samples`` is (num_samples, length); each is run by itself. A map that saw no token (an expert that
     nothing was routed to) is pruned as if its inputs were white: norms of 1, the identity as Hessian.
-    ``dtype`` is that of SparseGPT's arithmetic.
+    ``dtype`` is that of SparseGPT's and ADMM's arithmetic.
     """
     masks: dict[str, torch.Tensor] = {}
     blocks = decoder_blocks(model)
@@ -217,7 +269,7 @@ def prune_model(
     hidden = [args[0] for args, _ in caught]
     for block_name, block in blocks:
         found = linears(block)
-        with _listening(block, found, method == "sparsegpt"):
+        with _listening(block, found, method != "wanda"):
             for x, (args, kwargs) in zip(hidden, caught, strict=True):
                 block(x, *args[1:], **kwargs)
         for name, linear in found.items():
@@ -236,6 +288,10 @@ def _prune(linear: Linear2d, method: str, pattern: Pattern, dtype: torch.dtype) 
     if method == "wanda":
         keep = wanda_mask(linear.weight, square_sum.sqrt(), pattern)
         linear.weight.mul_(keep)
+        return keep
+    if method == "admm":
+        new, keep = admm(linear.weight, hessian.to(dtype), pattern)
+        linear.weight.copy_(new)
         return keep
     new, keep = sparsegpt(linear.weight, 2 / max(linear.num_tokens, 1) * hessian.to(dtype), pattern)
     linear.weight.copy_(new)

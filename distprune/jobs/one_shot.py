@@ -20,7 +20,7 @@ from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
-from distprune.oneshot import BlockReport, OneShotMethod, prune_blocks
+from distprune.oneshot import UPDATING, BlockReport, OneShotMethod, prune_blocks
 from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
@@ -182,4 +182,4 @@ def _prune(
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:
     """Return the modules whose weights the method changes where it does not prune them."""
-    return [name for name, _ in decoder_blocks(model)] if job.method == "sparsegpt" else []
+    return [name for name, _ in decoder_blocks(model)] if job.method in UPDATING else []

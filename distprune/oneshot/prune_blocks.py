@@ -18,6 +18,7 @@ from distprune.calibration import Axis, Walk, catch_inputs, check_fit, find_crew
 from distprune.collectives import Group, communicator, max_together, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import Found, LinearMap, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
+from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import prune_block
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.scored import Scored
@@ -28,9 +29,10 @@ from distprune.pruning.agreement import Facts, agree_on, check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
 
-__all__ = ["OneShotMethod", "prune_blocks"]
+__all__ = ["UPDATING", "OneShotMethod", "prune_blocks"]
 
-OneShotMethod = Literal["wanda", "sparsegpt", "magnitude", "random"]
+OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
+UPDATING = ("admm", "sparsegpt")  # the methods that change weights which stay
 OnBlock = Callable[[int, BlockReport], None]
 
 
@@ -54,7 +56,7 @@ def prune_blocks(
     the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
     the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
     so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
-    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row.
+    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row, and ADMM.
     Tensor parallelism adds up a layer's outputs in another order, so activations differ in their last bits.
 
     Args:
@@ -62,8 +64,9 @@ def prune_blocks(
             parallel (``parallelize_module``), alone or under FSDP2. Ranks of one tensor-parallel group run the
             same samples, which is read off the layout, and hidden states are whole on each between blocks.
         samples: token ids, (num_samples, length) int64, the same on every rank.
-        method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774, weights updated), or
-            ``"magnitude"`` and ``"random"`` by the same walk; or a score or a solver of one's own.
+        method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774) and ``"admm"`` (arXiv 2401.02938),
+            which update the weights that stay, or ``"magnitude"`` and ``"random"`` by the same walk; or a score or a
+            solver of one's own.
         pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``, with ``sparsity``
             where the text does not say how much goes; see there who competes. Each matrix is pruned by itself.
         sparsity: a share, or one for each layer by its name in the report, or by its parameter's, as
@@ -224,6 +227,7 @@ def _solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solv
     if isinstance(method, Score):
         return Scored(method)
     solvers: dict[str, Solver] = {
+        "admm": ADMM(),
         "wanda": Scored(Wanda(), by_row=True),
         "sparsegpt": SparseGPT(),
         "magnitude": Scored(Magnitude()),

@@ -61,7 +61,7 @@ def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
     return ""
 
 
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "magnitude", "random"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm", "magnitude", "random"])
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.25), NByM(2, 4)], ids=repr)
 def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern))

@@ -46,6 +46,8 @@ CASES: list[Case] = [
     ("sparsegpt", HALF),
     ("sparsegpt", NByM(2, 4)),
     ("sparsegpt", PerRow(0.3)),
+    ("admm", HALF),
+    ("admm", NByM(2, 4)),
     ("magnitude", HALF),
     ("magnitude", PerRow(0.3)),
     ("random", HALF),
@@ -99,7 +101,7 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
             wanted = [round(own.sparsity * some.numel()) for some in torch.split(of_block, width, dim=1)]
             assert num_gone == sum(wanted)
             assert num_gone * size * size == of_map.num_pruned
-        elif isinstance(own, PerRow) or method == "wanda":
+        elif isinstance(own, PerRow) or method in ("wanda", "admm"):
             assert (zeros.sum(1) == round(own.sparsity * num_in)).all()
         elif method == "sparsegpt":
             for columns in torch.split(zeros, 128, dim=1):
@@ -145,7 +147,7 @@ def check_ranks(
         together.load_state_dict(weights, strict=False)
         check_counts(together, of_ranks, method, pattern)
         kept = {name: weight != 0 for name, weight in matrices(alone).items()}
-        assert share_alike(together, kept) >= {"sparsegpt": 0.999, "wanda": least}.get(method, 1.0)
+        assert share_alike(together, kept) >= {"sparsegpt": 0.999, "admm": 0.999, "wanda": least}.get(method, 1.0)
         assert perplexity(together) == pytest.approx(perplexity(alone), rel=1e-3)
         for name, weight in matrices(together).items():
             wanted = matrices(alone)[name]

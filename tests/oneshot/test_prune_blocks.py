@@ -69,6 +69,19 @@ def test_sparsegpt_is_the_papers(architecture: str, pattern: Pattern) -> None:
     check_counts(model, report, "sparsegpt", pattern)
 
 
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), NByM(2, 4), NByM(4, 8)], ids=str)
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_admm_is_the_papers(architecture: str, pattern: Pattern) -> None:
+    model, plain = tiny_model(architecture), tiny_model(architecture)
+    oracle.prune_model(plain, TOKENS, "admm", PATTERNS[pattern])
+    report = prune_blocks(model, TOKENS, method="admm", pattern=pattern)
+    wanted = matrices(plain)
+    assert share_alike(model, {name: weight != 0 for name, weight in wanted.items()}) >= 0.999
+    for name, weight in matrices(model).items():
+        assert float((weight - wanted[name]).norm() / wanted[name].norm()) < 0.02
+    check_counts(model, report, "admm", pattern)
+
+
 def test_blocks_by_the_sums_of_wandas_scores() -> None:
     torch.manual_seed(0)
     weight, sums = torch.randn(8, 12), torch.rand(12) * 5
@@ -108,7 +121,7 @@ def test_every_layer_its_own_sparsity(pool: ProcessPool, architecture: str) -> N
         ("wanda", Unstructured(shares, "tensor")),
         ("sparsegpt", Unstructured(shares, "tensor")),
         ("sparsegpt", PerRow(shares)),
-        ("magnitude", PerRow(shares)),
+        ("admm", PerRow(shares)),
     ]
     everywhere = pool.run(2, on_rank, architecture, cases, None)
     check_ranks(everywhere, partial(tiny_model, architecture), cases)

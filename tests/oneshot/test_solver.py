@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import Channels, PerRow, Unstructured
+from distprune import ADMM, Block, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
 from distprune.oneshot import Solved, Solver, Solving, prune_blocks
 from distprune.oneshot.rows import Rows
@@ -88,3 +88,11 @@ def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
         assert float(((weight != 0) == (matrices(other)[name] != 0)).float().mean()) > 0.999
     with pytest.raises(NotImplementedError, match="SparseGPT decides block of columns by block of columns"):
         prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))
+    with pytest.raises(NotImplementedError, match="ADMM settles each row by itself"):
+        prune_blocks(one, TOKENS, method="admm", pattern=Block(4, 0.5))
+
+
+def test_no_inverse() -> None:
+    products = torch.ones(3, 3)
+    with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse with damping=-1.0; raise it"):
+        ADMM(damping=-1.0).prepare(Moments(("up",), 4, products))
