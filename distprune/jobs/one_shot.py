@@ -34,14 +34,15 @@ class OneShotJob(Job):
 
     Args:
         method: a solver's name.
-        calibration: a text or JSON-lines file, of which ``samples`` sequences of ``sequence_length`` tokens are used.
+        calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
+            are drawn; ``None``: all of them.
         offload: keep activations on the CPU between blocks.
         resume: go on where a job that was killed has stopped.
     """
 
     method: OneShotMethod
     calibration: str
-    samples: int = 128
+    samples: int | None = 128
     sequence_length: int = 2048
     offload: bool = False
     resume: bool = False
@@ -92,6 +93,7 @@ def run_one_shot_job(
             model,
             num_samples=job.samples,
             sequence_length=job.sequence_length,
+            seed=job.seed,
             group=run.comm,
         )
         with together(run.comm):

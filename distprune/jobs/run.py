@@ -38,7 +38,7 @@ class Job:
         output: the directory to write, on storage that all ranks share.
         sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
         pattern: one, or its text; N:M says itself how much is pruned.
-        seed: for the method ``"random"``.
+        seed: for the method ``"random"``, and of the calibration windows that are drawn.
         dtype: of the weights; ``None``: what they are stored in.
         overwrite: replace the model that is in ``output``.
         evaluate_on: a text file; the report then has the perplexity on it before and after.

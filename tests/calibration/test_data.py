@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import load_samples, spread
+from distprune.calibration import load_samples, spread, text
 from distprune.collectives import communicator
 from tests.worlds import run_threads
 
@@ -33,12 +34,57 @@ def make_model(vocabulary: int = 27, positions: int | None = None) -> nn.Module:
     return model
 
 
-def load(path: Path, num_samples: int, length: int, tokenizer: Any = None, **model: Any) -> list[list[int]]:
+def load(
+    path: Path, num_samples: int | None, length: int, tokenizer: Any = None, *, seed: int = 0, **model: Any
+) -> list[list[int]]:
     tokenizer = tokenizer or Letters()
-    ids = load_samples(tokenizer, path, make_model(**model), num_samples=num_samples, sequence_length=length)
+    ids = load_samples(tokenizer, path, make_model(**model), num_samples=num_samples, sequence_length=length, seed=seed)
     assert ids.dtype == torch.int64
     rows: list[list[int]] = ids.tolist()
     return rows
+
+
+def test_windows_are_drawn_from_all_over_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(string.ascii_lowercase * 8)
+    cut = load(path, None, 4)
+    assert [token for row in cut for token in row] == list(range(26)) * 8
+    drawn = [load(path, 6, 4, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(row in cut for row in drawn[0])
+    with pytest.raises(ValueError, match=r"53 samples of 4 tokens need 212: .* at most 52 samples"):
+        load(path, 53, 4)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_large_file_is_drawn_from_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Windows begin with a word, or a document; most of the file is not read."""
+    path = tmp_path / f"text{suffix}"
+    words = [
+        f"{letter}\N{LATIN SMALL LETTER E WITH ACUTE}{letter}" * 5
+        for letter in string.ascii_lowercase
+        for _ in range(20)
+    ]
+    lines = [json.dumps(word, ensure_ascii=False) for word in words] if suffix == ".jsonl" else words
+    path.write_text("\n".join(lines))
+    monkeypatch.setattr(text, "_WHOLE", 100)
+    num_read = 0
+
+    class Spy(Letters):
+        @override
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            nonlocal num_read
+            num_read += len(text)
+            letters = "".join(c for c in text if c in string.ascii_lowercase)
+            return super().__call__(letters, add_special_tokens=add_special_tokens)
+
+    rows = load(path, 4, 10, Spy())
+    assert all(len(set(row[:10])) == 1 for row in rows)  # one word
+    assert all(0 <= row[0] - 26 / 4 * i + 0.5 <= 26 / 8 + 1 for i, row in enumerate(rows))  # of each quarter
+    assert num_read < path.stat().st_size / 4
+    assert rows == load(path, 4, 10, Spy())
+    assert rows != load(path, 4, 10, Spy(), seed=1)
+    assert len(load(path, None, 10, Spy())) >= 20 * 26
 
 
 def test_text_is_cut_without_gaps(tmp_path: Path) -> None:
@@ -55,26 +101,6 @@ def test_json_lines_end_with_the_end_token(tmp_path: Path) -> None:
     no_end = Letters()
     no_end.eos_token_id = None
     assert load(path, 2, 2, no_end) == [[0, 1], [2, 3]]
-
-
-def test_reads_no_further_than_it_needs(tmp_path: Path) -> None:
-    path = tmp_path / "text.jsonl"
-    path.write_text('"abcd"\nthis is not JSON\n')
-    assert load(path, 1, 5) == [[0, 1, 2, 3, 26]]
-    path = tmp_path / "text.txt"
-    path.write_text("a" * 40_000 + "." * 1_000_000)
-    lengths: list[int] = []
-
-    class Spy(Letters):
-        @override
-        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-            lengths.append(len(text))
-            return super().__call__(text, add_special_tokens=add_special_tokens)
-
-    load(path, 2, 8, Spy())
-    assert lengths == [256]
-    path.write_text("." * 1_000 + "a" * 100)
-    assert load(path, 1, 8) == [[0] * 8]
 
 
 def test_bad_text(tmp_path: Path) -> None:

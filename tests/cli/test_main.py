@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -109,6 +110,8 @@ def test_every_option_arrives() -> None:
         resume=True,
     )
     assert asked(f"{line}{one_shot} --resume") == [Request(calibrated, "cpu", 30)]
+    everything = f"{line}{one_shot.replace('--samples 3', '--samples all')} --resume"
+    assert asked(everything) == [Request(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,8 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --scope row",
         "prune m --output o --sparsity 0.3 --pattern 2:4",
         "prune m --output o --pattern row",
+        "prune m --output o --pattern 2:4 --method wanda --calibration c --samples 0",
+        "prune m --output o --pattern 2:4 --method wanda --calibration c --samples many",
         "prune m --output o --sparsity 0.3 --resume",
         "prune m --output o --sparsity 0.3 --calibration t --scope tensor",
         "prune m --output o --sparsity 0.3 --dtype int8",

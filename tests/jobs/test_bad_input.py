@@ -71,7 +71,7 @@ def run_in_own_folder(rank: int, folder: Path, job: OneShotJob) -> str:
 
 def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
     text = Path(job.calibration).read_text()
-    for rank, own in enumerate((text, text.replace("union", "onion", 1))):
+    for rank, own in enumerate((text, text.replace("union", "onion"))):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "text.txt").write_text(own)
     for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
@@ -114,7 +114,8 @@ def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob, val
 def test_activations_that_are_no_numbers_on_one_rank(pool: ProcessPool, job: OneShotJob) -> None:
     vocabulary = json.loads((Path(job.model) / "tokenizer.json").read_text())["model"]["vocab"]
     text = Path(job.calibration).read_text().replace("w", "k")
-    Path(job.calibration).write_text("w" + text[1:])  # in the first sample, which is rank 0's
+    text = "w" + text[1 : job.sequence_length * 5]  # in the first sample of five, which is rank 0's
+    Path(job.calibration).write_text(text)
     spoil(job, "model.embed_tokens.weight", vocabulary["w"], torch.nan)
     for error in run(pool, job):
         assert error.startswith("ValueError: block 'model.layers.0': NaN or Inf in the inputs of 'self_attn.q_proj'")

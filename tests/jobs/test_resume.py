@@ -93,7 +93,7 @@ def change_config(job: OneShotJob) -> None:
 
 def change_text(job: OneShotJob) -> None:
     path = Path(job.calibration)
-    path.write_text(path.read_text().replace("union", "onion", 1))
+    path.write_text(path.read_text().replace("union", "onion"))
 
 
 @pytest.mark.parametrize(
