@@ -15,6 +15,7 @@ from typing_extensions import override
 from distprune.calibration import load_samples
 from distprune.checkpoint import ModelWriter, load_tokenizer, locking
 from distprune.collectives import together
+from distprune.jobs.model_card import CARD_NAME, write_card
 from distprune.jobs.picture import PICTURE_NAME, can_draw, write_picture
 from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
 from distprune.jobs.unfinished import Unfinished, open_unfinished
@@ -118,6 +119,7 @@ def run_one_shot_job(
             with together(run.comm):
                 if run.comm.rank == 0:
                     write_report(report, unfinished.folder)
+                    write_card(report, unfinished.folder, run.told.say)
                     if draws:
                         title = f"{run.directory.path.name}: {job.method}, {pruning['pattern']}"
                         write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
@@ -135,7 +137,7 @@ def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unf
         return
     with together(run.comm):
         copied = [file.path for file in writer.files] + list(run.directory.small_files)
-        unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME})
+        unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME})
     writer.allocate()  # what is there of the weights stays
     blocks = decoder_blocks(model)
     damaged = unfinished.restore(writer, blocks)

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from distprune.checkpoint import save_model, writing
 from distprune.collectives import together
+from distprune.jobs.model_card import write_card
 from distprune.jobs.run import Job, Run, clock, write_report
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
@@ -77,4 +78,5 @@ def run_prune_job(
         with together(run.comm):
             if run.comm.rank == 0:
                 write_report(report, staging)
+                write_card(report, staging, run.told.say)
     return report

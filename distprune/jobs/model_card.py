@@ -1,0 +1,89 @@
+"""The model card beside a pruned model: README.md, as the Hugging Face hub shows it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distprune.checkpoint import import_extra
+
+__all__ = ["CARD_NAME", "model_card", "write_card"]
+
+CARD_NAME = "README.md"
+
+_OPTIONS = {"evaluate_on": "eval", "evaluation_tokens": "eval-tokens", "evaluation_length": "eval-length"}
+_NOT_SHOWN = ("model", "output", "overwrite")
+_TAGS = ("distprune", "pruned", "sparse")
+
+
+def write_card(report: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Write ``README.md``, the model card. Local; for one rank.
+
+    One that cannot be made, of a model whose own card is damaged, is left out, and that is said.
+    """
+    original = Path(report["model"]) / CARD_NAME
+    try:
+        card = model_card(report, original.read_text(encoding="utf-8") if original.is_file() else None)
+    except Exception as error:
+        say(f"{CARD_NAME} is left as it was: {type(error).__name__}: {error}")
+        return
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
+
+
+def model_card(report: Mapping[str, Any], original: str | None) -> str:
+    """Return the card of the job of ``report``; ``original``: the card of the model before. Local.
+
+    The metadata of ``original`` stay (its license, its languages), and its text follows.
+    """
+    card_type = import_extra("huggingface_hub", "hf").ModelCard
+    begins = original is not None and original.startswith("---")
+    card = card_type(original if begins else "---\nlibrary_name: transformers\n---\n" + (original or ""))
+    name = Path(report["model"]).name
+    card.data.base_model = name
+    card.data.tags = sorted({*(card.data.tags or ()), *_TAGS})
+    lines = [f"# {name}, pruned", "", *_table(report)]
+    if "(" not in (report["arguments"]["pattern"] or ""):  # else a Pattern, from Python
+        lines += ["", "Made by", "", "```bash", _command(report, name), "```"]
+    if card.text.strip():
+        lines += ["", f"What follows is the card of {name} before it was pruned.", "", card.text.strip()]
+    card.text = "\n".join(lines) + "\n"
+    return str(card)
+
+
+def _table(report: Mapping[str, Any]) -> Iterator[str]:
+    arguments, pruning = report["arguments"], report["pruning"]
+    maps = [of for block in pruning.get("blocks", ()) for of in block["maps"]] or pruning["parameters"]
+    num_zeros, num_elements = (sum(int(of[key]) for of in maps) for key in ("num_zeros", "num_elements"))
+    rows = {
+        "zeros in the pruned weights": f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})",
+        "method": arguments["method"],
+        "pattern": pruning["pattern"],
+    }
+    if "calibration" in arguments:
+        text = Path(arguments["calibration"]).name
+        rows["calibration"] = f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"
+    if report["perplexity_after"] is not None:
+        where = f"{Path(arguments['evaluate_on']).name}, in windows of {arguments['evaluation_length']} tokens"
+        before, after = report["perplexity_before"], report["perplexity_after"]
+        rows[f"perplexity on {where}"] = f"{before:.2f} before, {after:.2f} after"
+    rows["made with"] = f"distprune {report['distprune']}, torch {report['torch']}"
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {key} | {value} |" for key, value in rows.items())
+
+
+def _command(report: Mapping[str, Any], name: str) -> str:
+    words = ["distprune", "prune", name]
+    for key, value in report["arguments"].items():
+        option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
+        if key == "samples" and value is None:
+            value = "all"
+        if key in _NOT_SHOWN or value is None or value is False:
+            continue
+        if value is True:
+            words.append(option)
+            continue
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [option, Path(each).name if key in ("calibration", "evaluate_on") else str(each)]
+    return shlex.join([*words, "--output", f"{name}-pruned"])

@@ -1,0 +1,47 @@
+"""The card beside a pruned model says what was done, and keeps what the model's own card says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from distprune import Unstructured
+from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+
+OWN = "---\nlicense: apache-2.0\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
+
+
+def test_a_job_in_place(model_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run_prune_job(PruneJob(model=str(model_folder), output=str(output), sparsity=0.5))
+    card = ModelCard.load(output / "README.md")
+    assert card.data.base_model == "model"
+    assert card.data.tags == ["distprune", "pruned", "sparse"]
+    assert " (50.00%) |" in card.text
+    assert "distprune prune model --sparsity 0.5 --seed 0" in card.text
+    assert "perplexity" not in card.text
+    run_prune_job(PruneJob(model=str(output), output=str(tmp_path / "again"), pattern=Unstructured(0.6)))
+    again = ModelCard.load(tmp_path / "again" / "README.md")
+    assert "```bash" not in again.text.partition("What follows")[0]  # a pattern from Python is no option
+    assert "# model, pruned" in again.text
+
+
+def test_a_one_shot_job(job: OneShotJob) -> None:
+    (Path(job.model) / "README.md").write_text(OWN)
+    run_one_shot_job(job)
+    card: Any = ModelCard((Path(job.output) / "README.md").read_text())
+    assert card.data.license == "apache-2.0"
+    assert card.data.tags == ["distprune", "llama", "pruned", "sparse"]
+    assert "| calibration | 5 windows of 24 tokens of text.txt |" in card.text
+    assert "| method | sparsegpt |" in card.text
+    assert card.text.rstrip().endswith("# A llama\n\nIt grazes.")
+
+
+def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:
+    damaged = "---\nlicense: [\n---\n"
+    (Path(job.model) / "README.md").write_text(damaged)
+    run_one_shot_job(job)
+    assert (Path(job.output) / "README.md").read_text() == damaged
+    assert (Path(job.output) / "report.json").is_file()
