@@ -85,5 +85,8 @@ def _command(report: Mapping[str, Any], name: str) -> str:
             words.append(option)
             continue
         for each in value if isinstance(value, list | tuple) else [value]:
-            words += [option, Path(each).name if key in ("calibration", "evaluate_on") else str(each)]
+            words += [
+                option,
+                Path(each).name if key in ("calibration", "evaluate_on") else str(each).removeprefix("torch."),
+            ]
     return shlex.join([*words, "--output", f"{name}-pruned"])

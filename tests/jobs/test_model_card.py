@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
 
 from distprune import Unstructured
@@ -15,12 +16,12 @@ OWN = "---\nlicense: apache-2.0\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
 
 def test_a_job_in_place(model_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    run_prune_job(PruneJob(model=str(model_folder), output=str(output), sparsity=0.5))
+    run_prune_job(PruneJob(model=str(model_folder), output=str(output), sparsity=0.5, dtype=torch.bfloat16))
     card = ModelCard.load(output / "README.md")
     assert card.data.base_model == "model"
     assert card.data.tags == ["distprune", "pruned", "sparse"]
     assert " (50.00%) |" in card.text
-    assert "distprune prune model --sparsity 0.5 --seed 0" in card.text
+    assert "distprune prune model --sparsity 0.5 --seed 0 --dtype bfloat16" in card.text
     assert "perplexity" not in card.text
     run_prune_job(PruneJob(model=str(output), output=str(tmp_path / "again"), pattern=Unstructured(0.6)))
     again = ModelCard.load(tmp_path / "again" / "README.md")
