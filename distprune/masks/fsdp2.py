@@ -157,12 +157,9 @@ def _watch_gradient(param: Any) -> None:
             gradient = cast(DTensor, parameter.grad)._local_tensor
             gradient.mul_(_local_mask(param).to(gradient.device))
 
-    earlier = dict(sharded._post_accumulate_grad_hooks or {})
     param._watch = sharded.register_post_accumulate_grad_hook(mask_gradient)
-    # Before those that were there: an optimizer that steps within the backward pass. Hooks run as they were put in.
-    hooks = sharded._post_accumulate_grad_hooks
-    for key in earlier:
-        hooks[key] = hooks.pop(key)
+    # Before those that were there: an optimizer that steps within the backward pass.
+    sharded._post_accumulate_grad_hooks.move_to_end(param._watch.id, last=False)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from distprune.shards import is_laid_out_like, local_of
 
@@ -69,24 +68,23 @@ class _Root:
             )
 
 
-class _Guard(torch.Tensor):
+class _Noticing:
+    """What makes a tensor a guard."""
+
     _inside: torch.Tensor
     _root: _Root
 
     @classmethod
-    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
 
 
-class _ShardedGuard(DTensor):
-    _inside: torch.Tensor
-    _root: _Root
+class _Guard(_Noticing, torch.Tensor):
+    pass
 
-    @classmethod
-    @override
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call(func, args, kwargs or {})
+
+class _ShardedGuard(_Noticing, DTensor):
+    pass
 
 
 def writable(module: nn.Module, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -137,7 +135,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _opened(tensor: torch.Tensor, guards: list[Any]) -> torch.Tensor:
     """Return what is inside ``tensor`` if it is a guard, and add it to ``guards``."""
-    if not isinstance(tensor, _Guard | _ShardedGuard):
+    if not isinstance(tensor, _Noticing):
         return tensor
     guards.append(tensor)
     return tensor._inside

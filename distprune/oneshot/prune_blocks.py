@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import sys
@@ -194,7 +193,9 @@ def _plan(
             raise ValueError(f"block {block_name!r} holds no linear map")
         maps |= of_block
         parameters |= {name: f"{block_name}.{linear.parameter_path}" for name, linear in of_block.items()}
-    pattern = _by_map(pattern, parameters)
+    pattern = pattern.with_shares(  # of linear maps, by their own names or those of their parameters
+        lambda shares: {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
+    )
     shards: dict[str, LocalShard] = {}
     for name, linear in maps.items():
         pattern.check_shape((linear.num_out, linear.num_in))
@@ -210,15 +211,6 @@ def _plan(
         "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
     }
     return _Plan(solver, pattern, list(shards.values()), shared_axis(model), facts)
-
-
-def _by_map(pattern: Pattern, parameters: Mapping[str, str]) -> Pattern:
-    """Return ``pattern`` with a sparsity for each linear map, where it has some by the names of maps or parameters."""
-    shares: object = vars(pattern).get("sparsity")
-    if not isinstance(shares, Mapping):
-        return pattern
-    own = {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
-    return dataclasses.replace(pattern, sparsity=own)  # type: ignore[type-var]
 
 
 def _solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:

@@ -118,8 +118,14 @@ class Pattern(ABC):
         Raises:
             ValueError: there is none for it.
         """
-        share = vars(self).get("sparsity")
-        return dataclasses.replace(self, sparsity=own_share(share, name)) if isinstance(share, Mapping) else self  # type: ignore[type-var]
+        return self.with_shares(lambda shares: own_share(shares, name))
+
+    def with_shares(self, change: Callable[[Mapping[str, int | float]], Shares]) -> Self:
+        """Return the pattern with its sparsities changed, where each parameter has one; else as it is."""
+        shares: object = vars(self).get("sparsity")
+        if not isinstance(shares, Mapping):
+            return self
+        return dataclasses.replace(self, sparsity=change(shares))  # type: ignore[type-var]
 
     def by_row(self) -> Pattern:
         """Return the pattern that decides each row by itself, if this one lets weights of many rows compete."""

@@ -49,9 +49,8 @@ class Held:
 
     def read_again(self) -> torch.Tensor:
         """Do so before a step, unless nobody has written to the weights since they were read with their gradient."""
-        as_read, self._as_read = self._as_read, None
-        if as_read is not None and as_read[0] == self.shard.local._version:
-            return as_read[1]
+        if self._as_read is not None and self._as_read[0] == self.shard.local._version:
+            return self._as_read[1]
         return self.read()
 
     def take(self, counts: torch.Tensor) -> None:

@@ -116,7 +116,8 @@ def regrow(
 
     def find_new(num_moved: torch.Tensor) -> None:  # the last that can fail on one rank
         new[:] = [of_kept & (bits_of(shard.local) == 0) for shard, of_kept in zip(shards, kept, strict=True)]
-        num_moved[0] = sum(count_zeros([~of_new for of_new, shard in zip(new, shards, strict=True) if shard.owned]))
+        owned = [of_new for of_new, shard in zip(new, shards, strict=True) if shard.owned]
+        num_moved[0] = sum(of_new.numel() for of_new in owned) - sum(count_zeros(owned))
 
     num_moved = int(sum_together(comm, (1,), find_new)[0])
     for shard, of_kept, of_new in zip(shards, kept, new, strict=True):
