@@ -13,7 +13,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, speech_files, table
+from benchmarks.measure import heading, joined, on_ranks, speech_files, table
 
 SPARSITY = 0.8
 WIDTH, HIDDEN, NUM_LAYERS, NUM_HEADS = 144, 384, 4, 4
@@ -42,10 +42,6 @@ def speeches() -> tuple[torch.Tensor, torch.Tensor]:
     texts = joined(path for path in paths if path not in held_out), joined(held_out)
     first, second = (torch.frombuffer(bytearray(text), dtype=torch.uint8).long() for text in texts)
     return first, second
-
-
-def joined(paths: Iterable[Path]) -> bytes:
-    return b"\n\n".join(path.read_bytes() for path in paths)
 
 
 def build(way: str) -> nn.Module:

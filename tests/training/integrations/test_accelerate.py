@@ -10,7 +10,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 import distprune as prune
 from distprune.training import cubic
-from tests.training.integrations.accelerated import accelerated
+from tests.accelerated import accelerated
 from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
 from tests.wrapped import batches, pairs_of, transformer, whole

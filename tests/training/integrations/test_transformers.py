@@ -24,8 +24,8 @@ import distprune as prune
 from distprune.shards import local_of
 from distprune.training import SparseTraining, constant, cubic
 from distprune.training.integrations.transformers import SparseTrainingCallback
+from tests.accelerated import accelerated
 from tests.hf_models import ARCHITECTURES
-from tests.training.integrations.accelerated import accelerated
 from tests.worlds import ProcessPool, drawing
 from tests.wrapped import whole
 
