@@ -6,9 +6,10 @@ Wanda: arXiv 2306.11695. SparseGPT: arXiv 2301.00774, Algorithm 1. ADMM: arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Squares",
     "admm",
     "linears",
+    "listening",
     "prune_model",
     "sparsegpt",
     "wanda_mask",
@@ -147,6 +149,8 @@ def admm(
 def _keep_part(sizes: torch.Tensor, pattern: Pattern, share: float) -> torch.Tensor:
     """Drop the smallest ``share`` of what the pattern drops in every row."""
     num_in = sizes.shape[1]
+    if isinstance(pattern, Squares):
+        return _keep_squares(sizes**2, Squares(pattern.size, share * pattern.amount))
     if isinstance(pattern, NM):
         stays = _keep(sizes.reshape(-1, pattern.m), pattern.m - pattern.n).view(sizes.shape)
         return _keep(sizes.masked_fill(stays, torch.inf), int(share * (num_in // pattern.m * (pattern.m - pattern.n))))
@@ -156,12 +160,16 @@ def _keep_part(sizes: torch.Tensor, pattern: Pattern, share: float) -> torch.Ten
 
 @dataclass
 class Linear2d:
-    """A linear map of a block: its weight as (out, in), a view that writes through, and what it was given."""
+    """A linear map of a block: its weight as (out, in), a view that writes through, and sums over what it was given.
+
+    ``wanted`` (out, in) is the sum over tokens of (what it should put out - what it does) x^T.
+    """
 
     weight: torch.Tensor
     num_tokens: int = 0
     square_sum: torch.Tensor | None = None  # (in,) float64
     hessian: torch.Tensor | None = None  # (in, in) float64
+    wanted: torch.Tensor | None = None  # (out, in) float64
 
     def add(self, x: torch.Tensor, with_hessian: bool) -> None:
         x = x.detach().reshape(-1, x.shape[-1]).double()
@@ -172,6 +180,11 @@ class Linear2d:
         self.square_sum += (x**2).sum(0)
         if with_hessian:
             self.hessian += x.T @ x
+
+    def want(self, x: torch.Tensor, more: torch.Tensor) -> None:
+        if self.wanted is None:
+            self.wanted = torch.zeros(self.weight.shape, dtype=torch.float64)
+        self.wanted += more.double().T @ x.double()
 
 
 def linears(block: nn.Module) -> dict[str, Linear2d]:
@@ -201,30 +214,66 @@ def is_experts(module: nn.Module) -> bool:
     return isinstance(weight, nn.Parameter) and weight.ndim == 3
 
 
+@dataclass
+class Given:
+    """What the maps of a block are given in one sample, in the order that it runs them: by name, and of which tokens.
+
+    ``tensors`` are the inputs as they came: maps that are given the same one share it.
+    """
+
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # (tokens, in)
+    tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    output: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of the block
+    is_parallel: bool = False  # attention and MLP are added at once
+
+    def take(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        self.tensors[name] = x
+        self.inputs[name] = x.detach().reshape(-1, x.shape[-1])
+        self.tokens[name] = torch.arange(len(self.inputs[name])) if tokens is None else tokens
+
+
 @contextmanager
-def _listening(block: nn.Module, found: dict[str, Linear2d], with_hessian: bool) -> Iterator[None]:
+def listening(block: nn.Module, names: Collection[str]) -> Iterator[Given]:
+    """Take down what the maps ``names`` of ``block`` are given in one run."""
+    given = Given()
+
     def on_linear(name: str) -> Any:
-        return lambda _, args: found[name].add(args[0], with_hessian)
+        return lambda _, args: given.take(name, args[0])
+
+    def on_output(name: str) -> Any:
+        return lambda _, __, output: given.outputs.update({name: output.detach()})
 
     def on_experts(name: str) -> Any:
         def hook(module: Any, args: tuple[torch.Tensor, ...]) -> None:
             hidden, expert_of_token = args[0], args[1]  # (tokens, in), (tokens, experts per token)
             for e in range(module.num_experts):
-                x = hidden[(expert_of_token == e).any(1)]
-                if len(x):
-                    gate, up = F.linear(x, module.gate_up_proj[e]).chunk(2, dim=-1)
-                    found[f"{name}.gate_up_proj.{e}"].add(x, with_hessian)
-                    found[f"{name}.down_proj.{e}"].add(module.act_fn(gate) * up, with_hessian)
+                routed = (expert_of_token == e).any(1).nonzero()[:, 0]
+                if len(routed):
+                    gate, up = F.linear(hidden[routed], module.gate_up_proj[e]).chunk(2, dim=-1)
+                    given.take(f"{name}.gate_up_proj.{e}", hidden[routed], routed)
+                    given.take(f"{name}.down_proj.{e}", module.act_fn(gate) * up, routed)
 
         return hook
 
     with ExitStack() as stack:
         for name, module in block.named_modules():
-            if name in found:
+            if name in names:
                 stack.callback(module.register_forward_pre_hook(on_linear(name)).remove)
+                stack.callback(module.register_forward_hook(on_output(name)).remove)
             elif is_experts(module):
                 stack.callback(module.register_forward_pre_hook(on_experts(name)).remove)
-        yield
+        yield given
+
+
+def _run(block: nn.Module, names: Collection[str], x: torch.Tensor, call: Any) -> Given:
+    args, kwargs = call
+    with listening(block, names) as given:
+        output = block(x, *args[1:], **kwargs)
+    given.is_parallel = type(block).__name__ in _PARALLEL
+    given.output = output[0] if isinstance(output, tuple) else output
+    return given
 
 
 class _Caught(Exception):
@@ -255,29 +304,100 @@ def prune_model(
     method: Literal["wanda", "sparsegpt", "admm"],
     pattern: Pattern,
     *,
+    sequential: Literal["block", "map"] = "block",
+    targets: Literal["own", "dense"] = "own",
+    share: float = 0.5,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
     """Prune every linear map of the decoder blocks, block after block, and return what stays, by name.
 
     ``samples`` is (num_samples, length); each is run by itself. A map that saw no token (an expert that
     nothing was routed to) is pruned as if its inputs were white: norms of 1, the identity as Hessian.
-    ``dtype`` is that of SparseGPT's and ADMM's arithmetic.
+    ``dtype`` is that of SparseGPT's and ADMM's arithmetic. With ``"map"`` the maps of a block go in the order in which
+    it runs them; with ``"dense"`` their weights move, before they are pruned, the ``share`` of the way to what the
+    model put out before pruning.
     """
     masks: dict[str, torch.Tensor] = {}
     blocks = decoder_blocks(model)
-    caught = [_first_inputs(model, blocks[0][1], tokens[None]) for tokens in samples]
-    hidden = [args[0] for args, _ in caught]
+    calls = [_first_inputs(model, blocks[0][1], tokens[None]) for tokens in samples]
+    hidden = [args[0] for args, _ in calls]
+    dense_hidden = hidden
     for block_name, block in blocks:
         found = linears(block)
-        with _listening(block, found, method != "wanda"):
-            for x, (args, kwargs) in zip(hidden, caught, strict=True):
-                block(x, *args[1:], **kwargs)
-        for name, linear in found.items():
-            keep = _prune(linear, method, pattern, dtype)
-            masks[f"{block_name}.{name}"] = keep
-        outputs = [block(x, *args[1:], **kwargs) for x, (args, kwargs) in zip(hidden, caught, strict=True)]
-        hidden = [output[0] if isinstance(output, tuple) else output for output in outputs]
+        dense = [_run(block, found, x, call) for x, call in zip(dense_hidden, calls, strict=True)]
+        stages = _stages(found, dense) if sequential == "map" else [list(found)]
+        for stage in stages:
+            for x, x_dense, call, of_dense in zip(hidden, dense_hidden, calls, dense, strict=True):
+                given = _run(block, found, x, call)
+                for name in given.inputs:
+                    if name in stage:
+                        found[name].add(given.inputs[name], method != "wanda" or targets == "dense")
+                        if targets == "dense":
+                            _want(name, found[name], (x, given), (x_dense, of_dense))
+            for name in stage:
+                if targets == "dense":
+                    _move(found[name], share)
+                masks[f"{block_name}.{name}"] = _prune(found[name], method, pattern, dtype)
+        hidden = [_run(block, found, x, call).output for x, call in zip(hidden, calls, strict=True)]
+        dense_hidden = [given.output for given in dense]
     return masks
+
+
+def _stages(found: Collection[str], runs: Sequence[Given]) -> list[list[str]]:
+    """Return the maps in the order they run; together those that share an input, and the experts of a layer."""
+
+    def kind(name: str) -> str:
+        return re.sub(r"\.\d+$", "", name)
+
+    stages: list[list[str]] = []
+    tensors = runs[0].tensors
+    for name in [*tensors, *found]:
+        if not any(name in stage for stage in stages):
+            alike = [other for other in found if tensors.get(other, 0) is tensors.get(name, 1) or other == name]
+            stages.append([other for other in found if kind(other) in {kind(one) for one in alike}])
+    return stages
+
+
+# Of the architectures of tests/architectures.py: what adds to hidden states as it is, and whose blocks are parallel.
+_ATTENTION_OUT = (
+    "self_attn.o_proj",
+    "self_attn.out_proj",
+    "attn.c_proj",
+    "self_attention.dense",
+    "attention.dense",
+    "self_attn.dense",
+)
+_MLP_OUT = ("mlp.down_proj", "fc2", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
+_PARALLEL = ("PhiDecoderLayer", "GPTNeoXLayer", "FalconDecoderLayer")
+
+
+def _want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tuple[torch.Tensor, Given]) -> None:
+    """Add what map ``name`` should put out beyond what it does; ``own`` and ``dense``: the block's input, and a run."""
+    if name in _MLP_OUT or name in _ATTENTION_OUT:
+        totals = []
+        for hidden, given in (own, dense):
+            adds_first = name in _ATTENTION_OUT and not given.is_parallel
+            total = hidden + given.outputs[name].view(hidden.shape) if adds_first else given.output
+            totals.append(total.reshape(-1, total.shape[-1]))
+        linear.want(own[1].inputs[name], totals[1] - totals[0])
+        return
+    x, tokens = own[1].inputs[name], own[1].tokens[name]
+    there = (
+        dict(zip(dense[1].tokens[name].tolist(), dense[1].inputs[name], strict=True)) if name in dense[1].inputs else {}
+    )
+    x_dense = torch.stack([there.get(token, row) for token, row in zip(tokens.tolist(), x, strict=True)])
+    linear.want(x, (x_dense - x) @ linear.weight.T)
+
+
+def _move(linear: Linear2d, share: float, damping: float = 0.1) -> None:
+    """W + share E (H + damping diag H)^-1; zeros stay."""
+    if linear.hessian is None or linear.wanted is None:
+        return
+    h, alive = linear.hessian, linear.hessian.diagonal() > 0
+    damped = (h + damping * h.diagonal().diag())[alive][:, alive]
+    change = torch.zeros_like(linear.wanted)
+    change[:, alive] = linear.wanted[:, alive] @ torch.linalg.inv(damped)
+    linear.weight.copy_(torch.where(linear.weight == 0, 0, linear.weight + share * change))
 
 
 def _prune(linear: Linear2d, method: str, pattern: Pattern, dtype: torch.dtype) -> torch.Tensor:

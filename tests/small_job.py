@@ -10,7 +10,7 @@ from distprune.jobs import OneShotJob
 
 __all__ = ["STAGES", "block_entry", "small_job"]
 
-STAGES = ["forward", "reduce", "factor", "sweep", "write"]
+STAGES = ["forward", "reduce", "target", "factor", "sweep", "write"]
 
 
 def small_job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:

@@ -229,6 +229,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "erk": (2, trained(lambda model, _: lambda: prune.erk(model, 0.5, include="*"))),
     "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
+    "admm": (2, one_shot("admm", prune.NByM(2, 4))),
     "perplexity": (2, evaluated),
     "load_model": (2, loaded),
     "save_model": (2, saved),
@@ -288,7 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_ranks_raise(name: str, folder: Path) -> None:
-    num_places, wrong = faults_of(*CALLS[name], folder, one_shot=name in ("wanda", "sparsegpt"))
+    num_places, wrong = faults_of(*CALLS[name], folder, one_shot=name in ("wanda", "sparsegpt", "admm"))
     assert num_places > 0
     if name == "prune_model no seed":  # another one is drawn for every run, and not all take the same way
         wrong = [place for place in wrong if not place.endswith("not met again")]

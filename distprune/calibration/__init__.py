@@ -2,22 +2,30 @@
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import check_fit, load_samples, spread
+from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
-from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.statistics import InputStatistics, StageDone
+from distprune.calibration.targets import Targets
 from distprune.calibration.text import open_text, text_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.walk import Walk, catch_inputs
 
 __all__ = [
     "Axis",
+    "BlockOrder",
     "Crew",
     "InputStatistics",
     "Moments",
     "MomentsOf",
+    "StageDone",
+    "Targets",
     "Walk",
     "catch_inputs",
     "check_fit",
     "find_crew",
+    "learn_order",
+    "listening",
     "load_samples",
     "open_text",
     "pack_triangle",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -24,6 +25,10 @@ class Moments:
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
     ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
     the ``home`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
+
+    With targets (see :mod:`distprune.calibration.targets`) either or both of these, float32, come with ``"pairs"``:
+    ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by map the sum of
+    x^T (total_dense - total), (in, out).
     """
 
     names: tuple[str, ...]
@@ -31,6 +36,8 @@ class Moments:
     values: torch.Tensor
     sketch: torch.Tensor | None = None
     home: Home = EVERYWHERE
+    shift: torch.Tensor | None = None
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def square_sums(self) -> torch.Tensor:

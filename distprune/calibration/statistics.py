@@ -22,31 +22,35 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.crew import Crew
 from distprune.calibration.homes import Home, SharedInput, find_homes
+from distprune.calibration.listening import first_maps, listening
 from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
+from distprune.calibration.sums import add_products, square_sums
+from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_together
-from distprune.models import LinearMap, expert_inputs
+from distprune.models import LinearMap
 from distprune.shards import local_of
 
-__all__ = ["InputStatistics"]
+__all__ = ["InputStatistics", "StageDone"]
 
 FindHomes = Callable[[Sequence[SharedInput], int], Sequence[Home]]  # of inputs, among so many ranks
 
+_PRODUCTS, _SHIFT = "X^T X", "+"  # beside the names of maps
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
-_ROWS = 256  # tokens in float64 at a time
-_STRIP = 128  # rows of X^T X that are computed together
 _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
+
+
+class StageDone(Exception):
+    """Ends a run of a block when all has been heard that is listened for."""
 
 
 @dataclass
@@ -54,6 +58,12 @@ class _Sum:
     # float64; of this rank's features (sum of squares, sketch), or rows of X^T X, whose lower triangle is not all there
     values: torch.Tensor
     num_tokens: int = 0
+    towards: dict[str, torch.Tensor] = field(default_factory=dict)  # rows of the shift, and of residuals by map
+
+    def add(self, key: str, addend: torch.Tensor) -> None:
+        if key not in self.towards:
+            self.towards[key] = torch.zeros_like(addend, dtype=torch.float64)
+        self.towards[key] += addend
 
 
 @dataclass
@@ -63,12 +73,20 @@ class InputStatistics:
     Use: within :meth:`listening`, :meth:`begin_sample` before every run of the block; then :meth:`reduce`.
     Nothing is communicated while listening, except by a crew of several ranks for ``"pairs"``: one round for
     each sample and each input that comes in parts, of the input's bytes, counted in the traffic of ``comm``.
+
+    With the ``targets`` of the same samples, the sums towards them are taken, too. A run ends with
+    :class:`StageDone` once each module of the maps that are ``awaited`` has been given its input.
     """
 
     maps: Mapping[str, LinearMap]
     of: MomentsOf
     crew: Crew = field(default_factory=Crew)
     comm: Communicator = field(default_factory=Alone)
+    targets: Targets | None = None
+    awaited: Collection[str] = ()
+    _awaited: set[str] = field(default_factory=set)  # in this sample
+    _dense: DenseSample | None = None  # of this sample
+    _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of maps that add to hidden states
     _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first map of those that share
     _first_of: dict[str, str] = field(default_factory=dict)  # map -> the first of those that share its input
     _seen: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)  # in this sample
@@ -80,50 +98,32 @@ class InputStatistics:
 
     def begin_sample(self, *, counts: bool = True) -> None:
         """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
-        self._seen, self._counts, self._signs = [], counts, {}
+        self._seen, self._counts, self._signs, self._inputs = [], counts, {}, {}
+        self._dense = self.targets.samples[self._num_begun] if self.targets is not None and counts else None
+        self._awaited = {*first_maps({name: self.maps[name] for name in self.awaited})}
+        if self.targets is not None:
+            self._awaited |= {f"{_SHIFT}{name}" for name in self.awaited if name in self.targets.order.adding}
         self._num_begun += 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take in what the maps are given while this lasts, through forward pre-hooks on their modules.
+        """Take in what the maps are given while this lasts.
 
         What the body raises is kept, for :meth:`reduce` to raise on all ranks.
         """
-        with ExitStack() as stack:
-            stack.callback(self._seen.clear)
-            for module, name in {linear.module: name for name, linear in self.maps.items()}.items():
-                # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
-                # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
-                hook, is_linear = self._hook(name), self.maps[name].expert is None
-                handle = module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True)
-                stack.callback(handle.remove)
-            try:
+        try:
+            with listening(self.maps, self, None if self.targets is None else self.targets.adding):
                 yield
-            except Exception as error:
-                self._error = self._error or error
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._seen.clear()
+            self._inputs.clear()
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        """Return the hook of the module that holds map ``name``."""
-        linear = self.maps[name]
-        prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._counts:
-                return
-            if linear.expert is None:
-                self._take(name, args[0] if args else kwargs["input"])
-                return
-            # The signature of every experts module of transformers 5.
-            given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
-            hidden = given["hidden_states"]
-            inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), given["top_k_index"])
-            for of_expert, routed in inputs.items():
-                self._take(prefix + of_expert, routed)
-
-        return hook
-
-    def _take(self, name: str, x: torch.Tensor) -> None:
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it."""
+        if not self._counts:
+            return
         version = 0 if x.is_inference() else x._version  # written to in between, it is another input
         first = next((other for other, ref, v in self._seen if ref() is x and v == version), name)
         num_in = self.maps[name].num_in
@@ -142,21 +142,45 @@ class InputStatistics:
                 f"{name!r} has the input of {self._first_of[name]!r} in one sample and that of {first!r} in another"
             )
             return
-        if first != name:
-            return
-        self._seen.append((name, weakref.ref(x), version))
+        if first == name:
+            self._seen.append((name, weakref.ref(x), version))
         x = local_of(x.detach())
         x = x.reshape(-1, x.shape[-1])
+        own = x if is_cut else x[:, start:stop]
+        if self._dense is not None and name in self._dense.totals:
+            self._inputs[name] = own
+        if first != name:
+            return
         if name not in self._sums:
             width = 1 + _NUM_PROJECTIONS if self.of == "features" else num_in
             self._sums[name] = _Sum(torch.zeros((stop - start, width), dtype=torch.float64, device=x.device))
         total = self._sums[name]
         total.num_tokens += len(x)
         if self.of == "features":
-            own = x if is_cut else x[:, start:stop]
-            total.values += torch.cat([_square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
-        else:
-            _add_products(total.values, self.crew.gather(self.comm, x, num_in) if is_cut else x, start)
+            total.values += torch.cat([square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
+            return
+        whole = self.crew.gather(self.comm, x, num_in) if is_cut else x
+        add_products(total.values, whole, start)
+        if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
+            shift = self._dense.shift(name, own, tokens)
+            total.add(_SHIFT, shift.t() @ whole.float())
+
+    def added(self, name: str, total: torch.Tensor) -> None:
+        """Count the hidden states ``total`` that the output of map ``name`` was added to."""
+        if self._dense is not None and name in self._inputs:
+            x, change = self._inputs.pop(name), self._dense.residual(name, total)
+            self._sums[self._first_of[name]].add(name, x.float().t() @ change)
+        self._heard(f"{_SHIFT}{name}")
+
+    def passed(self, name: str) -> None:
+        """End the run if that was the last that is awaited."""
+        self._heard(name)
+
+    def _heard(self, what: str) -> None:
+        if what in self._awaited:
+            self._awaited.remove(what)
+            if not self._awaited:
+                raise StageDone
 
     def _signs_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return random signs (tokens, 32), float32: those of this sample, on whichever rank it runs."""
@@ -191,12 +215,12 @@ class InputStatistics:
         def check(bad: torch.Tensor) -> None:
             for i, (of, home) in enumerate(zip(inputs, homes, strict=True)):
                 found.append(self._moments(of, home, totals.pop(of.names[0], None)))
-                bad[i] = not bool(torch.isfinite(found[-1].values).all())
+                bad[i] = _spoiled(found[-1])
 
         bad = max_together(comm, (len(inputs),), check).tolist()
-        if any(bad):  # the same on every rank
-            names = [m.names[0] for m, is_bad in zip(found, bad, strict=True) if is_bad]
-            raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}")
+        for stream, where in ((2, ""), (1, " in the dense stream")):  # the same on every rank
+            if names := [m.names[0] for m, which in zip(found, bad, strict=True) if which == stream]:
+                raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}{where}")
         return found
 
     def _check(self) -> None:
@@ -210,8 +234,18 @@ class InputStatistics:
         """Return the moments of an input; without the ``total`` over all ranks, which is on its home, empty ones."""
         device = self.maps[of.names[0]].parameter.device
         if self.of == "pairs":
-            values = torch.empty((0, of.num_in)) if total is None else unpack_triangle(total)
-            return Moments(of.names, of.num_tokens, values.to(device), home=home)
+            if total is None:
+                return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), home=home)
+            shapes = self._shapes(of)
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            parts = {
+                key: part.view(shape)
+                for (key, shape), part in zip(shapes.items(), torch.split(total, sizes), strict=True)
+            }
+            values = unpack_triangle(parts.pop(_PRODUCTS)).to(device)
+            towards = {key: part.float().to(device) for key, part in parts.items()}
+            shift = towards.pop(_SHIFT, None)
+            return Moments(of.names, of.num_tokens, values, home=home, shift=shift, residuals=towards)
         assert total is not None
         total = total.float().to(device)
         return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
@@ -245,7 +279,7 @@ class InputStatistics:
 
         def fill(packed: torch.Tensor) -> None:
             for of, part in zip(inputs, torch.split(packed, sizes), strict=True):
-                part.copy_(self._values(of.names[0], (of.num_in, 1 + _NUM_PROJECTIONS)))
+                part.copy_(self._values(of.names[0], _PRODUCTS, (of.num_in, 1 + _NUM_PROJECTIONS)))
 
         packed = sum_together(comm, (sum(sizes), 1 + _NUM_PROJECTIONS), fill, torch.float64)
         return dict(zip([of.names[0] for of in inputs], torch.split(packed, sizes), strict=True))
@@ -258,10 +292,10 @@ class InputStatistics:
         for of in (of for of, home in zip(inputs, homes, strict=True) if home.spread):
 
             def fill(total: torch.Tensor, of: SharedInput = of) -> None:
-                total.copy_(self._triangle(of))
+                total.copy_(self._addend(of))
 
-            totals[of.names[0]] = sum_together(comm, _packed_shape(of), fill, torch.float64)
-        for of_home in _rounds_of(inputs, homes, comm.size):
+            totals[of.names[0]] = sum_together(comm, (self._numel(of),), fill, torch.float64)
+        for of_home in self._rounds_of(inputs, homes, comm.size):
             totals.update(self._sum_at_homes(comm, of_home))
         return totals
 
@@ -270,78 +304,78 @@ class InputStatistics:
         own: dict[str, torch.Tensor] = {}
 
         def make() -> list[torch.Tensor]:
-            own.update({of.names[0]: self._triangle(of) for of in of_home[comm.rank]})
+            own.update({of.names[0]: self._addend(of) for of in of_home[comm.rank]})
             pieces = [torch.empty(0, dtype=torch.float64) for _ in of_home]
             for rank, inputs in enumerate(of_home):
                 if inputs and rank != comm.rank:
-                    pieces[rank] = torch.cat([self._triangle(of).view(-1) for of in inputs])
+                    pieces[rank] = torch.cat([self._addend(of) for of in inputs])
             return [piece.view(torch.uint8) for piece in pieces]
 
-        sizes = [8 * sum(math.prod(_packed_shape(of)) for of in inputs) for inputs in of_home]
+        sizes = [8 * sum(map(self._numel, inputs)) for inputs in of_home]
         sent = [size if rank != comm.rank else 0 for rank, size in enumerate(sizes)]
         coming = [sizes[comm.rank] if rank != comm.rank else 0 for rank in range(comm.size)]
         for received in filter(len, swap_together(comm, make, (sent, coming))):
             addends = torch.split(received.view(torch.float64), [total.numel() for total in own.values()])
             for total, addend in zip(own.values(), addends, strict=True):
-                total += addend.view(total.shape)
+                total += addend
         return own
 
-    def _triangle(self, of: SharedInput) -> torch.Tensor:
-        """Return this rank's addend to X^T X, packed, and let go of what it was made of."""
-        packed = pack_triangle(self._values(of.names[0], (of.num_in, of.num_in)))
-        self._sums.pop(of.names[0], None)
-        return packed
+    def _shapes(self, of: SharedInput) -> dict[str, tuple[int, int]]:
+        """Return what is summed over ranks for ``"pairs"``: X^T X, packed, and what leads towards targets."""
+        shapes = {_PRODUCTS: (of.num_in // 2 + 1, of.num_in)}
+        if self.targets is not None:
+            if not self.targets.order.shifted.isdisjoint(of.names):
+                shapes[_SHIFT] = (of.num_in, of.num_in)
+            adding = [name for name in of.names if name in self.targets.order.adding]
+            shapes |= {name: (of.num_in, self.maps[name].num_out) for name in adding}
+        return shapes
 
-    def _values(self, first: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return this rank's addend to all of the sums, zero but for its own features or rows."""
-        if first in self._sums and self.crew.size == 1:
-            return self._sums[first].values.cpu()
+    def _numel(self, of: SharedInput) -> int:
+        return sum(map(math.prod, self._shapes(of).values()))
+
+    def _addend(self, of: SharedInput) -> torch.Tensor:
+        """Return this rank's addend to all that is summed for ``"pairs"``, and let go of what it was made of."""
+        shapes, first = self._shapes(of), of.names[0]
+        parts = [pack_triangle(self._values(first, _PRODUCTS, (of.num_in, of.num_in)))]
+        parts += [self._values(first, key, shape) for key, shape in shapes.items() if key != _PRODUCTS]
+        self._sums.pop(first, None)
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def _values(self, first: str, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return this rank's addend to a whole sum, zero but for its own features or rows."""
+        total = self._sums.get(first)
+        values = None if total is None else total.values if key == _PRODUCTS else total.towards.get(key)
+        if values is not None and self.crew.size == 1:
+            return values.cpu()
         whole = torch.zeros(shape, dtype=torch.float64)
-        if first in self._sums:
+        if values is not None:
             start, stop = self.crew.features(shape[0])
-            whole[start:stop] = self._sums[first].values
+            whole[start:stop] = values
         return whole
 
-
-def _packed_shape(of: SharedInput) -> tuple[int, int]:
-    return of.num_in // 2 + 1, of.num_in
-
-
-def _rounds_of(
-    inputs: Sequence[SharedInput], homes: Sequence[Home], num_ranks: int
-) -> Iterator[list[list[SharedInput]]]:
-    """Yield for every round what goes to each rank: no more than about 64 MiB arrive there, or one input."""
-    of_home: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
-    for of, home in zip(inputs, homes, strict=True):
-        if home.spread:
-            continue
-        num_numbers = sum(other.num_in**2 for other in [*of_home[home.rank], of]) // 2 * num_ranks
-        if of_home[home.rank] and num_numbers > _ARRIVING:
+    def _rounds_of(
+        self, inputs: Sequence[SharedInput], homes: Sequence[Home], num_ranks: int
+    ) -> Iterator[list[list[SharedInput]]]:
+        """Yield for every round what goes to each rank: no more than about 64 MiB arrive there, or one input."""
+        of_home: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
+        for of, home in zip(inputs, homes, strict=True):
+            if home.spread:
+                continue
+            num_numbers = sum(map(self._numel, [*of_home[home.rank], of])) * num_ranks
+            if of_home[home.rank] and num_numbers > _ARRIVING:
+                yield of_home
+                of_home = [[] for _ in range(num_ranks)]
+            of_home[home.rank].append(of)
+        if any(of_home):
             yield of_home
-            of_home = [[] for _ in range(num_ranks)]
-        of_home[home.rank].append(of)
-    if any(of_home):
-        yield of_home
 
 
-def _square_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of every column of ``x`` (tokens, columns), summed in float64, as float32."""
-    total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    for rows in torch.split(x, _ROWS):
-        total += rows.double().square().sum(dim=0)
-    return total.float()
-
-
-def _add_products(total: torch.Tensor, x: torch.Tensor, start: int) -> None:
-    """Add to ``total``, rows ``start`` on of X^T X, those of ``x`` (tokens, in), computed in float32.
-
-    Only those on and above the diagonal, and what of the strips' corners is below it: the rest is their mirror image.
-    """
-    x = x.float()
-    for strip in torch.split(total, _STRIP):
-        stop = start + len(strip)
-        strip[:, start:] += x[:, start:stop].t() @ x[:, start:]
-        start = stop
+def _spoiled(m: Moments) -> int:
+    """Return 0 where all is finite, 2 where X^T X is not, 1 where what leads towards targets alone is not."""
+    if not bool(torch.isfinite(m.values).all()):
+        return 2
+    towards = [*m.residuals.values(), *([] if m.shift is None else [m.shift])]
+    return int(not all(bool(torch.isfinite(part).all()) for part in towards))
 
 
 def _width(x: torch.Tensor) -> int | None:

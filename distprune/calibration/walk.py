@@ -28,7 +28,7 @@ from distprune.collectives import Alone, Communicator, together
 from distprune.masks import kept_gathered, reset_forward, take_roots
 from distprune.models import decoder_blocks, keeping_weights
 
-__all__ = ["Call", "Walk", "catch_inputs"]
+__all__ = ["Call", "Walk", "catch_inputs", "fitting"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,34 @@ class Walk:
     """The samples of this rank on their way through the blocks.
 
     ``hidden[i]`` is what the next block is given for sample i, (batch, length, features); ``calls[i][b]`` is how
-    block b is called for it, one object for all blocks of a kind.
+    block b is called for it, one object for all blocks of a kind. ``dense`` are hidden states that go by themselves:
+    those of the model before anything was pruned, where they are wanted (see :mod:`distprune.calibration.targets`).
     """
 
     model: nn.Module
     blocks: list[tuple[str, nn.Module]]
     hidden: list[torch.Tensor] = field(default_factory=list)
     calls: list[list[Call]] = field(default_factory=list)
+    dense: list[torch.Tensor] = field(default_factory=list)
+    offload: bool = False  # hidden states are on the CPU between blocks
     _memory: FreeMemory = field(default_factory=FreeMemory)
 
     @property
     def num_samples(self) -> int:
         return len(self.hidden)
 
+    def split(self) -> None:
+        """Let the dense stream go by itself from here. Local.
+
+        Raises:
+            ValueError: it does not fit in memory.
+        """
+        for hidden in self.hidden:
+            with fitting(self):
+                self.dense.append(hidden.clone())
+
     @contextmanager
-    def block(self, index: int) -> Iterator[Callable[[int], torch.Tensor]]:
+    def block(self, index: int, *, dense: bool = False) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
         The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
@@ -77,10 +90,11 @@ class Walk:
         name, block = self.blocks[index]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         _synchronize(device)
+        stream = self.dense if dense else self.hidden
 
         def run(sample: int) -> torch.Tensor:
             with torch.no_grad():
-                return self.calls[sample][index].run(block, self.hidden[sample].to(device))
+                return self.calls[sample][index].run(block, stream[sample].to(device))
 
         outer = _outer(self.model, name)
         if outer is not None:
@@ -93,31 +107,56 @@ class Walk:
             if outer is not None:
                 outer.reshard()
 
-    def advance(self, index: int, comm: Communicator) -> None:
+    def advance(
+        self, index: int, comm: Communicator, *, dense: bool = False, begin: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
 
-        One round of 64 bytes beyond the block's own.
+        ``begin`` is called with each sample before it is run. One round of 64 bytes beyond the block's own.
 
         Raises:
-            ValueError: on every rank: an output is NaN or infinite; it names the block and the sample.
+            ValueError: on every rank: an output is NaN or infinite; it names the block, the stream and the sample.
         """
         bad: list[int] = []
+        stream = self.dense if dense else self.hidden
         with together(comm):
-            with self.block(index) as run:
+            with self.block(index, dense=dense) as run:
                 for sample in range(self.num_samples):
+                    begin(sample)
                     output = run(sample)
                     if not bool(torch.isfinite(output).all()):
                         bad.append(sample)
                     # In place if it fits: elsewhere it would lie among what the next block needs.
-                    own = self.hidden[sample]
+                    own = stream[sample]
                     is_like = own.shape == output.shape and own.dtype == output.dtype
-                    self.hidden[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
+                    stream[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
             self._memory.give_back()
             if bad:
                 raise ValueError(
-                    f"block {self.blocks[index][0]!r} puts out NaN or Inf for {len(bad)} of this rank's "
-                    f"{self.num_samples} samples, the first of them number {bad[0]}"
+                    f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} for "
+                    f"{len(bad)} of this rank's {self.num_samples} samples, the first of them number {bad[0]}"
                 )
+
+
+@contextmanager
+def fitting(walk: Walk, num_kept: int = 0) -> Iterator[None]:
+    """Say what the dense stream takes if the body runs out of memory; ``num_kept``: bytes kept of one sample beside it.
+
+    Local.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        streams = 2 * sum(hidden.nbytes for hidden in walk.hidden)
+        needs = (streams + num_kept * walk.num_samples) / 2**30
+        way_out = "" if walk.offload else "; offload=True (--offload) lets them wait on the CPU, where it takes as much"
+        raise ValueError(
+            "there is no memory left for the dense stream: with the pruned one, and what a block makes of it, it takes "
+            f"{needs:.1f} GiB for this rank's {walk.num_samples} samples{way_out}. Or take fewer samples, more ranks, "
+            "or targets='own'"
+        ) from error
 
 
 def catch_inputs(
@@ -146,7 +185,7 @@ def catch_inputs(
     if not batches:
         raise ValueError("there is no calibration sample")
     take_roots(model)
-    walk, learner = Walk(model, blocks), _Learner(model, blocks, comm or Alone())
+    walk, learner = Walk(model, blocks, offload=offload), _Learner(model, blocks, comm or Alone())
     firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
     try:

@@ -20,7 +20,7 @@ from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.oneshot import OneShotMethod
+from distprune.oneshot import OneShotMethod, Sequential, TargetsOf
 from distprune.patterns import Scope, as_pattern
 
 __all__ = ["app", "run"]
@@ -66,7 +66,10 @@ def prune(
     sparsity: Annotated[
         float | None, typer.Option(help="The final share of zeros, such as 0.5. Existing zeros count toward it.")
     ] = None,
-    method: Annotated[OneShotMethod, typer.Option(help="How a weight's importance is measured.")] = "magnitude",
+    method: Annotated[
+        OneShotMethod | None,
+        typer.Option(help="How weights are chosen. Default: admm with --calibration, magnitude without."),
+    ] = None,
     pattern: Annotated[
         str | None,
         typer.Option(help="unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without."),
@@ -98,6 +101,15 @@ def prune(
         int, typer.Option(parser=_number_of_samples, metavar="N|all", help="Calibration windows, drawn by --seed.")
     ] = "128",  # type: ignore[assignment]  # parsed, too
     sequence_length: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens in each.")] = 2048,
+    sequential: Annotated[
+        Sequential | None,
+        typer.Option(help="Prune the layers of a block at once, or map by map in the order they run (admm's default)."),
+    ] = None,
+    targets: Annotated[
+        TargetsOf | None,
+        typer.Option(help="Aim at each layer's own output, or at the dense model's (admm's default)."),
+    ] = None,
+    target_share: Annotated[float, typer.Option(help="How much of the way to the dense model's output.")] = 0.5,
     offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where a calibration job that was killed has stopped.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 600,
@@ -123,6 +135,7 @@ def prune(
     }
     job: PruneJob | OneShotJob
     if calibration is None:
+        method = method or "magnitude"
         if method not in ("magnitude", "random"):
             raise typer.BadParameter(f"--method {method} needs --calibration, a text to run through the model")
         if resume:
@@ -133,8 +146,11 @@ def prune(
             raise typer.BadParameter("--scope, --include and --exclude do not go with --calibration")
         job = OneShotJob(
             **common,
-            method=method,
+            method=method or "admm",
             calibration=str(calibration),
+            sequential=sequential,
+            targets=targets,
+            target_share=target_share,
             samples=samples or None,
             sequence_length=sequence_length,
             offload=offload,

@@ -21,7 +21,7 @@ from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
-from distprune.oneshot import UPDATING, BlockReport, OneShotMethod, prune_blocks
+from distprune.oneshot import BlockReport, OneShotMethod, Sequential, TargetsOf, prune_blocks, updates_weights
 from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
@@ -35,14 +35,18 @@ class OneShotJob(Job):
 
     Args:
         method: a solver's name.
+        sequential: as ``prune_blocks`` takes it, and ``targets`` and ``target_share``.
         calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
             are drawn; ``None``: all of them.
         offload: keep activations on the CPU between blocks.
         resume: go on where a job that was killed has stopped.
     """
 
-    method: OneShotMethod
+    method: OneShotMethod = "admm"
     calibration: str
+    sequential: Sequential | None = None
+    targets: TargetsOf | None = None
+    target_share: float = 0.5
     samples: int | None = 128
     sequence_length: int = 2048
     offload: bool = False
@@ -72,7 +76,8 @@ def run_one_shot_job(
     A finished block is on the disk, beside the output. A job that was killed goes on with ``resume`` after its
     last block that is as it was written, and ends with the same bytes. Where no block is done, ``resume`` begins
     at the first one, and says so: the same call serves for every start. The number of ranks must be the same,
-    since it decides in which order activations are summed.
+    since it decides in which order activations are summed. Of the blocks that are done, what the dense model puts out
+    is computed again from the weights it was given, which takes one forward a block; nothing of it is stored.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
@@ -140,10 +145,7 @@ def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unf
         unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME})
     writer.allocate()  # what is there of the weights stays
     blocks = decoder_blocks(model)
-    damaged = unfinished.restore(writer, blocks)
-    if damaged is not None:
-        run.told.say(f"{damaged} is not on the disk as it was written: it is pruned again")
-    run.told.say(f"going on at block {len(unfinished.blocks)} of {len(blocks)}")
+    unfinished.check_blocks([name for name, _ in blocks])
 
 
 def _prune(
@@ -153,7 +155,19 @@ def _prune(
 
     Beside the stages of ``prune_blocks`` a block's seconds have ``write``, its digest included.
     """
-    blocks, updated, first = decoder_blocks(model), _updated(job, model), len(unfinished.blocks)
+    blocks, updated, done = decoder_blocks(model), _updated(job, model), len(unfinished.blocks)
+
+    def finished(index: int) -> bool:
+        if index < len(unfinished.blocks):
+            if unfinished.restore(writer, index, *blocks[index]):
+                return True
+            run.told.say(f"{blocks[index][0]} is not on the disk as it was written: it is pruned again")
+        if done:
+            run.told.say(f"going on at block {index} of {len(blocks)}")
+        resumed_at.append(index)
+        return False
+
+    resumed_at: list[int] = []
 
     def on_block(index: int, block: BlockReport) -> None:
         entry = block.to_dict()
@@ -177,13 +191,17 @@ def _prune(
         pattern=as_pattern(job.pattern, job.sparsity),
         group=run.comm,
         seed=job.seed,
+        sequential=job.sequential,
+        targets=job.targets,
+        target_share=job.target_share,
         offload=job.offload,
-        first_block=first,
+        finished=finished,
         on_block=on_block,
     )
+    first = resumed_at[0] if resumed_at else len(blocks)
     return {**report.to_dict(), "blocks": unfinished.blocks, "resumed_at": first}
 
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:
     """Return the modules whose weights the method changes where it does not prune them."""
-    return [name for name, _ in decoder_blocks(model)] if job.method in UPDATING else []
+    return [name for name, _ in decoder_blocks(model)] if updates_weights(job.method, job.targets) else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,28 +43,32 @@ class Unfinished:
             if path.name not in {*names, JOURNAL_NAME, _NEW_JOURNAL} or path.is_symlink() or not path.is_file():
                 raise ValueError(f"{path} is not from this job; take it away, or remove {self.folder}")
 
-    def restore(self, writer: ModelWriter, blocks: list[tuple[str, nn.Module]]) -> str | None:
-        """Read the finished blocks back, up to the first that is not what was written; return its name, if any.
-
-        That one and all that follow are forgotten. Every rank must call it: two rounds a block.
+    def check_blocks(self, names: Sequence[str]) -> None:
+        """Check that the finished blocks are the first of those ``names``. Every rank must call it: one round.
 
         Raises:
             ValueError: on every rank: the journal has more blocks than there are, or others.
         """
         with together(self.comm):
             named = [report.get("name") for report in self.blocks]
-            if named != [name for name, _ in blocks[: len(named)]] or len(named) != len(self._digests):
+            if named != list(names[: len(named)]) or len(named) != len(self._digests):
                 raise ValueError(f"{self.folder / JOURNAL_NAME} lists the blocks {named}; the model has others")
-        for number, (name, block) in enumerate(blocks[: len(self.blocks)]):
-            with together(self.comm):
-                before = {key: value.clone() for key, value in _local_parts(block).items()}
-                writer.read([name])
-            if self.digest(block) != self._digests[number]:
-                for key, part in _local_parts(block).items():
-                    part.copy_(before[key])
-                del self.blocks[number:], self._digests[number:]
-                return name
-        return None
+
+    def restore(self, writer: ModelWriter, number: int, name: str, block: nn.Module) -> bool:
+        """Read finished block ``number`` back, if it is what was written.
+
+        If not, it stays as it is in memory, and it and all that follow are forgotten. Every rank must call it: two
+        rounds.
+        """
+        with together(self.comm):
+            before = {key: value.clone() for key, value in _local_parts(block).items()}
+            writer.read([name])
+        if self.digest(block) == self._digests[number]:
+            return True
+        for key, part in _local_parts(block).items():
+            part.copy_(before[key])
+        del self.blocks[number:], self._digests[number:]
+        return False
 
     def digest(self, block: nn.Module) -> str:
         """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 32 bytes."""

@@ -122,24 +122,26 @@ def _num_experts(module: nn.Module) -> int:
     return len(module) if all(_matrices(expert) for expert in module) else 0
 
 
-def expert_inputs(module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the inputs of each expert's matrices, by ``parameter name.expert``; experts without tokens are left out.
+def expert_inputs(
+    module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return by ``parameter name.expert`` which tokens are routed there, and the inputs of the expert's matrix.
 
-    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts run inside one fused kernel, of
-    which no hook sees the inner activations. They are computed again here, with the module's own gate. Local; call it
-    while the weights are whole.
+    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts without tokens are left out.
+    Experts run inside one fused kernel, of which no hook sees the inner activations. They are computed again here, with
+    the module's own gate. Local; call it while the weights are whole.
     """
     first_name = next(name for name in EXPERT_WEIGHTS if name in module._parameters)
     first, bias = getattr(module, first_name), module._parameters.get(f"{first_name}_bias")
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for expert in range(first.shape[0]):
-        routed = hidden[(expert_of_token == expert).any(dim=1)]  # (tokens routed, in)
-        if len(routed) == 0:
+        tokens = (expert_of_token == expert).any(dim=1).nonzero().squeeze(1)
+        if len(tokens) == 0:
             continue
+        routed = hidden[tokens]
         weight = first[expert].t() if getattr(module, "is_transposed", False) else first[expert]
         inner = nn.functional.linear(routed, weight, None if bias is None else bias[expert])
-        found[f"{first_name}.{expert}"] = routed
-        found[f"down_proj.{expert}"] = (
-            module._apply_gate(inner) if first_name == "gate_up_proj" else module.act_fn(inner)
-        )
+        found[f"{first_name}.{expert}"] = tokens, routed
+        gated = module._apply_gate(inner) if first_name == "gate_up_proj" else module.act_fn(inner)
+        found[f"down_proj.{expert}"] = tokens, gated
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
 from distprune.patterns import Pattern
+from distprune.scores import Score, local_scores
 from distprune.selection import keep_highest_per_row
 
 __all__ = ["ADMM"]
@@ -34,17 +35,21 @@ _CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices ar
 class ADMM(Solver):
     """``damping`` is added to the diagonal of A. Arithmetic is float32; unstructured means of each row.
 
-    Weights of inputs that were always 0 become 0. Zeros go first. The errors are those of X^T X, without the damping.
+    Blocks of weights compete over all rows, by the sums of V^2, whenever the mask moves. Weights of inputs that were
+    always 0 become 0. Zeros go first. The errors are those of X^T X, without the damping.
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
     damping: float = 0.1  # lambda
+    score: Score = field(default=Computed(), init=False)
 
     @override
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:
-        if not pattern.by_row().is_by_row:
-            raise NotImplementedError(f"ADMM settles each row by itself, which {pattern!r} does not")
-        return ()
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:
+        if pattern.by_row().is_by_row:
+            return ()
+        if not pattern.width:
+            raise NotImplementedError(f"ADMM settles rows, or blocks of weights, which {pattern!r} does not")
+        return [Stage(0, num_in, _part_of(pattern, _closed(step))) for step in range(1, NUM_CLOSING + 1)]
 
     @override
     def prepared_numel(self, num_in: int) -> int:
@@ -70,15 +75,27 @@ class ADMM(Solver):
 
     @override
     def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
-        yield from ()
         solved: dict[str, Solved] = {}
         first = next(iter(rows.values()))
         inputs = _Inputs.of(moments.values.to(first.weight.device), first.num_in)
-        step = max(1, _CHUNK // max(first.num_in, 1))
+        if not pattern.by_row().is_by_row:
+            descents = {name: _Descent(of_layer.weight, inputs) for name, of_layer in rows.items()}
+            keep: Mapping[str, torch.Tensor] = {}
+            for step in range(1, NUM_STEPS + 1):
+                if step <= NUM_CLOSING:
+                    shards = [rows[name].shard(of.sizes().square_()) for name, of in descents.items()]
+                    keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
+                for name, of in descents.items():
+                    of.step(keep[name] if step <= NUM_CLOSING else None)
+            return {name: Solved(*of.finish(), self.damping) for name, of in descents.items()}
+        size = max(1, _CHUNK // max(first.num_in, 1))
         for name, of_layer in rows.items():
             own, num_pruned, error = pattern.by_row().of(of_layer.name), 0, 0.0
-            for weight in torch.split(of_layer.weight, step):
-                num_gone, of_rows = _solve(weight, inputs, own)
+            for weight in torch.split(of_layer.weight, size):
+                descent = _Descent(weight, inputs)
+                for step in range(1, NUM_STEPS + 1):
+                    descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
+                num_gone, of_rows = descent.finish()
                 num_pruned, error = num_pruned + num_gone, error + of_rows
             solved[name] = Solved(num_pruned, error, self.damping)
         return solved
@@ -99,24 +116,57 @@ class _Inputs:
         return _Inputs(unpack_triangle(inverse.view(-1, num_in)), unpack_triangle(a.view(-1, num_in)), scale)
 
 
-def _solve(weight: torch.Tensor, inputs: _Inputs, pattern: Pattern) -> tuple[int, float]:
-    """Write new weights into ``weight`` (rows, in). Return how many the mask prunes, and ||X (W - W')^T||^2."""
-    before = weight.float() * inputs.scale
-    gone = weight == 0
-    # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
-    aim = torch.addmm(before, before, inputs.inverse, alpha=-PENALTY)
-    v, keep = before.clone(), ~gone
-    for step in range(1, NUM_STEPS + 1):
-        if step <= NUM_CLOSING:
-            keep = _keep(v.abs().masked_fill_(gone, 0), pattern, 1 - (1 - step / NUM_CLOSING) ** 3).logical_and_(~gone)
-        target = torch.where(keep, v, -v)
-        v.sub_(target).div_(2).add_(aim).addmm_(target, inputs.inverse, alpha=PENALTY)
-    after = v.mul_(keep)
-    after[:, inputs.scale == _SMALLEST_NORM] = 0
-    change = before - after
-    error = float((change @ inputs.a).mul_(change).sum(dtype=torch.float64))
-    weight.copy_(after / inputs.scale)
-    return keep.numel() - int(torch.count_nonzero(keep)), error
+class _Descent:
+    """Rows ``weight`` (rows, in) on their way. V is the fitted weights plus what the mask keeps from them."""
+
+    def __init__(self, weight: torch.Tensor, inputs: _Inputs) -> None:
+        self._weight, self._inputs = weight, inputs
+        self._before = weight.float() * inputs.scale
+        # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
+        self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
+        self._v, self._next = self._before.clone(), torch.empty_like(self._before)
+        self._gone = weight == 0
+        self._dropped = torch.zeros_like(self._before)  # 1 or 0
+
+    def sizes(self) -> torch.Tensor:
+        """Return |V|, 0 where the weight was 0."""
+        return self._v.abs().masked_fill_(self._gone, 0)
+
+    def step(self, keep: torch.Tensor | None) -> None:
+        """Fit the weights once more, to the mask ``keep`` (bool), ``None``: as before."""
+        if keep is not None:
+            torch.logical_not(keep, out=self._dropped).masked_fill_(self._gone, 1)
+        dropped = torch.mul(self._v, self._dropped, out=self._next)
+        target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
+        fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
+        self._v, self._next = fitted, self._v
+
+    def finish(self) -> tuple[int, float]:
+        """Write the new weights. Return how many the mask prunes, and ||X (W - W')^T||^2."""
+        after = self._v.masked_fill_(self._dropped.bool(), 0)
+        after[:, self._inputs.scale == _SMALLEST_NORM] = 0
+        change = self._before - after
+        error = float((change @ self._inputs.a).mul_(change).sum(dtype=torch.float64))
+        self._weight.copy_(after / self._inputs.scale)
+        return int(torch.count_nonzero(self._dropped)), error
+
+
+def _closed(step: int) -> float:
+    """Return how much of the mask is closed at ``step``."""
+    return 1 - (1 - step / NUM_CLOSING) ** 3
+
+
+def _part_of(pattern: Pattern, closed: float) -> Pattern:
+    """Return the pattern that prunes the share ``closed`` of what ``pattern`` does."""
+    if closed == 1:
+        return pattern
+
+    def part(share: int | float) -> int | float:
+        return closed * share if isinstance(share, float) else int(closed * share)
+
+    shares = vars(pattern)["sparsity"]
+    less = {name: part(share) for name, share in shares.items()} if isinstance(shares, Mapping) else part(shares)
+    return dataclasses.replace(pattern, sparsity=less)  # type: ignore[type-var]
 
 
 def _keep(size: torch.Tensor, pattern: Pattern, share: float) -> torch.Tensor:

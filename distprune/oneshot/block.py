@@ -3,68 +3,151 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from distprune.calibration import Crew, InputStatistics, Walk
+from distprune.calibration import (
+    BlockOrder,
+    Crew,
+    InputStatistics,
+    MomentsOf,
+    StageDone,
+    Targets,
+    Walk,
+    learn_order,
+    listening,
+)
 from distprune.collectives import Communicator
-from distprune.models import dense_weights, linear_maps
+from distprune.models import LinearMap, dense_weights, linear_maps
 from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, MapReport
 from distprune.oneshot.rows import whole_rows
 from distprune.oneshot.solver import Solver
 from distprune.patterns import Pattern
 
-__all__ = ["prune_block"]
+__all__ = ["BlockPruner", "Manner"]
 
 
-def prune_block(
-    comm: Communicator,
-    crew: Crew,
-    walk: Walk,
-    index: int,
-    num_counted: int,
-    solver: Solver,
-    pattern: Pattern,
-    owned: Mapping[str, bool],
-) -> BlockReport:
-    """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it.
+@dataclass(frozen=True)
+class Manner:
+    """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream."""
 
-    ``owned`` says by parameter whether this rank counts its part; only the first ``num_counted`` samples count.
+    solver: Solver
+    pattern: Pattern
+    by_map: bool  # maps in the order they run, each given what is left of those before
+    target_share: float
+
+    @property
+    def has_targets(self) -> bool:
+        return self.target_share > 0
+
+    @property
+    def needs(self) -> MomentsOf:
+        return "pairs" if self.has_targets else self.solver.needs
+
+
+class BlockPruner:
+    """Prunes the blocks of a walk, in turn. ``owned`` says by parameter whether this rank counts its part.
+
+    Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off.
     """
-    traffic = comm.traffic.copy()
-    seconds = dict.fromkeys(("forward", "reduce", "factor", "sweep"), 0.0)
-    clock = partial(_clock, seconds)
-    name, block = walk.blocks[index]
-    maps = linear_maps(block)
-    statistics = InputStatistics(maps, solver.needs, crew, comm)
-    with clock("forward"), statistics.listening(), walk.block(index) as run:
-        for sample in range(walk.num_samples):
-            statistics.begin_sample(counts=sample < num_counted)
-            run(sample)
-    with clock("reduce"):
-        try:
-            moments = statistics.reduce(comm)
-        except (ValueError, NotImplementedError) as error:  # on every rank
-            raise type(error)(f"block {name!r}: {error}") from error
-    num_tokens = {of_map: m.num_tokens for m in moments for of_map in m.names}
-    owned_here = {path: owned[f"{name}.{path}"] for path in {linear.parameter_path for linear in maps.values()}}
-    with whole_rows(comm, maps, owned_here, f"{name}.") as rows, torch.no_grad():
-        totals = prune_rows(comm, rows, moments, solver, pattern, clock)
-    if index + 1 < len(walk.blocks):
+
+    def __init__(
+        self, comm: Communicator, crew: Crew, walk: Walk, num_counted: int, manner: Manner, owned: Mapping[str, bool]
+    ) -> None:
+        self._comm, self._crew, self._walk, self._num_counted = comm, crew, walk, num_counted
+        self._manner, self._owned = manner, owned
+        self._orders: dict[tuple[str, ...], BlockOrder] = {}  # by the names of a block's maps
+
+    def prune(self, index: int) -> BlockReport:
+        """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
+        comm, walk, manner = self._comm, self._walk, self._manner
+        traffic = comm.traffic.copy()
+        seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
+        clock = partial(_clock, seconds)
+        name, block = walk.blocks[index]
+        maps = linear_maps(block)
         with clock("forward"):
+            order = self._order(index, maps)
+            targets = self._dense_pass(index, maps, order) if manner.has_targets else None
+        totals: dict[str, Outcome] = {}
+        num_tokens: dict[str, int] = {}
+        for stage in order.stages:
+            some = {of_map: maps[of_map] for of_map in stage}
+            with clock("forward"):
+                statistics = self._run(index, some, order, targets)
+            with clock("reduce"):
+                try:
+                    moments = statistics.reduce(comm)
+                except (ValueError, NotImplementedError) as error:  # on every rank
+                    raise type(error)(f"block {name!r}: {error}") from error
+            num_tokens |= {of_map: m.num_tokens for m in moments for of_map in m.names}
+            owned = {linear.parameter_path for linear in some.values()}
+            owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
+            with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
+                totals |= prune_rows(comm, rows, moments, manner.solver, manner.pattern, clock, manner.target_share)
+        del targets
+        if index + 1 < len(walk.blocks):
+            with clock("forward"):
+                walk.advance(index, comm)
+        used = comm.traffic - traffic
+        reports = []
+        for of_map, linear in maps.items():
+            of, numel = totals[of_map], linear.num_out * linear.num_in
+            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_map])
+            reports.append(MapReport(f"{name}.{of_map}", *counts))
+        dense = {f"{name}.{path}": reason for path, reason in dense_weights(block).items()}
+        return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
+
+    def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:
+        """Let ``restore`` bring block ``index`` to what it was pruned to before, and advance behind it if it does.
+
+        Returns whether it did. The dense stream runs before, while the block is dense. Every rank must call it.
+        """
+        comm, walk = self._comm, self._walk
+        before = [hidden.clone() for hidden in walk.dense]
+        if self._manner.has_targets:
+            walk.advance(index, comm, dense=True)
+        if not restore():
+            walk.dense = before
+            return False
+        if index + 1 < len(walk.blocks):
             walk.advance(index, comm)
-    used = comm.traffic - traffic
-    reports = []
-    for of_map, linear in maps.items():
-        of, numel = totals[of_map], linear.num_out * linear.num_in
-        counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_map])
-        reports.append(MapReport(f"{name}.{of_map}", *counts))
-    dense = {f"{name}.{path}": reason for path, reason in dense_weights(block).items()}
-    return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
+        return True
+
+    def _order(self, index: int, maps: Mapping[str, LinearMap]) -> BlockOrder:
+        if not (self._manner.by_map or self._manner.has_targets):
+            return BlockOrder((tuple(maps),), frozenset(), frozenset(), frozenset())
+        if tuple(maps) not in self._orders:  # blocks are alike
+            order = learn_order(self._comm, self._walk, index, maps)
+            self._orders[tuple(maps)] = order if self._manner.by_map else order.at_once()
+        return self._orders[tuple(maps)]
+
+    def _dense_pass(self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder) -> Targets:
+        """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
+        targets = Targets(self._walk, order, maps, self._crew)
+        with listening(maps, targets, targets.adding):
+            self._walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
+        targets.end()
+        return targets
+
+    def _run(
+        self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder, targets: Targets | None
+    ) -> InputStatistics:
+        """Run block ``index``, as far as ``maps`` ask for, on all samples, and return what they are given."""
+        awaited = maps if order.called_once.issuperset(maps) else ()
+        statistics = InputStatistics(maps, self._manner.needs, self._crew, self._comm, targets, awaited)
+        with statistics.listening(), self._walk.block(index) as run:
+            for sample in range(self._walk.num_samples):
+                statistics.begin_sample(counts=sample < self._num_counted)
+                with suppress(StageDone):
+                    run(sample)
+        return statistics
 
 
 @contextmanager

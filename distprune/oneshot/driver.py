@@ -19,6 +19,7 @@ from distprune.calibration import Moments
 from distprune.collectives import Alone, Communicator, Member, agree, broadcast_tensor, roster_of_one
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Outcome, sum_outcomes
+from distprune.oneshot.retarget import retarget
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Solving
 from distprune.patterns import Choice, Pattern, Ranked
@@ -30,11 +31,18 @@ Clock = Callable[[str], AbstractContextManager[None]]
 
 
 def prune_rows(
-    comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], solver: Solver, pattern: Pattern, clock: Clock
+    comm: Communicator,
+    rows: Mapping[str, Rows],
+    moments: list[Moments],
+    solver: Solver,
+    pattern: Pattern,
+    clock: Clock,
+    target_share: float = 0.5,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
-    ``moments`` are what the solver needs, and are used up. Every rank must call it. Rounds: 1 of 40 bytes a layer;
+    ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved
+    ``target_share`` of the way there. Every rank must call it. Rounds: 1 of 40 bytes a layer;
     where inputs have homes, those of ``move_rows`` and its ``back()``; where something is prepared for inputs that are
     spread, 1 of 64 bytes and 1 for each of them; and for each stage one choice of ``pattern`` for all of them.
 
@@ -50,7 +58,7 @@ def prune_rows(
         with clock("sweep"):
             moved = move_rows(comm, rows, {name: m.home.rank for m in at_home for name in m.names})
             rows = moved.rows
-    work = _Work(comm.rank, rows, solver, pattern, clock, error=None if moved is None else moved.error)
+    work = _Work(comm.rank, rows, solver, pattern, clock, target_share, error=None if moved is None else moved.error)
     at_home = [m for m in at_home if m.home.rank == comm.rank]
     try:
         while at_home and work.error is None:  # what is done with is let go of
@@ -81,6 +89,7 @@ class _Work:
     solver: Solver
     pattern: Pattern
     clock: Clock
+    target_share: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -88,7 +97,9 @@ class _Work:
         return self.rows[m.names[0]].num_in
 
     def prepared(self, m: Moments) -> Moments:
-        """Return what the solver makes of ``m``, on its home, and elsewhere room for it."""
+        """Move the rows of ``m`` to their target; return what the solver makes of it on its home, elsewhere room."""
+        with self.clock("target"):
+            m = retarget({name: self.rows[name] for name in m.names}, m, self.target_share)
         with self.clock("sweep"):
             for name in m.names:
                 self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
@@ -106,9 +117,10 @@ class _Work:
             for stage in range(max(len(task.stages) for task in tasks)):
                 asked = [task for task in tasks if stage < len(task.stages)]
                 go_on = partial(self._go_on, tasks, stage, keep)
-                pattern = self.solver.pattern_of(self.pattern, asked[0].stages[stage])
                 roster = roster_of_one(comm, [member for task in asked for member in task.members(stage)])
-                choice = pattern.choose(Ranked(comm, roster, self.solver.score, go_on, checks=False))
+                choice = (
+                    asked[0].stages[stage].pattern.choose(Ranked(comm, roster, self.solver.score, go_on, checks=False))
+                )
                 keep = partial(self._settled, [name for task in asked for name in task.rows], choice)
             try:
                 self._go_on(tasks, max(len(task.stages) for task in tasks), keep)
@@ -168,5 +180,5 @@ class _Task:
         self.solving: Solving = solver.prune(rows, m, pattern)
 
     def members(self, stage: int) -> list[Member]:
-        start, stop = self.stages[stage]
-        return [Member(of.name, (of.num_out, stop - start), str(of.weight.dtype)) for of in self.rows.values()]
+        num_columns = self.stages[stage].stop - self.stages[stage].start
+        return [Member(of.name, (of.num_out, num_columns), str(of.weight.dtype)) for of in self.rows.values()]

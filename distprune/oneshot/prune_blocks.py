@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from distprune.collectives import Group, communicator, max_together, sum_togethe
 from distprune.masks import reset_forward
 from distprune.models import Found, LinearMap, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
-from distprune.oneshot.block import prune_block
+from distprune.oneshot.block import BlockPruner, Manner
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
@@ -28,11 +30,13 @@ from distprune.pruning.agreement import Facts, agree_on, check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
 
-__all__ = ["UPDATING", "OneShotMethod", "prune_blocks"]
+__all__ = ["OneShotMethod", "Sequential", "TargetsOf", "prune_blocks", "updates_weights"]
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
-UPDATING = ("admm", "sparsegpt")  # the methods that change weights which stay
+Sequential = Literal["block", "map"]
+TargetsOf = Literal["own", "dense"]
 OnBlock = Callable[[int, BlockReport], None]
+Finished = Callable[[int], bool]
 
 
 def prune_blocks(
@@ -44,8 +48,11 @@ def prune_blocks(
     sparsity: float | Mapping[str, float] | None = None,
     group: Group = None,
     seed: int | None = None,
+    sequential: Sequential | None = None,
+    targets: TargetsOf | None = None,
+    target_share: float = 0.5,
     offload: bool = False,
-    first_block: int = 0,
+    finished: Finished | None = None,
     on_block: OnBlock | None = None,
 ) -> OneShotReport:
     """Prune every linear layer in the decoder blocks of ``model`` in place, and return what was done.
@@ -72,14 +79,23 @@ def prune_blocks(
             :func:`distprune.erk` gives them.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
+        sequential: ``"block"``: all layers of a block are pruned at once, as Wanda and SparseGPT do; ``"map"``: one
+            after the other in the order they run, by what they are given once those before are pruned. Default:
+            ``"map"`` for ``"admm"``, ``"block"`` for the others.
+        targets: what layers are to put out: ``"own"``, what their weights make of what they are given; or ``"dense"``,
+            what the model before pruning put out, to which the weights are moved part of the way before any goes
+            (see ``oneshot.retarget``). Default: ``"dense"`` for ``"admm"``, ``"own"`` for the others.
+        target_share: how much of that way, above 0 and at most 1.
         offload: keep activations on the CPU between blocks.
-        first_block: blocks before it are run and left as they are: they were pruned by an earlier call.
+        finished: called with the number of each block in turn, on every rank, until it returns False, the same on
+            all: it writes the weights that an earlier call came to into the block and returns True, or leaves it.
         on_block: called with the number of a block and its report after each block, before the next one is touched,
             for instance to write it, on the ranks that pass it; the walk has then run it once more, pruned. What it
             raises on one rank is raised on all; one that communicates handles its own failures.
 
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
-    shards: this rank's share of one block's activations, one block's statistics (and of SparseGPT's factors and
+    shards: this rank's share of one block's activations (with dense targets twice that, and what its layers are given
+    and add to, or are given alone), one block's statistics (and of SparseGPT's factors and
     float32 rows those that this rank works on, at most twice its share) and one block as its forward needs it:
     unsharded by FSDP2, cut by tensor parallelism.
     Rounds: 8 for the whole (4 more where ranks hold different parameters), and those of ``RootParameters`` under
@@ -105,15 +121,24 @@ def prune_blocks(
     started, traffic = time.perf_counter(), comm.traffic.copy()
 
     def look() -> tuple[Found, Facts, Score, _Plan]:
-        plan = _plan(model, samples, method, pattern, sparsity, seed, first_block)
+        plan = _plan(model, samples, method, pattern, sparsity, seed)
         found = Found(plan.shards, [], by_default=False, has_blocks=True)
-        return found, {**plan.facts, "offload": repr(offload)}, plan.solver.score, plan
+        manner = _manner(plan, method, sequential, targets, target_share)
+        facts = {
+            **plan.facts,
+            "sequential": "map" if manner.by_map else "block",
+            "target_share": repr(manner.target_share),
+            "offload": repr(offload),
+            "finished": repr(finished is not None),
+        }
+        return found, facts, plan.solver.score, dataclasses.replace(plan, manner=manner)
 
     agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: _without_nans(shards))
     owned = {shard.name: bool(shard.owned) for shard in shards}
-    solver = plan.solver.scored_by(agreed.score)
+    assert plan.manner is not None
+    manner = dataclasses.replace(plan.manner, solver=plan.solver.scored_by(agreed.score))
 
     crew = find_crew(comm, plan.axis)
     calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
@@ -124,20 +149,26 @@ def prune_blocks(
             mine = spread(samples, crew.number, crew.num_crews, device)
             walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
             _check_whole(walk, samples.shape[1])
+            if manner.has_targets:
+                walk.split()
+        pruner = BlockPruner(comm, crew, walk, mine.num_counted, manner, owned)
         for index in range(len(walk.blocks)):
-            if index >= first_block:
-                reports.append(prune_block(comm, crew, walk, index, mine.num_counted, solver, plan.pattern, owned))
-                if calls_back:
-                    with together(comm):
-                        if on_block is not None:
-                            on_block(index, reports[-1])
-            elif index + 1 < len(walk.blocks):
-                walk.advance(index, comm)
+            if finished is not None:
+                if pruner.pass_by(index, partial(finished, index)):
+                    continue
+                finished = None
+            reports.append(pruner.prune(index))
+            if calls_back:
+                with together(comm):
+                    if on_block is not None:
+                        on_block(index, reports[-1])
     used = comm.traffic - traffic
     peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
     return OneShotReport(
         plan.facts["method"],
         plan.facts["pattern"],
+        "map" if manner.by_map else "block",
+        manner.target_share,
         agreed.score.seed if isinstance(agreed.score, Random) else None,
         len(samples),
         tuple(reports),
@@ -155,6 +186,7 @@ class _Plan:
     shards: list[LocalShard]  # every parameter's part on this rank
     axis: Axis | None
     facts: dict[str, str]  # what ranks must agree on
+    manner: Manner | None = None
 
 
 def _plan(
@@ -164,15 +196,12 @@ def _plan(
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None,
     seed: int | None,
-    first_block: int,
 ) -> _Plan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
     solver = _solver_of(method, seed)
     pattern = as_pattern(pattern, sparsity)
     pattern = pattern.within("tensor") if pattern.has_scope else pattern
-    if isinstance(first_block, bool) or not isinstance(first_block, int):
-        raise TypeError(f"first_block must be an int, not {first_block!r}")
     if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
         raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
     if samples.ndim != 2 or samples.numel() == 0:
@@ -182,8 +211,6 @@ def _plan(
         raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
     blocks = decoder_blocks(model)
     warn_of_other_blocks(model)
-    if not 0 <= first_block <= len(blocks):
-        raise ValueError(f"first_block={first_block} is not between 0 and the number of blocks, {len(blocks)}")
     reset_forward(model)
     maps: dict[str, LinearMap] = {}
     parameters: dict[str, str] = {}  # by the name of the linear map
@@ -207,10 +234,35 @@ def _plan(
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
         "seed": repr(seed),
-        "first_block": repr(first_block),
         "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
     }
     return _Plan(solver, pattern, list(shards.values()), shared_axis(model), facts)
+
+
+def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
+    """Return whether weights that stay are changed, too. Local."""
+    return method in ("admm", "sparsegpt") or targets == "dense"
+
+
+def _manner(
+    plan: _Plan,
+    method: OneShotMethod | Score | Solver,
+    sequential: Sequential | None,
+    targets: TargetsOf | None,
+    target_share: float,
+) -> Manner:
+    is_admm = method == "admm" or isinstance(method, ADMM)
+    sequential = sequential or ("map" if is_admm else "block")
+    targets = targets or ("dense" if is_admm else "own")
+    if sequential not in get_args(Sequential):
+        raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
+    if targets not in get_args(TargetsOf):
+        raise ValueError(f"{targets=} is none of {', '.join(get_args(TargetsOf))}")
+    if isinstance(target_share, bool) or not isinstance(target_share, int | float):
+        raise TypeError(f"target_share must be a number, not {target_share!r}")
+    if not 0 < target_share <= 1:
+        raise ValueError(f"{target_share=} is not in (0, 1]; without targets say targets='own'")
+    return Manner(plan.solver, plan.pattern, sequential == "map", float(target_share) if targets == "dense" else 0.0)
 
 
 def _solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:

@@ -13,11 +13,12 @@ __all__ = ["BlockReport", "MapReport", "OneShotReport"]
 class MapReport:
     """One linear map, counted over all ranks, replicas once.
 
-    ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before pruning of this
-    block, W' the new weights): from all of X^T X with SparseGPT; with the other methods estimated from a
-    sketch of X (see ``Moments.squared_output``). ``None``: the map puts out nothing but zeros. Without tokens
-    (an expert that nothing was routed to) inputs count as white. ``damping`` is the fraction of the mean
-    diagonal that was added to it (SparseGPT); more than 0.01 says that it had to be raised.
+    ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before this map, or its block, is
+    pruned, W the weights, moved towards their target where they have one, W' the new ones): from all of X^T X with
+    SparseGPT, ADMM and dense targets; otherwise estimated from a sketch of X (see ``Moments.squared_output``).
+    ``None``: the map puts out nothing but zeros. Without tokens (an expert that nothing was routed to) inputs count as
+    white. ``damping`` is the fraction of the mean diagonal that was added to it (SparseGPT; more than 0.01 says that it
+    had to be raised), or to a diagonal of ones (ADMM).
     """
 
     name: str  # in the model
@@ -37,8 +38,8 @@ class MapReport:
 class BlockReport:
     """One decoder block: the same on every rank, but for ``seconds``, which are this rank's by stage.
 
-    Stages: ``forward`` (both runs of the block), ``reduce`` (statistics over ranks), ``factor`` (Cholesky,
-    and handing factors around), ``sweep`` (scores, selection, new weights).
+    Stages: ``forward`` (all runs of the block), ``reduce`` (statistics over ranks), ``target`` (moving weights to their
+    targets), ``factor`` (Cholesky, and handing factors around), ``sweep`` (scores, selection, new weights).
     """
 
     index: int
@@ -70,6 +71,8 @@ class OneShotReport:
 
     method: str
     pattern: str
+    sequential: str
+    target_share: float  # of the way to dense targets; 0: each map's own output is its target
     seed: int | None
     num_samples: int
     blocks: tuple[BlockReport, ...]

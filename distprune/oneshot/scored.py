@@ -12,7 +12,7 @@ from typing_extensions import override
 from distprune.calibration import Moments
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.oneshot.solver import Solved, Solver, Solving, Stage
 from distprune.patterns import Pattern
 from distprune.scores import Score, local_scores
 
@@ -37,12 +37,8 @@ class Scored(Solver):
         return dataclasses.replace(self, score=score)
 
     @override
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:
-        return [(0, num_in)]
-
-    @override
-    def pattern_of(self, pattern: Pattern, columns: tuple[int, int]) -> Pattern:
-        return pattern.by_row() if self.by_row else pattern
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:
+        return [Stage(0, num_in, pattern.by_row() if self.by_row else pattern)]
 
     @override
     def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
-from distprune.scores import LocalScores, Magnitude, Score
+from distprune.scores import Elements, LocalScores, Magnitude, Score
 
-__all__ = ["Solved", "Solver", "Solving"]
+__all__ = ["Computed", "Solved", "Solver", "Solving", "Stage"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,25 @@ class Solved:
     damping: float = 0.0
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Columns ``start`` to ``stop`` compete by ``pattern``."""
+
+    start: int
+    stop: int
+    pattern: Pattern
+
+
 # Yields scores by layer, which compete over all rows of all ranks; is sent what stays, (rows, columns), bool.
 Solving: TypeAlias = Generator[Mapping[str, LocalScores], Mapping[str, torch.Tensor], dict[str, Solved]]
+
+
+class Computed(Score):
+    """What a solver computes itself, and hands over in the place of weights."""
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight
 
 
 class Solver(ABC):
@@ -43,17 +61,13 @@ class Solver(ABC):
         """Return the solver with its ``score`` replaced, by one that was told its seed."""
         return self
 
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:  # noqa: ARG002
-        """Return the ranges of columns that compete over all rows, in turn; none if rows are settled by themselves.
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:  # noqa: ARG002
+        """Return what competes over all rows, in turn; nothing if rows are settled by themselves.
 
         Raises:
             NotImplementedError: it cannot prune by ``pattern``.
         """
         return ()
-
-    def pattern_of(self, pattern: Pattern, columns: tuple[int, int]) -> Pattern:  # noqa: ARG002
-        """Return the pattern by which ``columns`` compete."""
-        return pattern
 
     def prepared_numel(self, num_in: int) -> int:  # noqa: ARG002
         """Return how many float32 numbers :meth:`prepare` makes of the moments of ``num_in`` features."""

@@ -19,9 +19,9 @@ from typing_extensions import override
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
 from distprune.patterns import Pattern
-from distprune.scores import Elements, Score, local_scores
+from distprune.scores import Score, local_scores
 
 __all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
 
@@ -97,14 +97,6 @@ def _inverse(upper: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-class Saliency(Score):
-    """w^2 / [H^-1]_jj^2, which a sweep computes itself."""
-
-    @override
-    def values(self, elements: Elements) -> torch.Tensor:
-        return elements.weight
-
-
 @dataclass(frozen=True)
 class SparseGPT(Solver):
     """Arithmetic is float32. Unstructured: exactly ``round(sparsity * out * columns)`` of every block of 128 columns,
@@ -113,15 +105,13 @@ class SparseGPT(Solver):
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
-    score: Score = field(default=Saliency(), init=False)
+    score: Score = field(default=Computed(), init=False)  # w^2 / [H^-1]_jj^2
 
     @override
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[tuple[int, int]]:
-        return () if pattern.is_by_row else _columns(num_in, pattern)
-
-    @override
-    def pattern_of(self, pattern: Pattern, columns: tuple[int, int]) -> Pattern:
-        return pattern.part(*columns)
+    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:
+        if pattern.is_by_row:
+            return ()
+        return [Stage(start, stop, pattern.part(start, stop)) for start, stop in _columns(num_in, pattern)]
 
     @override
     def prepared_numel(self, num_in: int) -> int:

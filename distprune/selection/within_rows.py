@@ -6,6 +6,7 @@ scores the lowest index is pruned first, -0.0 equals 0.0, infinities are ordinar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,8 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
         values = rows.numpy()
         kth = np.partition(values, number - 1, axis=1)[:, number - 1 : number]
         keep = values > kth
-        num_undecided = np.count_nonzero(values <= kth, axis=1) - number  # more than are to go: ties with the k-th
+        # More than are to go: ties with the k-th.
+        num_undecided = values.shape[1] - number - np.count_nonzero(keep, axis=1)
         for row in np.flatnonzero(num_undecided):
             tied = np.flatnonzero(values[row] == kth[row])
             keep[row, tied[len(tied) - num_undecided[row] :]] = True
@@ -125,7 +127,8 @@ def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, slice], to
     for start in range(0, len(scores), num_rows):
         at = slice(start, start + num_rows)
         rows = scores[at].detach()
-        if rows.is_floating_point():
+        # On the host a sum, which is cheap, says whether NaN is to be looked for.
+        if rows.is_floating_point() and not (on_host(rows.device) and math.isfinite(rows.sum())):
             num_nans += rows.isnan().sum()
         if rows.dtype in (torch.bfloat16, torch.float16):
             rows = rows.float()  # exact

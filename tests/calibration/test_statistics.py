@@ -21,7 +21,7 @@ from distprune.collectives import Alone, Communicator, communicator
 from distprune.models import decoder_blocks, linear_maps
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import NM, _listening, linears, prune_model
+from tests.oneshot_oracle import NM, linears, listening, prune_model
 from tests.worlds import ProcessPool, drawing, run_threads
 
 TOKENS = samples(5)
@@ -52,9 +52,11 @@ def test_every_architecture(architecture: str, of: MomentsOf) -> None:
     blocks = decoder_blocks(model)
     plain = [linears(block) for _, block in blocks]
     for (_, block), of_block in zip(blocks, plain, strict=True):
-        with _listening(block, of_block, with_hessian=True), torch.no_grad():
-            for tokens in TOKENS:
+        for tokens in TOKENS:
+            with listening(block, of_block) as given, torch.no_grad():
                 model(input_ids=tokens[None], use_cache=False)
+            for name, x in given.inputs.items():
+                of_block[name].add(x, with_hessian=True)
     for of_block, moments in zip(plain, found, strict=True):
         by_name = {name: m for m in moments for name in m.names}
         assert by_name.keys() == of_block.keys()
@@ -212,7 +214,7 @@ def many_inputs(rank: int) -> tuple[int, list[Moments]]:
 
 def test_large_sums_do_not_all_arrive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (few, _), (few_too, all_at_once) = run_threads(2, many_inputs)
-    monkeypatch.setattr("distprune.calibration.statistics._ARRIVING", 40)  # two inputs from two ranks are 32 numbers
+    monkeypatch.setattr("distprune.calibration.statistics._ARRIVING", 50)  # two inputs from two ranks are 48 numbers
     (more, _), (more_too, found) = run_threads(2, many_inputs)
     assert few == few_too == 5
     assert more == more_too == 7

@@ -189,7 +189,7 @@ def test_what_is_damaged_is_made_again(
 ) -> None:
     model = make_model(tmp_path / "indexed", max_shard_size="12KB")
     make_tokenizer(model)
-    job = dataclasses.replace(job, model=str(model), method="sparsegpt")
+    job = dataclasses.replace(job, model=str(model), method="admm")  # two streams
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(2, run_on_rank, whole, None) == ["", ""]
     assert pool.run(2, run_on_rank, job, NUM_BLOCKS) == ["killed", "killed"]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.models import decoder_blocks
-from distprune.oneshot import OneShotMethod, OneShotReport, prune_blocks
+from distprune.oneshot import OneShotReport, prune_blocks
 from distprune.patterns import Pattern
 from tests import oneshot_oracle as oracle
 from tests.architectures import samples
@@ -24,18 +24,21 @@ __all__ = [
     "CASES",
     "FEW",
     "HALF",
+    "TARGETS",
     "TOKENS",
     "Case",
     "Pruned",
     "check_counts",
     "check_ranks",
+    "manner",
     "matrices",
     "pruned",
     "sharded",
     "share_alike",
 ]
 
-Case: TypeAlias = tuple[OneShotMethod, Pattern]
+# The method as it is by default, or "sequential targets" in front of it.
+Case: TypeAlias = tuple[str, Pattern]
 Pruned: TypeAlias = tuple[dict[str, torch.Tensor], OneShotReport]  # all weights, whole
 
 TOKENS = samples(5)
@@ -57,7 +60,17 @@ CASES: list[Case] = [
     ("magnitude", BLOCKS),
     ("random", BLOCKS),
 ]
-FEW: list[Case] = [("wanda", HALF), ("sparsegpt", HALF)]
+TARGETS: list[Case] = [
+    ("map dense wanda", HALF),
+    ("map dense sparsegpt", NByM(2, 4)),
+    ("block dense sparsegpt", HALF),
+    ("map own sparsegpt", BLOCKS),
+    ("block own admm", HALF),
+    ("admm", PerRow(0.3)),
+    ("admm", BLOCKS),
+]
+CASES += TARGETS
+FEW: list[Case] = [("wanda", HALF), ("sparsegpt", HALF), ("admm", HALF)]
 
 
 def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,8 +89,15 @@ def share_alike(model: nn.Module, masks: dict[str, torch.Tensor]) -> float:
     return alike / sum(keep.numel() for keep in masks.values())
 
 
-def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod, pattern: Any) -> None:
+def manner(method: str) -> dict[str, Any]:
+    """Return the arguments of ``prune_blocks`` that a case's text stands for."""
+    *how, method = method.split()
+    return {"method": method, **dict(zip(("sequential", "targets"), how, strict=False))}
+
+
+def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: Any) -> None:
     """To the element: per matrix, per row, per group, per block of columns."""
+    method = manner(method)["method"]
     found = matrices(model)
     maps = {of_map.name: of_map for block in report.blocks for of_map in block.maps}
     assert found.keys() == maps.keys()
@@ -113,7 +133,7 @@ def check_counts(model: nn.Module, report: OneShotReport, method: OneShotMethod,
 def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Pruned:
     """Prune ``model`` and return its weights, whole. Every rank must call it."""
     method, pattern = case
-    report = prune_blocks(model, tokens, method=method, pattern=pattern, seed=3)
+    report = prune_blocks(model, tokens, **manner(method), pattern=pattern, seed=3)
     return {name: whole(p) for name, p in model.named_parameters()}, report
 
 
@@ -140,14 +160,15 @@ def check_ranks(
     """
     for index, (method, pattern) in enumerate(cases):
         alone = make()
-        report = prune_blocks(alone, tokens, method=method, pattern=pattern, seed=3)
+        report = prune_blocks(alone, tokens, **manner(method), pattern=pattern, seed=3)
         check_counts(alone, report, method, pattern)
         weights, of_ranks = everywhere[0][index]
         together: Any = make()
         together.load_state_dict(weights, strict=False)
         check_counts(together, of_ranks, method, pattern)
         kept = {name: weight != 0 for name, weight in matrices(alone).items()}
-        assert share_alike(together, kept) >= {"sparsegpt": 0.999, "admm": 0.999, "wanda": least}.get(method, 1.0)
+        updates = method.endswith(("sparsegpt", "admm")) or "dense" in method
+        assert share_alike(together, kept) >= (0.999 if updates else least if method == "wanda" else 1.0)
         assert perplexity(together) == pytest.approx(perplexity(alone), rel=1e-3)
         for name, weight in matrices(together).items():
             wanted = matrices(alone)[name]

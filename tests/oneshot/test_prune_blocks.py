@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Literal
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.oneshot.alike import (
     Pruned,
     check_counts,
     check_ranks,
+    manner,
     matrices,
     pruned,
     sharded,
@@ -56,21 +56,26 @@ def test_wanda_is_the_papers(architecture: str, pattern: Pattern) -> None:
     check_counts(model, report, "wanda", pattern)
 
 
-@pytest.mark.parametrize(
-    ("method", "pattern"),
-    [
-        *(("sparsegpt", pattern) for pattern in PATTERNS),
-        *(("admm", pattern) for pattern in PATTERNS if not isinstance(pattern, Block)),
-    ],
-    ids=str,
-)
+MANNERS = [  # of those in which weights that stay move, every one with some pattern
+    *(("block own sparsegpt", pattern) for pattern in PATTERNS),
+    *(("map dense admm", pattern) for pattern in PATTERNS),
+    ("map own sparsegpt", Unstructured(0.5)),
+    ("block dense sparsegpt", NByM(2, 4)),
+    ("map dense sparsegpt", Unstructured(0.5)),
+    ("block own admm", NByM(2, 4)),
+    ("map own admm", NByM(4, 8)),
+    ("block dense admm", Unstructured(0.5)),
+    ("map dense wanda", NByM(2, 4)),
+    ("block dense wanda", Block(4, 0.4)),
+]
+
+
+@pytest.mark.parametrize(("method", "pattern"), MANNERS, ids=str)
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-def test_updated_weights_are_the_papers(
-    architecture: str, method: Literal["sparsegpt", "admm"], pattern: Pattern
-) -> None:
+def test_updated_weights_are_the_papers(architecture: str, method: str, pattern: Pattern) -> None:
     model, plain = tiny_model(architecture), tiny_model(architecture)
-    oracle.prune_model(plain, TOKENS, method, PATTERNS[pattern])
-    report = prune_blocks(model, TOKENS, method=method, pattern=pattern)
+    oracle.prune_model(plain, TOKENS, pattern=PATTERNS[pattern], **manner(method))
+    report = prune_blocks(model, TOKENS, pattern=pattern, **manner(method))
     wanted = matrices(plain)
     # By the weights, not the masks: of a dead input all weights are zero, also in blocks that stay.
     assert share_alike(model, {name: weight != 0 for name, weight in wanted.items()}) >= 0.999

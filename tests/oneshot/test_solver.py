@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import ADMM, Block, Channels, PerRow, Unstructured
+from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
 from distprune.oneshot import Solved, Solver, Solving, prune_blocks
 from distprune.oneshot.rows import Rows
@@ -88,8 +88,8 @@ def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
         assert float(((weight != 0) == (matrices(other)[name] != 0)).float().mean()) > 0.999
     with pytest.raises(NotImplementedError, match="SparseGPT decides block of columns by block of columns"):
         prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))
-    with pytest.raises(NotImplementedError, match="ADMM settles each row by itself"):
-        prune_blocks(one, TOKENS, method="admm", pattern=Block(4, 0.5))
+    with pytest.raises(NotImplementedError, match="ADMM settles rows, or blocks of weights"):
+        prune_blocks(one, TOKENS, method="admm", pattern=Channels(0.5, 0))
 
 
 def test_no_inverse() -> None:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distprune import NByM
+from distprune import NByM, PerRow
 from distprune.models import decoder_blocks
 from tests.architectures import samples, tiny_model
-from tests.oneshot.alike import CASES, FEW, TOKENS, Case, Pruned, check_ranks, pruned
+from tests.oneshot.alike import BLOCKS, CASES, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
 from tests.worlds import ProcessPool
 
 ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
@@ -78,6 +78,7 @@ def on_rank(_: int, layout: str, plan: str, cases: list[Case], tokens: torch.Ten
     return [pruned(wrapped(layout, plan), case, tokens) for case in cases]
 
 
+LAYOUT = [*TARGETS, *FEW, ("sparsegpt", PerRow(0.3)), ("wanda", BLOCKS), ("random", HALF)]
 SMALL = [plan for plan in PLANS if plan != "llama-wide"]
 
 
@@ -96,7 +97,7 @@ def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int) -> None
 
 @pytest.mark.parametrize("plan", SMALL)
 def test_fsdp_and_tensor_parallel(pool: ProcessPool, plan: str) -> None:
-    cases = CASES if plan == "llama" else FEW
+    cases = LAYOUT if plan == "llama" else FEW
     check_ranks(pool.run(4, on_rank, "fsdp-tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 
 

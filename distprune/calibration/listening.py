@@ -1,0 +1,140 @@
+"""What the linear maps of a block are given, and what becomes of their outputs, while it runs.
+
+Noun: a map *adds to* the residual stream if its output, as it is, is one addend of a sum of hidden states; that
+*sum* is known to whoever listens. In most decoders the output of attention and that of the MLP do; where a norm or a
+factor comes in between (Gemma 2, Granite), they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from distprune.models import LinearMap, expert_inputs
+
+__all__ = ["Listener", "first_maps", "listening"]
+
+_ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__} | {
+    torch.Tensor.__radd__
+}
+
+
+class Listener(Protocol):
+    """Is told, in the order in which a block does it; what it raises ends the run."""
+
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``."""
+
+    def passed(self, name: str) -> None:
+        """All that the module of map ``name`` is given has been told; ``name`` is the first map it holds."""
+
+    def added(self, name: str, total: torch.Tensor) -> None:
+        """The output of map ``name`` was added to hidden states: to ``total`` (..., out)."""
+
+
+@contextmanager
+def listening(
+    maps: Mapping[str, LinearMap], listener: Listener, adding: Mapping[str, LinearMap] | None = None
+) -> Iterator[None]:
+    """Tell ``listener`` what ``maps`` are given while this lasts, and the sums that the maps in ``adding`` add to.
+
+    Through forward hooks on their modules, and functions called in the body. ``adding`` must have all maps of the block
+    that add to hidden states, or a sum of two of them would not be told from one with hidden states. Local.
+    """
+    with ExitStack() as stack:
+        for name, module in first_maps(maps).items():
+            # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
+            # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
+            is_linear = maps[name].expert is None
+            hook = _hook(name, maps, listener)
+            stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
+        if adding:
+            sums = stack.enter_context(_Sums(listener))
+            for name, linear in adding.items():
+                stack.callback(linear.module.register_forward_hook(sums.hook(name)).remove)
+        yield
+
+
+def first_maps(maps: Mapping[str, LinearMap]) -> dict[str, nn.Module]:
+    """Return the modules that hold ``maps``, by the first map of each. Local."""
+    first: dict[nn.Module, str] = {}
+    for name, linear in maps.items():
+        first.setdefault(linear.module, name)
+    return {name: module for module, name in first.items()}
+
+
+def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener) -> Callable[..., None]:
+    """Return the pre-hook of the module that holds map ``name``."""
+    linear = maps[name]
+    prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if linear.expert is None:
+            listener.given(name, args[0] if args else kwargs["input"], None)
+            listener.passed(name)
+            return
+        # The signature of every experts module of transformers 5.
+        given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
+        hidden = given["hidden_states"]
+        inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), given["top_k_index"])
+        for of_expert, (tokens, routed) in inputs.items():
+            if prefix + of_expert in maps:
+                listener.given(prefix + of_expert, routed, tokens)
+        listener.passed(name)
+
+    return hook
+
+
+class _Sums(TorchFunctionMode):
+    """Follows the outputs of maps into the sums that they are addends of.
+
+    A sum of outputs alone (attention and MLP side by side) is followed into the next one.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+        self._followed: dict[str, torch.Tensor] = {}
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+            if isinstance(output, torch.Tensor):
+                self._followed[name] = output
+
+        return note
+
+    @override
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _ADDS or kwargs or not self._followed:
+            return func(*args, **(kwargs or {}))
+        names = [[name for name, output in self._followed.items() if _is_same(output, addend)] for addend in args]
+        total = func(*args)
+        if len(names) != 2 or not any(names) or any(not _has_size(addend, total) for addend in args):
+            return total
+        for name in {*names[0], *names[1]}:
+            if all(names):
+                self._followed[name] = total
+            else:
+                del self._followed[name]
+                self._listener.added(name, total)
+        return total
+
+
+def _has_size(addend: Any, total: torch.Tensor) -> bool:
+    return isinstance(addend, torch.Tensor) and addend.numel() == total.numel()
+
+
+def _is_same(output: torch.Tensor, addend: Any) -> bool:
+    """Return whether ``addend`` is ``output``, seen in another shape maybe."""
+    if output is addend or type(addend) is not type(output):
+        return output is addend
+    alike = addend.numel() == output.numel() and addend.dtype == output.dtype and addend.is_contiguous()
+    return alike and output.is_contiguous() and addend.data_ptr() == output.data_ptr()

@@ -1,0 +1,126 @@
+"""In which order a block runs its linear maps, found by running it once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distprune.calibration.listening import first_maps, listening
+from distprune.calibration.walk import Walk
+from distprune.collectives import Communicator, together
+from distprune.models import LinearMap
+
+__all__ = ["BlockOrder", "learn_order"]
+
+
+@dataclass(frozen=True)
+class BlockOrder:
+    """The same on every rank.
+
+    ``stages`` are maps that can be pruned at once: those of a stage are not given what others of it put out, but where
+    they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are (see
+    :mod:`distprune.calibration.listening`). ``shifted`` are those that share their input with a map that is not.
+    ``called_once`` are those whose modules run once, on whatever sample.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    adding: frozenset[str]
+    shifted: frozenset[str]
+    called_once: frozenset[str]
+
+    def at_once(self) -> BlockOrder:
+        """Return the order with all maps in one stage."""
+        return dataclasses.replace(self, stages=(tuple(name for stage in self.stages for name in stage),))
+
+
+@dataclass
+class _Heard:
+    """What one run tells."""
+
+    width: int  # of hidden states
+    maps: Mapping[str, LinearMap]
+    inputs: list[tuple[torch.Tensor, int, list[str]]] = field(default_factory=list)  # with version and the maps
+    num_calls: dict[str, int] = field(default_factory=dict)
+    adding: list[str] = field(default_factory=list)
+
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:  # noqa: ARG002
+        version = 0 if x.is_inference() else x._version
+        for other, other_version, names in self.inputs:
+            if other is x and other_version == version:
+                names.append(name)
+                return
+        self.inputs.append((x, version, [name]))
+
+    def passed(self, name: str) -> None:
+        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+
+    def added(self, name: str, total: torch.Tensor) -> None:
+        if total.shape[-1] == self.width:
+            self.adding.append(name)
+
+    def candidates(self) -> dict[str, LinearMap]:
+        return {name: of for name, of in self.maps.items() if of.expert is None and of.num_out == self.width}
+
+
+def learn_order(comm: Communicator, walk: Walk, index: int, maps: Mapping[str, LinearMap]) -> BlockOrder:
+    """Run block ``index`` on this rank's first sample and return in which order it runs ``maps``.
+
+    Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other maps that
+    no rank's sample reached come last. Every rank must call it: three rounds, two of the maps' names.
+    """
+    heard = _Heard(walk.hidden[0].shape[-1], maps)
+    with together(comm), listening(maps, heard, heard.candidates()), walk.block(index) as run:
+        run(0)
+    told = [[names for _, _, names in heard.inputs], heard.adding, heard.num_calls]
+    return _merged(maps, comm.gather(told))
+
+
+def _merged(maps: Mapping[str, LinearMap], told: Sequence[Any]) -> BlockOrder:
+    """Return the order that all ranks' runs tell; the first rank's goes first."""
+    stages: list[set[str]] = []  # of kinds
+    sharing: list[set[str]] = []
+    adding, num_calls = dict.fromkeys(maps, True), dict.fromkeys(maps, 0)
+    for inputs, added, calls in told:
+        for names in inputs:
+            kinds = {_kind(name) for name in names}
+            known = next((stage for stage in stages if stage & kinds), None)
+            if known is None:
+                stages.append(kinds)
+            else:
+                known |= kinds
+            sharing.append(set(names))
+        for name in maps:
+            adding[name] = adding[name] and name in added
+        for name, num in calls.items():
+            num_calls[name] = max(num_calls[name], num)
+    found = [tuple(name for name in maps if _kind(name) in stage) for stage in stages]
+    unheard = tuple(name for name in maps if not any(name in stage for stage in found))
+    kept = frozenset(name for name in maps if not adding[name])
+    shifted = kept.union(*(names for names in sharing if names & kept))
+    return BlockOrder(
+        tuple(found) + ((unheard,) if unheard else ()),
+        frozenset(maps) - kept,
+        shifted & frozenset(maps),
+        _called_once(maps, num_calls),
+    )
+
+
+def _called_once(maps: Mapping[str, LinearMap], num_calls: Mapping[str, int]) -> frozenset[str]:
+    """Return the maps whose modules each run calls once. Which of numbered modules it calls may be up to the router."""
+    modules = {module: name for name, module in first_maps(maps).items()}
+    firsts = {name: modules[of.module] for name, of in maps.items()}
+    return frozenset(
+        name
+        for name, first in firsts.items()
+        if num_calls[first] == 1 and (maps[name].expert is not None or _kind(name) == name)
+    )
+
+
+def _kind(name: str) -> str:
+    """Return ``name`` without its numbers, which tell experts apart."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,125 @@
+"""What maps are to put out: what the model put out before anything was pruned.
+
+Two streams run through the blocks: the pruned one, whose hidden states are those of the model as far as it is pruned,
+and the *dense* one. A map W that is given x, and in the dense stream x_dense, should put out W x_dense; one that adds
+to hidden states should bring their sum to what it is in the dense stream. (Known from quantization: GPTAQ,
+arXiv 2504.02692; Qronos, 2505.11695; LoaQ, 2509.06297.) For that the second moments alone do not do; with them go
+sums over tokens of (x_dense - x)^T x, or of x^T (total_dense - total).
+
+A block is run on the dense stream while its weights are dense; what its maps are given and add to is kept until the
+block is pruned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from distprune.calibration.crew import Crew
+from distprune.calibration.order import BlockOrder
+from distprune.calibration.walk import Walk, fitting
+from distprune.models import LinearMap
+from distprune.shards import local_of
+
+__all__ = ["DenseSample", "Targets"]
+
+
+@dataclass
+class DenseSample:
+    """One sample in the dense stream: this rank's features of what a map is given, and the sums it adds to, by map."""
+
+    inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)  # and of which tokens
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        kept = {id(values): values.nbytes for values in [*(x for x, _ in self.inputs.values()), *self.totals.values()]}
+        return sum(kept.values())
+
+    def shift(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Return x_dense - ``x`` (tokens, features of this rank), float32, of map ``name``.
+
+        0 for a token that, in the dense stream, was routed to other experts.
+        """
+        if name not in self.inputs:  # no token was routed there
+            return torch.zeros(x.shape, device=x.device)
+        dense, dense_tokens = self.inputs[name]
+        if tokens is None or dense_tokens is None:
+            _check_alike(name, dense, x)
+            return dense.to(x.device).float() - x
+        numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
+        here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
+        change = torch.zeros(x.shape, device=x.device)
+        change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
+        return change
+
+    def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
+        """Return total_dense - ``total`` (tokens, out), float32, of map ``name``."""
+        dense, total = self.totals[name], local_of(total.detach())
+        total = total.reshape(-1, total.shape[-1])
+        _check_alike(name, dense, total)
+        return dense.to(total.device).float() - total
+
+
+@dataclass
+class Targets:
+    """What the maps of one block are given and add to in the dense stream, by sample; a :class:`Listener`.
+
+    Use: :meth:`begin_sample` before every run of the block. It is kept where the walk keeps hidden states.
+    """
+
+    walk: Walk
+    order: BlockOrder
+    maps: Mapping[str, LinearMap]  # all of the block
+    crew: Crew
+    samples: list[DenseSample] = field(default_factory=list)
+    _kept: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)  # what came, with version
+
+    @property
+    def adding(self) -> dict[str, LinearMap]:
+        """The maps that add to hidden states."""
+        return {name: linear for name, linear in self.maps.items() if name in self.order.adding}
+
+    def begin_sample(self) -> None:
+        self.samples.append(DenseSample())
+        self._kept = []
+
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        if name not in self.order.shifted:
+            return
+        version = 0 if x.is_inference() else x._version
+        for other, other_version, kept in self._kept:
+            if other is x and other_version == version:
+                self.samples[-1].inputs[name] = kept, tokens
+                return
+        num_in = self.maps[name].num_in
+        start, stop = self.crew.features(num_in)
+        own = local_of(x.detach())
+        own = own.reshape(-1, own.shape[-1])
+        own = own[:, start:stop] if own.shape[1] == num_in else own
+        self._kept.append((x, version, self._copy(own)))
+        self.samples[-1].inputs[name] = self._kept[-1][2], tokens
+
+    def passed(self, name: str) -> None: ...
+
+    def added(self, name: str, total: torch.Tensor) -> None:
+        total = local_of(total.detach())
+        self.samples[-1].totals[name] = self._copy(total.reshape(-1, total.shape[-1]))
+
+    def end(self) -> None:
+        """Let go of what only serves to tell inputs apart."""
+        self._kept = []
+
+    def _copy(self, values: torch.Tensor) -> torch.Tensor:
+        with fitting(self.walk, self.samples[0].num_bytes):
+            return values.to("cpu" if self.walk.offload else values.device, copy=True)
+
+
+def _check_alike(name: str, dense: torch.Tensor, own: torch.Tensor) -> None:
+    if dense.shape != own.shape:
+        raise NotImplementedError(
+            f"{name!r} is given or puts out {tuple(own.shape)} in a pruned model, {tuple(dense.shape)} in a dense one: "
+            "it takes targets='own'"
+        )

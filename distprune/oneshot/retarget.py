@@ -1,0 +1,65 @@
+"""Weights that put out what is wanted, before any of them goes: W + share E (X^T X + lambda D)^-1.
+
+D is the diagonal of X^T X, and E, (rows, in), what is wanted beyond W X: W times the shift of the inputs, or the
+residual of the hidden states that the map adds to (see :mod:`distprune.calibration.targets`). All of it overfits few
+samples; half of it is the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from distprune.calibration import Moments
+from distprune.oneshot.rows import Rows
+
+__all__ = ["retarget"]
+
+DAMPING = 0.1  # lambda
+_MAX_RAISED = 3
+_CHUNK = 1 << 20  # weights that are worked on at a time
+
+
+def retarget(rows: Mapping[str, Rows], moments: Moments, share: float) -> Moments:
+    """Move ``rows`` the ``share`` of the way to their target, in place, and return ``moments`` without it. Local.
+
+    Weights that are 0 stay so, and an input that was always 0 moves nothing. Arithmetic is float32.
+
+    Raises:
+        ValueError: X^T X has no inverse, however much it is damped.
+    """
+    aimed = [(name, of) for name, of in rows.items() if of.weight.numel()]
+    done = dataclasses.replace(moments, shift=None, residuals={})
+    if not moments.num_tokens or not aimed or (moments.shift is None and not moments.residuals):
+        return done
+    scale = moments.square_sums.sqrt()
+    scale = torch.where(scale == 0, 1, scale)
+    lower = _factor(moments.values / scale / scale[:, None], moments.names[0])
+    for name, of in aimed:
+        residual = moments.residuals.get(name)
+        wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
+        step = max(1, _CHUNK // max(of.num_in, 1))
+        for start in range(0, len(of.weight), step):
+            weight = of.weight[start : start + step]
+            if wanted is not None:
+                beyond = wanted[:, start : start + step]
+            else:
+                assert moments.shift is not None
+                beyond = (weight.float() @ moments.shift).t()
+            change = torch.cholesky_solve(beyond / scale[:, None], lower).div_(scale[:, None]).t()
+            weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=share)
+    return done
+
+
+def _factor(a: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the Cholesky factor of ``a`` (in, in), of unit diagonal, damped as much as it takes."""
+    diagonal = a.diagonal().clone()
+    for raised in range(_MAX_RAISED + 1):
+        a.diagonal().copy_(diagonal + DAMPING * 10**raised)
+        lower: torch.Tensor
+        lower, info = torch.linalg.cholesky_ex(a)
+        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+            return lower
+    raise ValueError(f"the second moments of the {len(a)} inputs of {name!r} have no inverse with any damping")

@@ -1,0 +1,150 @@
+"""The order in which blocks run their maps, what they add to, and what the dense stream leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distprune import Unstructured, prune_blocks
+from distprune.calibration import BlockOrder, InputStatistics, Targets, catch_inputs, learn_order, listening
+from distprune.calibration.crew import Crew
+from distprune.calibration.walk import Walk
+from distprune.collectives import Alone, communicator
+from distprune.models import decoder_blocks, linear_maps
+from tests.architectures import samples, tiny_model
+from tests.worlds import run_threads
+
+TOKENS = samples(3)
+
+EXPERTS = ("gate_up_proj", "down_proj")
+
+# By architecture: the stages, and what adds to hidden states as it is.
+ORDERS = {
+    "llama": (
+        [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]],
+        "o_proj down_proj",
+    ),
+    "phi": ([["q_proj", "k_proj", "v_proj", "fc1"], ["dense"], ["fc2"]], "dense fc2"),
+    "gpt2": ([["c_attn"], ["c_proj"], ["c_fc"], ["c_proj"]], "c_proj c_proj"),
+    # Behind a norm, outputs are not added as they are.
+    "gemma2": ([["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]], ""),
+    "mixtral": (
+        [["q_proj", "k_proj", "v_proj"], ["o_proj"], *([f"{kind}.{e}" for e in range(4)] for kind in EXPERTS)],
+        "o_proj",
+    ),
+}
+GEMMA2 = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+GEMMA2 |= {"num_key_value_heads": 1}
+
+
+def model_of(architecture: str) -> Any:
+    return tiny_model(architecture, **(GEMMA2 if architecture == "gemma2" else {}))
+
+
+def order_of(model: Any) -> BlockOrder:
+    walk = catch_inputs(model, [{"input_ids": tokens[None], "use_cache": False} for tokens in TOKENS])
+    return learn_order(Alone(), walk, 0, linear_maps(walk.blocks[0][1]))
+
+
+@pytest.mark.parametrize("architecture", ORDERS)
+def test_order(architecture: str) -> None:
+    order = order_of(model_of(architecture))
+    stages, adding = ORDERS[architecture]
+    ends = [
+        [name.endswith(end) for name, end in zip(*pair, strict=True)] for pair in zip(order.stages, stages, strict=True)
+    ]
+    assert all(all(of_stage) for of_stage in ends), order.stages
+    assert sorted(name.rpartition(".")[2] for name in order.adding) == sorted(adding.split())
+    assert order.adding.isdisjoint(order.shifted)
+    assert order.called_once == {name for stage in order.stages for name in stage}
+
+
+def test_a_stage_runs_no_further_than_it_has_to() -> None:
+    """Of the four stages of a block, the last alone runs the last map; so do the dense and the final run."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    num_runs = {"q_proj": 0, "down_proj": 0}
+    for name, module in model.named_modules():
+        if (kind := name.rpartition(".")[2]) in num_runs and ".0." in name:
+            module.register_forward_hook(lambda *_, kind=kind: num_runs.update({kind: num_runs[kind] + 1}))
+    prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5))
+    learning = 2  # how blocks are called, and in which order
+    # The dense run, the four stages (the first one until v_proj is given its input), and the run of the pruned block.
+    assert num_runs["q_proj"] == learning + 6 * len(TOKENS)
+    assert num_runs["down_proj"] == learning + 3 * len(TOKENS)
+
+
+def nan_in_one_stream(rank: int, stream: str) -> None:
+    model: Any = tiny_model("llama")
+    maps = linear_maps(decoder_blocks(model)[0][1])
+    walk = catch_inputs(model, [{"input_ids": TOKENS[:1], "use_cache": False}])
+    targets = Targets(walk, learn_order(Alone(), walk, 0, maps), maps, Crew())
+    walk.split()
+    spoiled = walk.dense if stream == "dense" else walk.hidden
+    statistics = InputStatistics(maps, "pairs", targets=targets)
+    with listening(maps, targets, targets.adding):
+        targets.begin_sample()
+        walk.blocks[0][1](walk.dense[0], **walk.calls[0][0].kwargs)
+    if rank == 1 and stream == "dense":
+        targets.samples[0].inputs["mlp.up_proj"][0][0, 3] = torch.nan
+    elif rank == 1:
+        spoiled[0][0, 3] = torch.nan
+    with statistics.listening(), walk.block(0) as run:
+        statistics.begin_sample()
+        run(0)
+    statistics.reduce(communicator())
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        ("dense", r"NaN or Inf in the inputs of 'mlp.gate_proj' in the dense stream"),
+        ("pruned", r"NaN or Inf in the inputs of 'self_attn.q_proj', .*[^m]$"),
+    ],
+)
+def test_nan_names_the_stream(stream: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_threads(2, nan_in_one_stream, stream)
+
+
+def prune_on_rank(_: int) -> None:
+    prune_blocks(tiny_model("llama"), TOKENS, method="admm", pattern=Unstructured(0.5))
+
+
+@pytest.mark.parametrize("where", ["the streams", "what a block is given"])
+def test_without_memory_for_the_dense_stream(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """On one rank: all are told, and how much it takes."""
+    to, clone = torch.Tensor.to, torch.Tensor.clone
+
+    def no_memory(values: torch.Tensor, num_dims: int) -> None:
+        if torch.distributed.get_rank() == 1 and values.ndim == num_dims:
+            raise torch.OutOfMemoryError("no memory")
+
+    def spoiled_to(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("copy"):
+            no_memory(values, 2)
+        return to(values, *args, **kwargs)
+
+    def spoiled_clone(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        no_memory(values, 3)
+        return clone(values, *args, **kwargs)
+
+    if where == "the streams":
+        monkeypatch.setattr(Walk, "split", with_patch(Walk.split, "clone", spoiled_clone))
+    else:
+        monkeypatch.setattr(torch.Tensor, "to", spoiled_to)
+    errors = run_threads(2, prune_on_rank, catch=True)
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "no memory left for the dense stream" in str(error)
+        assert "GiB for this rank's 2 samples; offload=True (--offload)" in str(error)
+
+
+def with_patch(function: Any, name: str, other: Any) -> Any:
+    def patched(*args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, name, other)
+            function(*args)
+
+    return patched
