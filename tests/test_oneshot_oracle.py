@@ -10,7 +10,8 @@ import torch
 
 from distprune.models import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import COLUMNS, NM, linears, prune_model, sparsegpt, wanda_mask
+from tests.oneshot_oracle import linears, prune_model
+from tests.solver_oracle import COLUMNS, NM, sparsegpt, wanda_mask
 
 TOKENS = samples(3)
 PATTERNS: list[float | NM] = [0.5, NM(2, 4)]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, gather_features
 from distprune.masks import Fsdp2Params
-from distprune.models import EXPERT_WEIGHTS, is_experts
+from distprune.models import expert_weights
 
 __all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
 
@@ -83,7 +83,7 @@ def shared_axis(model: nn.Module) -> Axis | None:
         data_ranks = frozenset[int]() if managed is None else managed.ranks
         own_samples |= data_ranks
         axes = _axes_beyond(data_ranks, parameter.device_mesh)
-        if axes and parameter_name in EXPERT_WEIGHTS and is_experts(module):
+        if axes and parameter_name in expert_weights(module):
             raise NotImplementedError(
                 f"the experts {full_name!r} are laid out as {parameter.placements}, which is more than FSDP2: "
                 "leave experts out of the tensor-parallel plan"

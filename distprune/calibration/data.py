@@ -87,7 +87,7 @@ def check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:
     config = getattr(model, "config", None)
     positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
     length, low, high = token_ids.shape[1], int(token_ids.min()), int(token_ids.max())
-    if positions is not None and length > positions:
+    if positions is not None and 0 < positions < length:  # XLNet says -1
         raise ValueError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     if vocabulary is not None and not 0 <= low <= high < vocabulary:
         wrong = high if high >= vocabulary else low

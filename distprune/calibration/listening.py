@@ -29,7 +29,10 @@ class Listener(Protocol):
     """Is told, in the order in which a block does it; what it raises ends the run."""
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
-        """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``."""
+        """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``.
+
+        Where these are not known, there are none.
+        """
 
     def passed(self, name: str) -> None:
         """All that the module of map ``name`` is given has been told; ``name`` is the first map it holds."""
@@ -79,11 +82,7 @@ def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener) -> Calla
             listener.given(name, args[0] if args else kwargs["input"], None)
             listener.passed(name)
             return
-        # The signature of every experts module of transformers 5.
-        given = {**dict(zip(("hidden_states", "top_k_index"), args, strict=False)), **kwargs}
-        hidden = given["hidden_states"]
-        inputs = expert_inputs(module, hidden.reshape(-1, hidden.shape[-1]), given["top_k_index"])
-        for of_expert, (tokens, routed) in inputs.items():
+        for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
             if prefix + of_expert in maps:
                 listener.given(prefix + of_expert, routed, tokens)
         listener.passed(name)

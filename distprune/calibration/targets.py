@@ -41,7 +41,7 @@ class DenseSample:
     def shift(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return x_dense - ``x`` (tokens, features of this rank), float32, of map ``name``.
 
-        0 for a token that, in the dense stream, was routed to other experts.
+        0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
         if name not in self.inputs:  # no token was routed there
             return torch.zeros(x.shape, device=x.device)
@@ -49,6 +49,8 @@ class DenseSample:
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
             return dense.to(x.device).float() - x
+        if len(tokens) != len(x):
+            return torch.zeros(x.shape, device=x.device)
         numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
         here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
         change = torch.zeros(x.shape, device=x.device)

@@ -217,6 +217,7 @@ class _Learner:
         of_root = RootParameters.can_stand_in(model, [block for _, block in blocks])
         self._root = RootParameters(comm, model) if of_root else None
         self._output: Any = None  # of a block
+        self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
         self._num_asked = 0
         self._first_hidden: torch.Tensor | None = None
         self._put_out = torch.empty(0)  # a copy of what the block called last hands on
@@ -250,6 +251,11 @@ class _Learner:
                 "once, in order"
             )
         hidden, call = _part(name, args, kwargs)
+        if any(given is extra for given in _tensors((call.args, call.kwargs)) for extra in self._extras):
+            raise NotImplementedError(
+                f"block {name!r} is given more of what the one before puts out than hidden states, which a walk from "
+                "block to block cannot follow; prune_model prunes by the weights alone"
+            )
         self._calls.append(call)
         if index == 0:
             self._first_hidden = hidden
@@ -263,6 +269,8 @@ class _Learner:
         if self._output is None:
             self._output = block(*args, **kwargs)
             self._put_out = _hidden_of(self._output).clone()
+            beside = self._output[1:] if isinstance(self._output, tuple | list) else ()
+            self._extras = list(_tensors(beside))
             return self._output
         self._put_out = hidden.clone()
         output = self._output
@@ -344,6 +352,17 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _outer(model: nn.Module, name: str) -> FSDPModule | None:

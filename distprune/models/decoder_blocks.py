@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
-__all__ = ["decoder_blocks", "warn_of_other_blocks"]
+__all__ = ["check_one_stack", "decoder_blocks", "other_blocks", "warn_of_other_blocks"]
 
 _List = nn.ModuleList | nn.ModuleDict
 
@@ -15,7 +17,8 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, block) of the decoder blocks in order: the list that holds most of the weights.
 
     A list is a ``ModuleList``, or a ``ModuleDict`` with numbered keys. All its entries must have children of their own:
-    that tells blocks from plain layers. Of two nested lists the outer one is taken. No communication; global sizes are
+    that tells blocks from plain layers. Of two nested lists the outer one is taken. Where a configuration of
+    transformers says which part of the model reads text, the list is in there. No communication; global sizes are
     compared, so every rank finds the same list.
 
     Raises:
@@ -27,20 +30,44 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"no decoder blocks in {type(model).__name__}: looked for a torch.nn.ModuleList (or a ModuleDict with "
             "numbered keys) whose entries have child modules of their own"
         )
-    prefix = max(found, key=lambda name: _num_weights(found[name]))  # of equals the first
+    of_text = _of_text(model, found)
+    prefix = max(of_text, key=lambda name: _num_weights(of_text[name]))  # of equals the first
     return [(f"{prefix}.{key}" if prefix else key, block) for key, block in found[prefix].named_children()]
 
 
 def warn_of_other_blocks(model: nn.Module) -> None:
     """Warn that other lists of blocks, such as a second tower, are left as they are. Local."""
-    blocks = decoder_blocks(model)
-    chosen = blocks[0][0].rpartition(".")[0]
-    others = [name for name, of in _lists(model).items() if name != chosen and _num_weights(of)]
-    if others:
+    if others := other_blocks(model):
+        chosen = decoder_blocks(model)[0][0].rpartition(".")[0]
         warnings.warn(
             f"only the blocks of {chosen!r} are pruned; those of {', '.join(map(repr, others))} are left as they are: "
             "name what is to be pruned in prune_model(include=...)",
             stacklevel=2,
+        )
+
+
+def other_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the other lists of blocks that hold weights, such as a second tower. Local."""
+    chosen = decoder_blocks(model)[0][0].rpartition(".")[0]
+    return [name for name, of in _lists(model).items() if name != chosen and _num_weights(of)]
+
+
+def check_one_stack(model: nn.Module) -> None:
+    """Check that tokens run through the decoder blocks alone. Local.
+
+    Raises:
+        NotImplementedError: another list holds blocks of the same class, and is no encoder (hierarchical models).
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    blocks = decoder_blocks(model)
+    kinds = {type(block) for _, block in blocks}
+    alike = [name for name in other_blocks(model) if any(type(of) in kinds for of in _lists(model)[name].children())]
+    if alike:
+        raise NotImplementedError(
+            f"{', '.join(map(repr, alike))} hold blocks of the same kind as {blocks[0][0].rpartition('.')[0]!r}: "
+            "hidden states go through several lists, which a walk through one of them cannot follow; "
+            "prune_model(include=...) prunes by the weights alone"
         )
 
 
@@ -58,3 +85,25 @@ def _lists(model: nn.Module) -> dict[str, _List]:
 
 def _num_weights(blocks: _List) -> int:
     return sum(parameter.numel() for parameter in blocks.parameters() if parameter.ndim > 1)
+
+
+def _of_text(model: nn.Module, lists: Mapping[str, _List]) -> Mapping[str, _List]:
+    """Return those of ``lists`` that stand in the model of text, as a configuration of transformers says; or all."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return lists
+    try:
+        kind = config.get_text_config(decoder=True).model_type
+    except ValueError:  # it has several
+        return lists
+    return {name: of for name, of in lists.items() if _kind(model, name) == kind} or lists
+
+
+def _kind(model: nn.Module, name: str) -> str | None:
+    """Return the model type of the innermost module around ``name`` that has a configuration."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if config is not None:
+            return getattr(config, "model_type", None)
+    return None

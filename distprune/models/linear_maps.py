@@ -14,23 +14,24 @@ Adapters (``lora_*``) are not pruned either, what they adapt is.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from distprune.models.weights import EXPERT_WEIGHTS, is_adapter, is_conv1d, is_experts, matrix_of_weight
+from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
 
-__all__ = ["LinearMap", "dense_weights", "expert_inputs", "linear_maps"]
+__all__ = ["UNUSUAL", "LinearMap", "dense_weights", "linear_maps"]
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
+_GROUPED = "a linear layer in groups, each with inputs of its own"
+UNUSUAL = (_UNKNOWN, _GROUPED)  # why weights stay dense that one may expect to be pruned
 
 
 @dataclass(frozen=True)
 class LinearMap:
     """One matrix of a block. ``name`` is the parameter's within the block, without ``.weight``, plus ``.e`` of an
-    expert ``e``; ``transposed`` says that it is kept as (in, out)."""
+    expert ``e``; ``transposed`` says that it is kept as (in, out), ``is_routed`` that only some tokens reach it."""
 
     name: str
     module: nn.Module
@@ -39,6 +40,7 @@ class LinearMap:
     num_in: int
     transposed: bool = False
     expert: int | None = None
+    is_routed: bool = False
 
     @property
     def parameter_path(self) -> str:
@@ -62,19 +64,40 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
     Global shapes; no communication.
     """
     dense = _dense_maps(block)
-    return {name: linear for name, linear in _matrices(block).items() if name not in dense}
+    routed = _routers(block)[1]
+    return {
+        name: dataclasses.replace(linear, is_routed=linear.expert is not None or linear.module in routed)
+        for name, linear in _matrices(block).items()
+        if name not in dense
+    }
 
 
 def dense_weights(block: nn.Module) -> dict[str, str]:
     """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
-    maps, dense = _matrices(block), _dense_maps(block)
-    paths = {linear.parameter_path: dense.get(name, "") for name, linear in maps.items()}
-    weights = {name: paths.get(name, _UNKNOWN) for name, parameter in block.named_parameters() if parameter.ndim > 1}
-    return {name: reason for name, reason in weights.items() if reason}
+    maps, dense, routers = _matrices(block), _dense_maps(block), _routers(block)[0]
+    found = {linear.parameter_path: dense.get(name, "") for name, linear in maps.items()}
+    for module_name, module in block.named_modules():
+        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+            if parameter.ndim > 1 and name not in found:
+                found[name] = "a router" if module in routers else _reason(module, name, parameter)
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    """Return why a parameter of ``module`` that is the weight of no linear map stays dense."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "a convolution"
+    if isinstance(module, nn.Embedding):
+        return "an embedding"
+    if isinstance(module, nn.Linear) and not _is_linear(module):
+        return _GROUPED
+    if name.endswith("bias"):
+        return "a bias"
+    return "a vector" if sum(size > 1 for size in parameter.shape) < 2 else _UNKNOWN
 
 
 def _dense_maps(block: nn.Module) -> dict[str, str]:
-    maps, routers = _matrices(block), _routers(block)
+    maps, routers = _matrices(block), _routers(block)[0]
     found = {name: "a router" for name, linear in maps.items() if linear.module in routers}
     gates = [name for name, linear in maps.items() if linear.num_out == 1 and linear.expert is None]
     adapters = [name for name in maps if is_adapter(name)]
@@ -84,64 +107,47 @@ def _dense_maps(block: nn.Module) -> dict[str, str]:
 def _matrices(block: nn.Module) -> dict[str, LinearMap]:
     found: dict[str, LinearMap] = {}
     for module_name, module in block.named_modules():
-        has_experts = is_experts(module)
+        experts = expert_weights(module)
         for name, parameter in module.named_parameters(recurse=False):
-            if name not in EXPERT_WEIGHTS if has_experts else not (name == "weight" and _is_linear(module)):
+            if name not in experts if experts else not (name == "weight" and _is_linear(module)):
                 continue  # biases
             path = f"{module_name}.{name}" if module_name else name
             matrix = matrix_of_weight(module, name, parameter.shape, path)
-            for expert in range(matrix.num_matrices) if has_experts else (None,):
+            for expert in range(matrix.num_matrices) if experts else (None,):
                 key = module_name if expert is None else f"{path}.{expert}"
                 found[key] = LinearMap(key, module, name, matrix.num_out, matrix.num_in, matrix.transposed, expert)
     return found
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return (isinstance(module, nn.Linear) and getattr(module, "n_groups", 1) == 1) or is_conv1d(module)
 
 
-def _routers(block: nn.Module) -> set[nn.Module]:
-    """Return the modules whose one matrix chooses among the experts beside them."""
+def _routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of."""
     found: set[nn.Module] = set()
+    experts: set[nn.Module] = set()
     for parent in block.modules():
         children = list(parent.children())
         counts = {num for child in children if (num := _num_experts(child))}
+        chosen: set[int] = set()  # how many a router of this parent chooses among
         for child in children if counts else ():
             held = list(_matrices(child).values())
             if len(held) == 1 and held[0].expert is None and held[0].num_out in counts:
                 found.add(held[0].module)
-    return found
+                chosen.add(held[0].num_out)
+            bare = [parameter for parameter in child.parameters(recurse=False) if parameter.ndim == 2]
+            if not held and len(bare) == 1 and bare[0].shape[0] in counts:
+                found.add(child)
+                chosen.add(bare[0].shape[0])
+        experts.update(inner for child in children if _num_experts(child) in chosen for inner in child.modules())
+    return found, experts
 
 
 def _num_experts(module: nn.Module) -> int:
     """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; 0: it holds none."""
-    if is_experts(module):
-        return int(next(p.shape[0] for name, p in module.named_parameters(recurse=False) if name in EXPERT_WEIGHTS))
+    if names := expert_weights(module):
+        return int(getattr(module, names[0]).shape[0])
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return 0
     return len(module) if all(_matrices(expert) for expert in module) else 0
-
-
-def expert_inputs(
-    module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return by ``parameter name.expert`` which tokens are routed there, and the inputs of the expert's matrix.
-
-    ``hidden`` is (tokens, in), ``expert_of_token`` (tokens, experts per token). Experts without tokens are left out.
-    Experts run inside one fused kernel, of which no hook sees the inner activations. They are computed again here, with
-    the module's own gate. Local; call it while the weights are whole.
-    """
-    first_name = next(name for name in EXPERT_WEIGHTS if name in module._parameters)
-    first, bias = getattr(module, first_name), module._parameters.get(f"{first_name}_bias")
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for expert in range(first.shape[0]):
-        tokens = (expert_of_token == expert).any(dim=1).nonzero().squeeze(1)
-        if len(tokens) == 0:
-            continue
-        routed = hidden[tokens]
-        weight = first[expert].t() if getattr(module, "is_transposed", False) else first[expert]
-        inner = nn.functional.linear(routed, weight, None if bias is None else bias[expert])
-        found[f"{first_name}.{expert}"] = tokens, routed
-        gated = module._apply_gate(inner) if first_name == "gate_up_proj" else module.act_fn(inner)
-        found[f"down_proj.{expert}"] = tokens, gated
-    return found

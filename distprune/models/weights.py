@@ -5,6 +5,7 @@ Only this file describes transformers' ``Conv1D`` and experts; the rest of the l
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 
@@ -12,10 +13,11 @@ from torch import nn
 
 from distprune.shards import Matrix
 
-__all__ = ["EXPERT_WEIGHTS", "is_adapter", "is_conv1d", "is_experts", "matrix_of_weight"]
+__all__ = ["expert_arguments", "expert_weights", "is_adapter", "is_conv1d", "matrix_of_weight"]
 
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
-EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
+_MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of one matrix an expert
 
 
 def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_name: str) -> Matrix:
@@ -29,8 +31,10 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
         raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
     if is_conv1d(module) and len(shape) == 2:
         return Matrix(shape[1], shape[0], transposed=True)
-    if len(shape) == 3 and name in EXPERT_WEIGHTS and is_experts(module):
-        transposed = bool(getattr(module, "is_transposed", False))
+    if len(shape) == 3 and name in expert_weights(module):
+        # Experts that are given nothing but their tokens, in order (Llama 4), multiply by the weights as they are.
+        is_ordered = expert_arguments(module) == ("hidden_states",)
+        transposed = bool(getattr(module, "is_transposed", is_ordered))
         num_out, num_in = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
         return Matrix(num_out, num_in, transposed, shape[0])
     known = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Bilinear)
@@ -53,8 +57,19 @@ def is_conv1d(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.Conv1D)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` holds all experts of a block in 3-D weights, as transformers 5 does."""
-    parameters = {name: module._parameters.get(name, module._parameters.get(f"{name}_orig")) for name in EXPERT_WEIGHTS}
-    num_dims = {name: parameter.ndim for name, parameter in parameters.items() if parameter is not None}
-    return len(num_dims) == 2 and "down_proj" in num_dims and set(num_dims.values()) == {3}
+def expert_weights(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the 3-D weights in which ``module`` holds all experts of a block, as transformers 5 does.
+
+    In the order in which they are applied; none if it holds no experts.
+    """
+    own = {name.removesuffix("_orig"): p for name, p in module._parameters.items() if p is not None and p.ndim > 2}
+    if any(parameter.ndim != 3 for parameter in own.values()):
+        return ()
+    if own.keys() == {"weight"} and expert_arguments(module) == _MATRIX_OF_EXPERTS:
+        return ("weight",)
+    return next((names for names in _EXPERT_WEIGHTS if own.keys() == set(names)), ())
+
+
+def expert_arguments(module: nn.Module) -> tuple[str, ...]:
+    """Return what the arguments of ``module``'s forward are called."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]

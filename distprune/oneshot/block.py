@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,8 @@ from distprune.calibration import (
     listening,
 )
 from distprune.collectives import Communicator
-from distprune.models import LinearMap, dense_weights, linear_maps
+from distprune.models import LinearMap
+from distprune.oneshot.block_maps import BlockMaps, unreached
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, MapReport
@@ -52,16 +53,23 @@ class Manner:
 
 
 class BlockPruner:
-    """Prunes the blocks of a walk, in turn. ``owned`` says by parameter whether this rank counts its part.
+    """Prunes ``maps`` of the blocks of a walk, in turn. ``owned`` says by parameter whether this rank counts its part.
 
     Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off.
     """
 
     def __init__(
-        self, comm: Communicator, crew: Crew, walk: Walk, num_counted: int, manner: Manner, owned: Mapping[str, bool]
+        self,
+        comm: Communicator,
+        crew: Crew,
+        walk: Walk,
+        num_counted: int,
+        manner: Manner,
+        maps: Sequence[BlockMaps],
+        owned: Mapping[str, bool],
     ) -> None:
         self._comm, self._crew, self._walk, self._num_counted = comm, crew, walk, num_counted
-        self._manner, self._owned = manner, owned
+        self._manner, self._maps, self._owned = manner, maps, owned
         self._orders: dict[tuple[str, ...], BlockOrder] = {}  # by the names of a block's maps
 
     def prune(self, index: int) -> BlockReport:
@@ -70,8 +78,7 @@ class BlockPruner:
         traffic = comm.traffic.copy()
         seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
         clock = partial(_clock, seconds)
-        name, block = walk.blocks[index]
-        maps = linear_maps(block)
+        name, maps, dense = walk.blocks[index][0], self._maps[index].maps, dict(self._maps[index].dense)
         with clock("forward"):
             order = self._order(index, maps)
             targets = self._dense_pass(index, maps, order) if manner.has_targets else None
@@ -86,6 +93,10 @@ class BlockPruner:
                     moments = statistics.reduce(comm)
                 except (ValueError, NotImplementedError) as error:  # on every rank
                     raise type(error)(f"block {name!r}: {error}") from error
+            unseen = unreached(name, some, moments)
+            dense |= {linear.parameter_path: reason for linear, reason in unseen.values()}
+            some = {of_map: linear for of_map, linear in some.items() if of_map not in unseen}
+            moments = [m for m in moments if m.names[0] in some]
             num_tokens |= {of_map: m.num_tokens for m in moments for of_map in m.names}
             owned = {linear.parameter_path for linear in some.values()}
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
@@ -97,11 +108,11 @@ class BlockPruner:
                 walk.advance(index, comm)
         used = comm.traffic - traffic
         reports = []
-        for of_map, linear in maps.items():
-            of, numel = totals[of_map], linear.num_out * linear.num_in
+        for of_map in (of_map for of_map in maps if of_map in totals):
+            of, numel = totals[of_map], maps[of_map].num_out * maps[of_map].num_in
             counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_map])
             reports.append(MapReport(f"{name}.{of_map}", *counts))
-        dense = {f"{name}.{path}": reason for path, reason in dense_weights(block).items()}
+        dense = {f"{name}.{path}": reason for path, reason in dense.items()}
         return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
 
     def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:

@@ -18,9 +18,18 @@ from torch import nn
 from distprune.calibration import Axis, Walk, catch_inputs, check_fit, find_crew, shared_axis, spread
 from distprune.collectives import Group, communicator, max_together, sum_together, together
 from distprune.masks import reset_forward
-from distprune.models import Found, LinearMap, decoder_blocks, evaluating, linear_maps, warn_of_other_blocks
+from distprune.models import (
+    Found,
+    LinearMap,
+    check_one_stack,
+    decoder_blocks,
+    evaluating,
+    other_blocks,
+    warn_of_other_blocks,
+)
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import BlockPruner, Manner
+from distprune.oneshot.block_maps import BlockMaps, find_maps
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
@@ -28,7 +37,7 @@ from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns import Pattern, as_pattern, check_parts, own_share
 from distprune.pruning.agreement import Facts, agree_on, check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
-from distprune.shards import LocalShard, Matrix, find_flat_parts, flat_chunks, local_shard
+from distprune.shards import LocalShard, find_flat_parts, flat_chunks, local_shard
 
 __all__ = ["OneShotMethod", "Sequential", "TargetsOf", "prune_blocks", "updates_weights"]
 
@@ -64,6 +73,8 @@ def prune_blocks(
     so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
     but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row, and ADMM.
     Tensor parallelism adds up a layer's outputs in another order, so activations differ in their last bits.
+    A layer that the pattern does not fit (2:4 of the 2 inputs of a small Mamba's ``dt_proj``), or that no token reaches
+    and is no expert, stays dense: the report names it with the reason, and a warning does.
 
     Args:
         model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor
@@ -105,7 +116,7 @@ def prune_blocks(
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
-            parameter whose inputs ``m`` does not divide; samples that do not fit the model; NaN weights;
+            block with no linear layer that the pattern fits; samples that do not fit the model; NaN weights;
             no decoder blocks; a model that changes hidden states between blocks. On every rank, with the blocks
             before pruned: NaN or Inf in the activations (it names the block and the layer); with that block's weights
             changed, too: new weights that are not finite, or what the pruned block then puts out. The last block is
@@ -113,9 +124,10 @@ def prune_blocks(
         TypeError: on every rank, nothing changed: an argument of the wrong type.
         RuntimeError: on every rank, nothing pruned: a forward that changes the model's own weights.
         NotImplementedError: on every rank, nothing changed: FSDP1; experts that are cut by more than FSDP2;
-            expert parallelism; tensor parallelism along several mesh axes; hidden states that are cut between
-            blocks. With the blocks before pruned: a linear layer whose inputs are cut otherwise than evenly along
-            their features.
+            expert parallelism; experts that this library does not know; hidden states that go through several lists
+            of blocks; blocks that hand more than hidden states to the next one; tensor parallelism along several mesh
+            axes; hidden states that are cut between blocks. With the blocks before pruned: a linear layer whose inputs
+            are cut otherwise than evenly along their features.
     """
     comm = communicator(group)
     started, traffic = time.perf_counter(), comm.traffic.copy()
@@ -148,10 +160,11 @@ def prune_blocks(
             device = next((p.device for p in model.parameters()), "cpu")
             mine = spread(samples, crew.number, crew.num_crews, device)
             walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
-            _check_whole(walk, samples.shape[1])
+            if plan.axis is not None:
+                _check_whole(walk, samples.shape[1])
             if manner.has_targets:
                 walk.split()
-        pruner = BlockPruner(comm, crew, walk, mine.num_counted, manner, owned)
+        pruner = BlockPruner(comm, crew, walk, mine.num_counted, manner, plan.maps, owned)
         for index in range(len(walk.blocks)):
             if finished is not None:
                 if pruner.pass_by(index, partial(finished, index)):
@@ -172,6 +185,7 @@ def prune_blocks(
         agreed.score.seed if isinstance(agreed.score, Random) else None,
         len(samples),
         tuple(reports),
+        tuple(other_blocks(model)),
         time.perf_counter() - started,
         used.num_rounds,
         used.num_bytes,
@@ -183,6 +197,7 @@ def prune_blocks(
 class _Plan:
     solver: Solver
     pattern: Pattern
+    maps: list[BlockMaps]  # of each block
     shards: list[LocalShard]  # every parameter's part on this rank
     axis: Axis | None
     facts: dict[str, str]  # what ranks must agree on
@@ -210,23 +225,20 @@ def _plan(
     if find_flat_parts(model):
         raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
     blocks = decoder_blocks(model)
+    check_one_stack(model)
     warn_of_other_blocks(model)
     reset_forward(model)
+    of_blocks = find_maps(blocks, pattern)
     maps: dict[str, LinearMap] = {}
     parameters: dict[str, str] = {}  # by the name of the linear map
-    for block_name, block in blocks:
-        of_block = {f"{block_name}.{name}": linear for name, linear in linear_maps(block).items()}
-        if not of_block:
-            raise ValueError(f"block {block_name!r} holds no linear map")
-        maps |= of_block
-        parameters |= {name: f"{block_name}.{linear.parameter_path}" for name, linear in of_block.items()}
+    for (block_name, _), of_block in zip(blocks, of_blocks, strict=True):
+        maps |= {f"{block_name}.{name}": linear for name, linear in of_block.maps.items()}
+        parameters |= {f"{block_name}.{n}": f"{block_name}.{of.parameter_path}" for n, of in of_block.maps.items()}
     pattern = pattern.with_shares(  # of linear maps, by their own names or those of their parameters
         lambda shares: {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
     )
     shards: dict[str, LocalShard] = {}
     for name, linear in maps.items():
-        pattern.check_shape((linear.num_out, linear.num_in))
-        pattern.check_fits(name, Matrix(linear.num_out, linear.num_in))
         solver.stages(linear.num_in, pattern)
         if parameters[name] not in shards:
             shards[parameters[name]] = local_shard(parameters[name], linear.parameter)
@@ -236,7 +248,7 @@ def _plan(
         "seed": repr(seed),
         "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
     }
-    return _Plan(solver, pattern, list(shards.values()), shared_axis(model), facts)
+    return _Plan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
 
 
 def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:

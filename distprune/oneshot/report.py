@@ -66,7 +66,8 @@ class OneShotReport:
     """The same on every rank, but for seconds.
 
     ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
-    is the highest resident size of each rank's process so far, in bytes (0 on Windows).
+    is the highest resident size of each rank's process so far, in bytes (0 on Windows). ``other_blocks`` are lists of
+    blocks that were left as they are, such as an encoder.
     """
 
     method: str
@@ -76,6 +77,7 @@ class OneShotReport:
     seed: int | None
     num_samples: int
     blocks: tuple[BlockReport, ...]
+    other_blocks: tuple[str, ...]
     seconds: float
     num_rounds: int
     num_bytes: int

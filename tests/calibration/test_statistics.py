@@ -21,7 +21,8 @@ from distprune.collectives import Alone, Communicator, communicator
 from distprune.models import decoder_blocks, linear_maps
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import NM, linears, listening, prune_model
+from tests.oneshot_oracle import linears, listening, prune_model
+from tests.solver_oracle import NM
 from tests.worlds import ProcessPool, drawing, run_threads
 
 TOKENS = samples(5)

@@ -60,11 +60,7 @@ def test_defaults() -> None:
         Request(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
     ]
     assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
-        Request(
-            OneShotJob(model="m", output="o", method="magnitude", sparsity=0.5, calibration="t"),
-            "auto",
-            600,
-        )
+        Request(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
     ]
 
 
@@ -98,9 +94,13 @@ def test_every_option_arrives() -> None:
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
     assert asked(line + in_place) == [Request(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
+    one_shot += " --sequential map --targets dense --target-share 0.25"
     calibrated = OneShotJob(
         **common,
         method="wanda",
+        sequential="map",
+        targets="dense",
+        target_share=0.25,
         sparsity=0.5,
         pattern="row",
         calibration="c",

@@ -12,6 +12,7 @@ from distprune import NByM
 from distprune.models import decoder_blocks, find_shards, warn_of_other_blocks
 from distprune.oneshot import prune_blocks
 from tests.architectures import VOCABULARY, samples
+from tests.families import family_model
 
 
 def block(width: int = 4) -> nn.Module:
@@ -59,6 +60,12 @@ def test_a_second_tower_is_named() -> None:
     with pytest.warns(UserWarning, match=r"blocks of 'text' are pruned; those of 'vision' are left .*include"):
         assert names(two) == ["text.0.0.weight", "text.1.0.weight"]
     assert len(find_shards(two, "*.0.weight").shards) == 3  # no warning: said what is meant
+
+
+def test_a_larger_tower_of_vision() -> None:
+    """The configuration says where text is read."""
+    git = family_model("git", vision_config={"num_hidden_layers": 9})
+    assert {name.rpartition(".")[0] for name, _ in decoder_blocks(git)} == {"git.encoder.layer"}
 
 
 def test_towers_of_transformers() -> None:

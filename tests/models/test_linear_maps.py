@@ -51,6 +51,17 @@ def test_routers_are_told_by_where_they_stand(make: Any) -> None:
     assert names == {"other", "shared.0", "shared.1"}
 
 
+def test_only_experts_may_be_out_of_reach() -> None:
+    block = nn.Module()
+    block.experts, block.gate = listed(4), nn.Linear(8, 4)
+    block.halves = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])  # no router beside them chooses between two
+    assert {name.split(".")[0] for name, linear in linear_maps(block).items() if linear.is_routed} == {"experts"}
+    bare = nn.Module()
+    bare.experts, bare.gate = stacked(4), nn.Module()
+    bare.gate.weight = nn.Parameter(torch.ones(4, 8))
+    assert dense_weights(bare) == {"gate.weight": "a router"}
+
+
 def test_without_experts_nothing_is_a_router() -> None:
     block = nn.ModuleDict({"a": nn.Linear(8, 4), "one": nn.Linear(8, 1), "list": nn.ModuleList([nn.Linear(8, 8)])})
     assert list(linear_maps(block)) == ["a", "list.0"]
@@ -62,14 +73,19 @@ def test_why_others_stay_dense() -> None:
     block.gate = nn.Linear(8, 4)
     block.scale = nn.Linear(8, 1)
     block.conv = nn.Conv1d(8, 8, 3)
-    block.own = nn.Parameter(torch.ones(4, 8))
+    block.own = nn.Parameter(torch.ones(5, 8))
+    block.times = nn.Parameter(torch.ones(1, 1, 8))
+    block.grouped = nn.Linear(8, 8)
+    block.grouped.n_groups = 2  # type: ignore[assignment]
     block.adapted = nn.ModuleDict({"base_layer": nn.Linear(8, 8), "lora_A": nn.Linear(8, 2)})
     unknown = "not the weight of a linear layer that this library knows"
     assert dense_weights(block) == {
         "own": unknown,
+        "times": "a vector",
+        "grouped.weight": "a linear layer in groups, each with inputs of its own",
         "gate.weight": "a router",
         "scale.weight": "a gate: it has one output",
-        "conv.weight": unknown,
+        "conv.weight": "a convolution",
         "adapted.lora_A.weight": "an adapter",
     }
     assert "adapted.base_layer" in linear_maps(block)

@@ -17,7 +17,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.patterns import Pattern
 from distprune.scores import Wanda
-from tests import oneshot_oracle as oracle
+from tests import oneshot_oracle as oracle, solver_oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 from tests.oneshot.alike import (
     CASES,
@@ -36,11 +36,11 @@ from tests.oneshot.alike import (
 from tests.pattern_oracle import keep_in_pattern
 from tests.worlds import ProcessPool
 
-PATTERNS: dict[Pattern, oracle.Pattern] = {
+PATTERNS: dict[Pattern, solver_oracle.Pattern] = {
     Unstructured(0.5): 0.5,
-    NByM(2, 4): oracle.NM(2, 4),
-    NByM(4, 8): oracle.NM(4, 8),
-    Block(4, 0.4): oracle.Squares(4, 0.4),
+    NByM(2, 4): solver_oracle.NM(2, 4),
+    NByM(4, 8): solver_oracle.NM(4, 8),
+    Block(4, 0.4): solver_oracle.Squares(4, 0.4),
 }
 
 

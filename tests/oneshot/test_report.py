@@ -277,7 +277,7 @@ def test_report_in_numbers() -> None:
 def test_what_stays_dense_is_listed() -> None:
     block = prune_blocks(tiny_model("qwen2_moe"), TOKENS, method="wanda", pattern=HALF).blocks[0]
     assert block.dense == {
-        "model.layers.0.mlp.gate.weight": "not the weight of a linear layer that this library knows",
+        "model.layers.0.mlp.gate.weight": "a router",
         "model.layers.0.mlp.shared_expert_gate.weight": "a gate: it has one output",
     }
     assert block.to_dict()["dense"] == block.dense

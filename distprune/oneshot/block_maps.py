@@ -1,0 +1,91 @@
+"""What is pruned of each decoder block, and what stays dense, and why; settled before anything changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from distprune.calibration import Moments
+from distprune.models import UNUSUAL, LinearMap, check_experts, dense_weights, linear_maps
+from distprune.patterns import Pattern
+from distprune.shards import Matrix
+
+__all__ = ["BlockMaps", "find_maps", "unreached"]
+
+_NUM_NAMED = 3  # weights that a warning names for each reason
+
+
+@dataclass(frozen=True)
+class BlockMaps:
+    """Of one block: its linear maps to prune, by name, and why other weights stay dense, by the parameter's name."""
+
+    maps: Mapping[str, LinearMap]
+    dense: Mapping[str, str]
+
+
+def find_maps(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> list[BlockMaps]:
+    """Return what is pruned of each block; warn of what stays dense although it may be a linear map. Local.
+
+    A map stays dense that ``pattern`` does not fit, or whose weight an earlier map has: that one's inputs count.
+
+    Raises:
+        ValueError: a block without linear maps, or with none that the pattern fits.
+        NotImplementedError: experts that this library does not know.
+    """
+    found: list[BlockMaps] = []
+    holders: dict[int, str] = {}  # the map that is pruned, by the identity of its parameter
+    unusual: dict[str, list[str]] = {}
+    for block_name, block in blocks:
+        check_experts(block, block_name)
+        maps, dense, misfit = linear_maps(block), dense_weights(block), None
+        if not maps:
+            raise ValueError(f"block {block_name!r} holds no linear map")
+        fit: dict[str, LinearMap] = {}
+        for name, linear in maps.items():
+            full_name, path = f"{block_name}.{name}", linear.parameter_path
+            pattern.check_shape((linear.num_out, linear.num_in))
+            holder = holders.setdefault(id(linear.parameter), f"{block_name}.{path}")
+            if holder != f"{block_name}.{path}":
+                dense[path] = f"its weight is that of {holder!r}: see there"
+                continue
+            try:
+                pattern.check_fits(full_name, Matrix(linear.num_out, linear.num_in))
+            except ValueError as error:
+                misfit = misfit or error
+                dense[path] = f"{pattern} does not fit its {linear.num_out} outputs and {linear.num_in} inputs"
+                unusual.setdefault(dense[path], []).append(f"{block_name}.{path}")
+                continue
+            fit[name] = linear
+        if misfit is not None and not fit:
+            raise misfit
+        for path, reason in dense.items():
+            if reason in UNUSUAL:
+                unusual.setdefault(reason, []).append(f"{block_name}.{path}")
+        found.append(BlockMaps(fit, dense))
+    _warn(unusual)
+    return found
+
+
+def unreached(
+    block_name: str, maps: Mapping[str, LinearMap], moments: Sequence[Moments]
+) -> dict[str, tuple[LinearMap, str]]:
+    """Return those of ``maps`` that no token reached, experts apart, with why they stay dense; warn of them. Local.
+
+    Some models multiply by a weight without calling its module (Mamba's ``dt_proj``); some have layers that wait for
+    another input than tokens (cross-attention without an encoder).
+    """
+    unseen = {name for of in moments if not of.num_tokens for name in of.names if not maps[name].is_routed}
+    found = {name: (linear, "no token reached it") for name, linear in maps.items() if name in unseen}
+    _warn({reason: [f"{block_name}.{linear.parameter_path}"] for linear, reason in found.values()})
+    return found
+
+
+def _warn(dense: Mapping[str, Sequence[str]]) -> None:
+    """``dense``: names of weights, by the reason why they stay dense."""
+    for reason, names in dense.items():
+        names = list(dict.fromkeys(names))  # the experts of a parameter have one name
+        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        warnings.warn(f"{', '.join(map(repr, names[:_NUM_NAMED]))}{more} stay dense: {reason}", stacklevel=2)
