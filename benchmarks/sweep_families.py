@@ -6,6 +6,7 @@ python -m benchmarks.sweep_families --output benchmarks/results/families_DATE.md
 from __future__ import annotations
 
 import argparse
+import re
 import time
 import warnings
 from collections import Counter
@@ -35,8 +36,9 @@ def main() -> None:
         f"\nEvery family that AutoModelForCausalLM of transformers {version('transformers')} knows, in a tiny\n"
         "configuration of three blocks (`tests/families.py`), by Wanda to 2:4 and by ADMM to 50 % of each row.\n"
         "Matrices are counted over all blocks, one for each expert; where ADMM prunes another number, its own comes\n"
-        "second. What stays dense is named in a call's report, with the reason: here for 2:4. A refused model is as\n"
-        "it was before.\n\n"
+        "second. After them come models that read images or speech, too, or have an encoder, as far as generic sizes\n"
+        "build them. What stays dense is named in a call's report, with the reason: here for 2:4. A refused model\n"
+        "is as it was before.\n\n"
         f"{', '.join(f'{number} {outcome}' for outcome, number in counts.items())};"
         f" {time.perf_counter() - started:.0f} seconds.\n\n"
     )
@@ -68,8 +70,9 @@ def num_pruned(report: OneShotReport) -> int:
 
 def left_dense(report: OneShotReport) -> str:
     """Return reasons, each with the number of weights."""
-    counts = Counter(reason for block in report.blocks for reason in block.dense.values())
-    parts = [f"{number} {reason}" if number > 1 else f"1 {reason}" for reason, number in counts.items()]
+    reasons = [reason for block in report.blocks for reason in block.dense.values()]
+    counts = Counter(re.sub("that of '.*'", "an earlier block's", reason) for reason in reasons)
+    parts = [f"{reason}: {number}" for reason, number in counts.items()]
     if report.other_blocks:
         parts.append(f"the blocks of {', '.join(report.other_blocks)}")
     return "; ".join(parts)

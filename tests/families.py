@@ -1,4 +1,4 @@
-"""A tiny random model of every family of causal language models in transformers.
+"""A tiny random model of every family of causal language models in transformers, and of others that speak.
 
 Configurations have generic sizes, by what transformers calls its fields; what a family needs besides is in ``CHANGES``.
 """
@@ -10,14 +10,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.models.auto import modeling_auto
 
 from tests.worlds import drawing
 
 __all__ = ["FAMILIES", "NOT_BUILT", "REFUSED", "family_model", "tokens"]
 
-FAMILIES = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Of those that read something beside text, or have an encoder: the ones that generic sizes build.
+_IMAGES = """
+aria aya_vision cosmos3_omni deepseek_vl exaone4_5 hyperclovax_vision_v2 idefics2 idefics3 internvl lfm2_vl lfm3_vl
+lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3
+ovis2 paligemma pp_chart2table qianfan_ocr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava
+vipllava
+"""
+_SPEECH = ["audioflamingo3", "glmasr", "musicflamingo", "qwen2_audio", "voxtral"]
+_ENCODER_DECODERS = ["longt5", "m2m_100", "mt5", "pegasus_x", "switch_transformers", "t5", "t5gemma", "umt5"]
+_AUTO: dict[str, Any] = {
+    **dict.fromkeys(_IMAGES.split(), AutoModelForImageTextToText),
+    **dict.fromkeys(["led", *_SPEECH, *_ENCODER_DECODERS], AutoModelForSeq2SeqLM),
+}
+FAMILIES = (*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_AUTO)
 
 # Inputs of linear layers are multiples of 4, no two of them alike where that can be; three blocks, so that what the
 # first one hands to all others is told from what each hands to the next.
@@ -112,6 +131,7 @@ _MORE = "is given more of what the one before puts out than hidden states"
 _BETWEEN = "the model changes hidden states between them"
 _LISTS = "hold blocks of the same kind"
 REFUSED = {
+    **dict.fromkeys(_ENCODER_DECODERS, "is an encoder-decoder model that does not run on input_ids alone"),
     "blt": _LISTS,
     "dbrx": "a DbrxExpertGLU, keep their weights in v1, w1, w2",
     "glm_moe_dsa": _MORE,
@@ -129,11 +149,12 @@ def family_model(family: str, **changes: Any) -> nn.Module:
     ``changes`` are to its configuration.
     """
     config = _config(CONFIG_MAPPING[family], {**CHANGES.get(family, {}), **changes})
+    auto = _AUTO.get(family, AutoModelForCausalLM)
     with torch.device("meta"):
-        num_weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        num_weights = sum(p.numel() for p in auto.from_config(config).parameters())
     assert num_weights < 4e6, f"{family} is not tiny: {num_weights} weights"
     with drawing(0):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: nn.Module = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

@@ -36,7 +36,9 @@ class Products(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in self.parameters.items()}
+        # Of names that share a parameter the first.
+        named = reversed(list(self.parameters.items()))
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in named}
 
     def matrix(self, parameter: torch.Tensor, name: str, offset: int) -> torch.Tensor:
         """Return the matrix (out, in) of parameter ``name``, or of one shaped like it, at a place in it."""

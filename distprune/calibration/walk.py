@@ -238,6 +238,13 @@ class _Learner:
             except _ReachedLast:
                 assert self._first_hidden is not None
                 return self._first_hidden, self._calls
+            except (TypeError, ValueError) as error:
+                if self._calls or not getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+                    raise
+                raise ValueError(
+                    f"{type(self._model).__name__} is an encoder-decoder model that does not run on input_ids alone: "
+                    f"{error}"
+                ) from error
         raise ValueError(
             f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"
         )

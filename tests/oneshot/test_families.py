@@ -123,7 +123,9 @@ def check_account(seen: Seen, model: nn.Module, report: OneShotReport, said: lis
         wanted = {name for name in seen.weights if name.startswith(f"{block.name}.")}
         assert of_block.keys() | block.dense.keys() == wanted
         for name, num_matrices in of_block.items():
-            assert num_matrices == (len(seen.weights[name]) if seen.weights[name].ndim == 3 else 1)
+            is_stack = seen.weights[name].ndim == 3  # of experts, some of which no token may reach
+            assert is_stack or name in seen.products.in_dim
+            assert num_matrices == (len(seen.weights[name]) if is_stack else 1)
         for name, reason in block.dense.items():
             if any(words in reason for words in WARNED):
                 assert any(reason in text for text in said), name
@@ -169,8 +171,5 @@ def check_inputs(seen: Seen, report: OneShotReport) -> None:
 
 
 def inputs_of(seen: Seen, pruned: Mapping[str, int]) -> list[tuple[tuple[str, int], torch.Tensor]]:
-    return [
-        (key, square_sum if bool(square_sum.any()) else torch.ones_like(square_sum))  # tokens that do not reach it
-        for key, square_sum in seen.products.square_sums.items()
-        if key[0] in pruned
-    ]
+    """Return what the matrices of ``pruned`` are given, but for those that are given zeros alone: there all ties."""
+    return [(key, sums) for key, sums in seen.products.square_sums.items() if key[0] in pruned and bool(sums.any())]
