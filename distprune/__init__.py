@@ -5,7 +5,7 @@
 
 from distprune.evaluation import perplexity
 from distprune.masks import dense_state_dict
-from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, prune_blocks
+from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
     Masks,
@@ -102,6 +102,7 @@ __all__ = [
     "TrainingReport",
     "Unstructured",
     "Wanda",
+    "allocate",
     "compute_masks",
     "constant",
     "cubic",

@@ -1,10 +1,11 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
-from distprune.calibration.data import check_fit, load_samples, spread
+from distprune.calibration.data import Samples, check_fit, load_samples, spread
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import open_text, text_tokens
@@ -18,6 +19,8 @@ __all__ = [
     "InputStatistics",
     "Moments",
     "MomentsOf",
+    "Samples",
+    "Sensitivity",
     "StageDone",
     "Targets",
     "Walk",
@@ -27,6 +30,7 @@ __all__ = [
     "learn_order",
     "listening",
     "load_samples",
+    "measure_sensitivities",
     "open_text",
     "pack_triangle",
     "shared_axis",

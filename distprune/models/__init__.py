@@ -2,8 +2,8 @@
 
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights
-from distprune.models.experts import check_experts, expert_inputs
-from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.models.experts import check_experts, expert_gradients, expert_inputs
+from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
 from distprune.models.linear_maps import UNUSUAL, LinearMap, dense_weights, linear_maps
 from distprune.models.weights import expert_weights, matrix_of_weight
 
@@ -12,11 +12,13 @@ __all__ = [
     "Found",
     "LinearMap",
     "NamePattern",
+    "bare_model",
     "check_experts",
     "check_one_stack",
     "decoder_blocks",
     "dense_weights",
     "evaluating",
+    "expert_gradients",
     "expert_inputs",
     "expert_weights",
     "find_shards",

@@ -8,7 +8,7 @@ not go (Llama 4), tokens in the order of their experts (JetMoe), or tokens that 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from distprune.models.weights import expert_arguments, expert_weights, matrix_of_weight
 
-__all__ = ["check_experts", "expert_inputs"]
+__all__ = ["check_experts", "expert_gradients", "expert_inputs"]
 
 _ROUTED = ("top_k_index", "router_indices")
 _KNOWN = ({"hidden_states"}, {"inputs", "expert_size"}, {"hidden_states", "gammas"})
@@ -74,6 +74,34 @@ def expert_inputs(
     return found
 
 
+@torch.enable_grad()
+def expert_gradients(
+    module: Any, hidden: torch.Tensor, expert_of_token: torch.Tensor, share_of_token: torch.Tensor, grad: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name, inputs, gradient of the outputs) of each expert's matrices, named as :func:`expert_inputs` does.
+
+    ``grad`` (tokens, out) is the gradient of what ``module`` puts out: of each token the sum over its experts, times
+    their shares ``share_of_token`` (tokens, experts per token). Local; one expert at a time is in memory.
+    """
+    *first_names, last_name = expert_weights(module)
+    for expert in range(getattr(module, last_name).shape[0]):
+        is_here = (expert_of_token == expert).any(dim=1)
+        if not bool(is_here.any()):
+            continue
+        routed = hidden[is_here]
+        inner = [_apply(module, name, expert, routed).detach().requires_grad_() for name in first_names]
+        gated = _activated(module, inner, first_names)
+        share = (share_of_token * (expert_of_token == expert)).sum(dim=1)[is_here]
+        of_last = grad[is_here] * share[:, None].to(grad.dtype)
+        if getattr(module, "has_post_expert_norm", False):
+            put_out = _apply(module, last_name, expert, gated).detach().requires_grad_()
+            (of_last,) = torch.autograd.grad(module.post_expert_norm(put_out), put_out, of_last)
+        of_first = torch.autograd.grad(gated, inner, of_last @ _matrix(module, last_name, expert))
+        for name, gradient in zip(first_names, of_first, strict=True):
+            yield f"{name}.{expert}", routed, gradient
+        yield f"{last_name}.{expert}", gated.detach(), of_last
+
+
 def _routed(module: Any, given: Mapping[str, Any], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens ``expert`` is given, and what, (tokens, in)."""
     hidden: torch.Tensor = given["hidden_states"]
@@ -90,10 +118,15 @@ def _routed(module: Any, given: Mapping[str, Any], expert: int) -> tuple[torch.T
 
 
 def _apply(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = getattr(module, name)[expert], module._parameters.get(f"{name}_bias")
-    if matrix_of_weight(module, name, getattr(module, name).shape, name).transposed:
-        weight = weight.t()
-    return nn.functional.linear(x, weight, None if bias is None else bias[expert])
+    bias = module._parameters.get(f"{name}_bias")
+    return nn.functional.linear(x, _matrix(module, name, expert), None if bias is None else bias[expert])
+
+
+def _matrix(module: Any, name: str, expert: int) -> torch.Tensor:
+    """Return the matrix (out, in) of an expert."""
+    weight: torch.Tensor = getattr(module, name)
+    is_transposed = matrix_of_weight(module, name, weight.shape, name).transposed
+    return weight[expert].t() if is_transposed else weight[expert]
 
 
 def _activated(module: Any, inner: Sequence[torch.Tensor], names: Sequence[str]) -> torch.Tensor:

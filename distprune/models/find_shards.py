@@ -19,7 +19,7 @@ from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
 from distprune.models.weights import is_adapter
 from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
 
-__all__ = ["Found", "NamePattern", "find_shards"]
+__all__ = ["Found", "NamePattern", "bare_model", "find_shards"]
 
 NamePattern = str | nn.Module
 
@@ -73,7 +73,7 @@ def find_shards(
         if isinstance(module, FSDPModule):
             module.reshard()
     flat_parts = find_flat_parts(model)
-    bare = _bare(model)
+    bare = bare_model(model)
     names: dict[_Held, list[str]] = {}
     holders: dict[_Held, tuple[nn.Module, str]] = {}  # module, attribute
     for prefix, module in bare.named_modules(remove_duplicate=False):
@@ -115,8 +115,8 @@ def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], LocalShard]) -
     return list(own.items())
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers that add a level to its names."""
+def bare_model(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that add a level to its names. Local."""
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
     return model

@@ -1,13 +1,16 @@
 """One-shot pruning of a decoder, block after block: solvers, and the driver that runs them over the ranks."""
 
 from distprune.oneshot.admm import ADMM
-from distprune.oneshot.prune_blocks import OneShotMethod, Sequential, TargetsOf, prune_blocks, updates_weights
+from distprune.oneshot.allocation import Allocation, allocate
+from distprune.oneshot.plan import OneShotMethod, Sequential, TargetsOf, updates_weights
+from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.solver import Solved, Solver, Solving, Stage
 from distprune.oneshot.sparsegpt import SparseGPT
 
 __all__ = [
     "ADMM",
+    "Allocation",
     "BlockReport",
     "OneShotMethod",
     "OneShotReport",
@@ -18,6 +21,7 @@ __all__ = [
     "SparseGPT",
     "Stage",
     "TargetsOf",
+    "allocate",
     "prune_blocks",
     "updates_weights",
 ]

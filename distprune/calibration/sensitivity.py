@@ -1,0 +1,273 @@
+"""How much the loss feels what each linear map puts out: one backward pass over the calibration samples.
+
+Nouns: the *sensitivity* of an output of a map is r_i = sum over tokens of (dL/dy_i)^2, L the cross-entropy of the next
+tokens and y (tokens, out) what the map puts out. The moments of its inputs are taken on the way.
+
+No gradient of a weight is computed: parameters need none while the pass lasts, and the first maps ask for gradients of
+their inputs, so that those of all outputs flow. Of one sample at a time the hidden states between blocks are kept, and
+the activations of one block, which runs once more in the backward pass.
+
+As in :mod:`distprune.calibration.statistics`, ranks of a crew take some features each, and every sample is one addend,
+rounded to float32 and added in float64: N ranks come to what one rank comes to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from distprune.calibration.crew import Crew
+from distprune.calibration.data import Samples
+from distprune.collectives import Communicator, sum_together
+from distprune.masks import reset_forward
+from distprune.models import LinearMap, bare_model, evaluating, expert_gradients, keeping_weights
+from distprune.shards import local_of
+
+__all__ = ["Sensitivity", "measure_sensitivities"]
+
+_LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
+_EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Of one linear map, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is given,
+    ``outputs`` (out,) those of the gradients of what it puts out; float32."""
+
+    num_tokens: int
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+
+
+def measure_sensitivities(
+    comm: Communicator,
+    crew: Crew,
+    model: nn.Module,
+    blocks: Sequence[tuple[nn.Module, Mapping[str, LinearMap]]],
+    samples: Samples,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Sensitivity]:
+    """Return the sensitivity of each linear map of ``blocks``, by the names that they give.
+
+    ``model`` is run in evaluation mode and left as it was: weights, gradients, which parameters need some, modes and
+    random state. Every rank must call it. Rounds: 1 for each block, of 8 bytes for each input and output of its maps.
+
+    Raises:
+        ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the map.
+        NotImplementedError: on every rank: inputs or outputs that are cut otherwise than evenly along their features;
+            experts that are called otherwise than transformers 5 calls them; logits that are cut.
+        RuntimeError: on every rank: a forward that changes the model's own weights.
+        Exception: on every rank: what a forward, or ``progress``, raised on one.
+    """
+    bare, maps = bare_model(model), {name: linear for _, of_block in blocks for name, linear in of_block.items()}
+    device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
+    listener = _Listener(crew, maps, device)
+    error: Exception | None = None
+    try:
+        with _without_traces(bare, device), _checkpointed([block for block, _ in blocks]), listener.listening():
+            for index, batch in enumerate(samples.batches):
+                try:  # go on behind an error: other ranks' forwards may need this one's
+                    number = crew.number + index * crew.num_crews
+                    listener.run(bare, batch, number if index < samples.num_counted else None)
+                    if progress is not None and error is None:
+                        progress(index + 1, len(samples.batches))
+                except Exception as caught:
+                    error = error or caught
+                    reset_forward(model)
+    except Exception as caught:
+        error = error or caught
+    finally:
+        reset_forward(model)
+    found: dict[str, Sensitivity] = {}
+    for _, of_block in blocks:
+        found.update(_summed(comm, listener, of_block, error))
+    return found
+
+
+def _summed(
+    comm: Communicator, listener: _Listener, maps: Mapping[str, LinearMap], error: Exception | None
+) -> dict[str, Sensitivity]:
+    sizes = [size for linear in maps.values() for size in (1, linear.num_in, linear.num_out)]
+
+    def fill(words: torch.Tensor) -> None:
+        if error is not None:
+            raise error
+        parts = iter(torch.split(words, sizes))
+        for name in maps:
+            next(parts)[0] = listener.num_tokens[name] if listener.crew.place == 0 else 0
+            for own in listener.sums[name]:
+                whole = next(parts)
+                start, stop = listener.crew.features(len(whole))
+                whole[start:stop] = own
+
+    parts = iter(torch.split(sum_together(comm, (sum(sizes),), fill, torch.float64), sizes))
+    return {name: Sensitivity(int(next(parts)), next(parts).float(), next(parts).float()) for name in maps}
+
+
+class _Listener:
+    """Takes in, through hooks, what maps are given and the gradients of what they put out; sums of this rank."""
+
+    def __init__(self, crew: Crew, maps: Mapping[str, LinearMap], device: torch.device) -> None:
+        self.crew, self._maps = crew, maps
+        self.num_tokens = dict.fromkeys(maps, 0)
+        self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's features: inputs, outputs
+        for name, linear in maps.items():
+            bounds = [crew.features(num) for num in (linear.num_in, linear.num_out)]
+            inputs, outputs = (torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds)
+            self.sums[name] = inputs, outputs
+        self._takes = False  # not while a block runs once more, nor for a sample that does not count
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module, name in {linear.module: name for name, linear in self._maps.items()}.items():
+                linear = self._maps[name]
+                # First of all hooks, and last of all: tensor parallelism wraps inputs and unwraps outputs.
+                given = module.register_forward_pre_hook(self._hook_of_inputs(name), prepend=True, with_kwargs=True)
+                on_output = self._hook_of_outputs(name) if linear.expert is None else self._hook_of_experts(name)
+                put_out = module.register_forward_hook(on_output, with_kwargs=True)
+                stack.callback(given.remove)
+                stack.callback(put_out.remove)
+            yield
+
+    def run(self, model: nn.Module, batch: Mapping[str, Any], number: int | None) -> None:
+        """Run a sample forward and backward. ``number``: among all samples; ``None``: it does not count."""
+        self._takes = number is not None
+        try:
+            logits = model(**batch).logits[0, :-1]
+        finally:
+            self._takes = False
+        targets = batch["input_ids"][0, 1:]
+        if isinstance(logits, DTensor) or int(targets.max()) >= logits.shape[-1]:
+            raise NotImplementedError(
+                f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
+            )
+        loss, gradient = _cross_entropy(logits.detach(), targets)
+        torch.autograd.backward(logits, gradient)
+        if number is None:
+            return
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss of calibration sample {number} is {loss}")
+        pairs = [self.sums[name] for name in self._maps]
+        finite = torch.stack([of.isfinite().all() for pair in pairs for of in pair]).view(-1, 2).tolist()
+        for name, (inputs, outputs) in zip(self._maps, finite, strict=True):
+            if not (inputs and outputs):
+                what = "gradients of what it puts out" if inputs else "inputs"
+                raise ValueError(f"{name!r}: NaN or Inf in the {what}, in calibration sample {number}")
+
+    def _hook_of_inputs(self, name: str) -> Callable[..., Any]:
+        is_linear = self._maps[name].expert is None
+        key = "input" if is_linear else "hidden_states"
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            x = args[0] if args else kwargs[key]
+            if is_linear and self._takes:
+                self._add(name, x.detach(), 0)
+            if not x.requires_grad:  # nothing that does comes before
+                x = x.detach().requires_grad_()
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, key: x})
+
+        return hook
+
+    def _hook_of_outputs(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+            if self._takes:
+                output.register_hook(lambda gradient: self._add(name, gradient, 1))
+
+        return hook
+
+    def _hook_of_experts(self, name: str) -> Callable[..., None]:
+        """Return the hook of the module that holds map ``name``: the gradients of all its experts' matrices."""
+        linear = self._maps[name]
+        prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self._takes:
+                return
+            given = {**dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)), **kwargs}
+            if not all(isinstance(given.get(key), torch.Tensor) for key in _EXPERTS_ARGUMENTS):
+                raise NotImplementedError(
+                    f"the experts {prefix.rstrip('.')!r} ({type(module).__name__}) are not called with "
+                    f"{', '.join(_EXPERTS_ARGUMENTS)}"
+                )
+            hidden, index, weights = (given[key].detach() for key in _EXPERTS_ARGUMENTS)
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+
+            def take(gradient: torch.Tensor) -> None:
+                gradient = gradient.reshape(-1, gradient.shape[-1])
+                for of_expert, x, of_output in expert_gradients(module, hidden, index, weights, gradient):
+                    self._add(prefix + of_expert, x, 0)
+                    self._add(prefix + of_expert, of_output, 1)
+
+            output.register_hook(take)
+
+        return hook
+
+    def _add(self, name: str, x: torch.Tensor, which: int) -> None:
+        """Add the squares of ``x`` (..., features), what map ``name`` is given (0) or a gradient of its outputs (1)."""
+        num = (self._maps[name].num_in, self._maps[name].num_out)[which]
+        start, stop = self.crew.features(num)
+        local = local_of(x)
+        layouts = x.placements if isinstance(x, DTensor) else ()
+        is_whole = local.shape[-1] == num
+        if any(not p.is_replicate() and not p.is_shard(x.ndim - 1) for p in layouts) or not (
+            is_whole or local.shape[-1] == stop - start
+        ):
+            raise NotImplementedError(
+                f"{name!r} {'puts out' if which else 'is given'} {type(x).__name__} {tuple(local.shape)} {layouts} "
+                f"where {num} features were expected, or, of ranks that share a sample, {stop - start}"
+            )
+        if which == 0:
+            self.num_tokens[name] += local.shape[:-1].numel()
+        own = local.reshape(-1, local.shape[-1])[:, start:stop] if is_whole else local.reshape(-1, stop - start)
+        norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
+        self.sums[name][which].add_(norms.square_().float())
+
+
+@contextmanager
+def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Compute gradients, but of no parameter, in evaluation mode; put back what that changes. Local."""
+    needs_gradient = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), evaluating(model), keeping_weights(model), torch.enable_grad():
+        try:
+            for parameter, _ in needs_gradient:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter, needed in needs_gradient:
+                parameter.requires_grad_(needed)
+
+
+@contextmanager
+def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep what blocks are given, not what they compute, until their backward pass runs them once more. Local."""
+    with ExitStack() as stack:
+        for block in blocks:
+            own = {key: value for key, value in vars(block).items() if key == "forward"}
+            stack.callback(vars(block).update, own)
+            stack.callback(vars(block).pop, "forward")
+            vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+        yield
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Return the cross-entropy of ``logits`` (tokens, vocabulary), summed over tokens, and its gradient."""
+    loss, gradient = 0.0, torch.empty_like(logits)
+    for start in range(0, len(logits), _LOSS_ROWS):
+        rows = slice(start, start + _LOSS_ROWS)
+        of_targets = targets[rows, None]
+        log_probabilities = nn.functional.log_softmax(logits[rows].float(), dim=1)
+        loss -= float(log_probabilities.gather(1, of_targets).sum(dtype=torch.float64))
+        ones = torch.ones_like(of_targets, dtype=torch.float32)
+        gradient[rows] = log_probabilities.exp_().scatter_add_(1, of_targets, -ones)
+    return loss, gradient

@@ -1,0 +1,238 @@
+"""Sparsity where it costs least: a share for each linear map, from one backward pass over the dense model.
+
+Zeroing weight W_ij changes output i by W_ij x_j, which the loss feels as r_i W_ij^2 H_jj to second order: r_i is the
+sum over tokens of the squared gradient of output i, H_jj that of the squares of input j. Weights of all maps compete by
+that, and how many of each map fall below the one threshold is its share. Which of them go is not settled here: a solver
+chooses within each row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.calibration import Sensitivity, find_crew, measure_sensitivities, spread
+from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
+from distprune.models import Found, LinearMap, decoder_blocks
+from distprune.oneshot.plan import Plan, make_plan
+from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
+from distprune.pruning.agreement import Facts, agree_on
+from distprune.scores import Elements, LocalScores, Score
+from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
+
+__all__ = ["Allocation", "allocate", "fill_budget", "whole_rows_of"]
+
+Allocation = Literal["uniform", "gradients"]
+Bounds = tuple[int, int]  # the least and the most
+
+
+def allocate(
+    model: nn.Module,
+    samples: torch.Tensor,
+    sparsity: float,
+    *,
+    max_difference: float = 0.15,
+    group: Group = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Return a sparsity for each linear map in the decoder blocks of ``model``, ``sparsity`` over all of them together.
+
+    To be given to :func:`distprune.prune_blocks` as ``sparsity``, before anything is pruned. Each share is a whole
+    number of weights of each row. What it then prunes by rows is ``round(sparsity * all weights)``, to within half the
+    rows of the smallest map. A map that no token reached (an expert that nothing was routed to) has ``sparsity``.
+
+    Args:
+        model, samples, group: as of :func:`distprune.prune_blocks`; samples of two tokens or more.
+        max_difference: no share lies further than that from ``sparsity``.
+        progress: called with how many of this rank's samples are done, and how many there are.
+
+    Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
+    one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one sample
+    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 5
+    (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its maps,
+    and a choice by :class:`distprune.Unstructured` over all maps, with 1 round of 8 bytes a map, until no share is out
+    of bounds: 3 or 4 times as a rule.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
+            shares within bounds meet; NaN or Inf in the loss or in gradients, with the sample and the map.
+        RuntimeError: on every rank: a forward that changes the model's own weights.
+    """
+    comm = communicator(group)
+
+    def look() -> tuple[Found, Facts, Score, Plan]:
+        if not isinstance(sparsity, float):
+            raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
+        plan = make_plan(model, samples, "magnitude", PerRow(sparsity), None, None)
+        if samples.shape[1] < 2:
+            raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
+        if not 0 <= max_difference <= 1:
+            raise ValueError(f"{max_difference=} is not between 0 and 1")
+        facts = {**plan.facts, "max_difference": repr(max_difference)}
+        return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan
+
+    agreed, plan = agree_on(comm, look)
+    shards = agreed.shards()
+    check_parts(comm, agreed.roster, lambda: shards)
+    blocks = [
+        (block, {f"{prefix}.{name}": linear for name, linear in of_block.maps.items()})
+        for (prefix, block), of_block in zip(decoder_blocks(model), plan.maps, strict=True)
+    ]
+    crew = find_crew(comm, plan.axis)
+    with together(comm):
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+        mine = spread(samples, crew.number, crew.num_crews, device)
+    found = measure_sensitivities(comm, crew, model, blocks, mine, progress)
+    by_parameter = {shard.name: shard for shard in shards}
+    maps: dict[str, _Map] = {}
+    for (prefix, _), (_, of_block) in zip(decoder_blocks(model), blocks, strict=True):
+        for name, linear in of_block.items():
+            maps[name] = _Map(name, linear, by_parameter[f"{prefix}.{linear.parameter_path}"], found[name])
+
+    uniform = {name: round(sparsity * of.linear.num_in) for name, of in maps.items()}
+    bounds = {name: _bounds(of.linear.num_in, sparsity, max_difference) for name, of in maps.items()}
+    bounds |= {name: (uniform[name], uniform[name]) for name, of in maps.items() if not of.found.num_tokens}
+    num_out = {name: of.linear.num_out for name, of in maps.items()}
+    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in maps.values()))
+
+    def choose(names: Sequence[str], num: int) -> dict[str, int]:
+        return _num_lowest(comm, [maps[name] for name in names], num)
+
+    counts = fill_budget(
+        {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()}, budget, choose
+    )
+    rows = whole_rows_of(counts, num_out, bounds, budget)
+    return {name: num / maps[name].linear.num_in for name, num in rows.items()}
+
+
+def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
+    """Return the least and the most weights that may go of a row; the uniform number is always allowed."""
+    uniform = round(sparsity * num_in)
+    least = math.ceil(round((sparsity - max_difference) * num_in, 6))
+    most = math.floor(round((sparsity + max_difference) * num_in, 6))
+    return max(0, min(least, uniform)), min(num_in, max(most, uniform))
+
+
+def fill_budget(
+    bounds: Mapping[str, Bounds], budget: int, choose: Callable[[Sequence[str], int], Mapping[str, int]]
+) -> dict[str, int]:
+    """Return a number for each name, within ``bounds``, ``budget`` over all: those of one threshold, but for bounds.
+
+    ``choose`` returns how many of each of some names are among the lowest so many of theirs.
+
+    Raises:
+        ValueError: no numbers within bounds add up to ``budget``.
+    """
+    least, most = (sum(pair[i] for pair in bounds.values()) for i in (0, 1))
+    if not least <= budget <= most:
+        raise ValueError(
+            f"no shares meet the budget: {budget} weights are to be pruned, and the bounds allow {least} to {most}; "
+            "change the sparsity, or raise max_difference"
+        )
+    settled = {name: low for name, (low, high) in bounds.items() if low == high}
+    while free := [name for name in bounds if name not in settled]:
+        left = budget - sum(settled.values())
+        counts = choose(free, left)
+        within = {name: min(max(counts[name], bounds[name][0]), bounds[name][1]) for name in free}
+        excess = sum(within.values()) - left
+        if excess == 0:
+            settled |= within
+        # With fewer than are wanted the threshold will rise: what is at its most stays there. Or the other way round.
+        elif excess < 0:
+            settled |= {name: within[name] for name in free if counts[name] > within[name]}
+        else:
+            settled |= {name: within[name] for name in free if counts[name] < within[name]}
+    return {name: settled[name] for name in bounds}
+
+
+def whole_rows_of(
+    counts: Mapping[str, int], num_out: Mapping[str, int], bounds: Mapping[str, Bounds], budget: int
+) -> dict[str, int]:
+    """Return how many weights go of each row of each map, ``counts`` weights of the map before rounding.
+
+    They are rounded down or up, up where the most was lost, so that ``budget`` is met but for half the rows of a map.
+    """
+    rows = {name: count // num_out[name] for name, count in counts.items()}
+    left = budget - sum(rows[name] * num_out[name] for name in rows)
+    up = sorted((name for name in rows if rows[name] < bounds[name][1]), key=lambda n: -(counts[n] / num_out[n] % 1))
+    kept: list[str] = []
+    for name in up:
+        if num_out[name] <= left:
+            rows[name] += 1
+            left -= num_out[name]
+        else:
+            kept.append(name)
+    smallest = min(kept, key=num_out.__getitem__, default=None)
+    if smallest is not None and 2 * left > num_out[smallest]:
+        rows[smallest] += 1
+    return rows
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A linear map, the part of its parameter on this rank, and what the backward pass found."""
+
+    name: str
+    linear: LinearMap
+    parameter: LocalShard
+    found: Sensitivity
+
+    def member(self) -> Member:
+        return Member(self.name, (self.linear.num_out, self.linear.num_in), str(self.parameter.local.dtype))
+
+    def scores(self) -> LocalScores:
+        """Return the scores of this rank's part; evidence is expanded, not copied."""
+        linear, geometry, local = self.linear, self.parameter.geometry, self.parameter.local
+        if linear.expert is not None:
+            experts, *dim_runs = geometry.dim_runs
+            place = [expert for start, stop in experts for expert in range(start, stop)]
+            is_here = linear.expert in place
+            shape = geometry.global_shape[1:]
+            geometry = Geometry(shape, tuple(dim_runs)) if is_here else Geometry.nothing(shape)
+            local = local[place.index(linear.expert)] if is_here else local.new_empty(geometry.local_shape)
+        matrix = Matrix(linear.num_out, linear.num_in, linear.transposed)
+        shard = dataclasses.replace(
+            self.parameter, name=self.name, local=local, geometry=geometry, matrix=matrix, tensor=None
+        )
+        held = LocalMatrix.of(geometry, matrix)
+        assert held is not None  # DTensors cut dims, never within a row
+        outputs = self.found.outputs.sqrt()[torch.from_numpy(held.rows)].to(local.device)
+        inputs = self.found.inputs.sqrt()[torch.from_numpy(held.columns)].to(local.device)
+        output, given = (outputs, inputs[:, None]) if linear.transposed else (outputs[:, None], inputs)
+        return LocalScores(shard, _COST, {"output": output.expand_as(local), "input": given.expand_as(local)})
+
+
+@final
+@dataclass(frozen=True)
+class _Cost(Score):
+    """The root of r_i W_ij^2 H_jj. Evidence, float32, per weight: ``output``, the root of r_i; ``input``, of H_jj."""
+
+    needs = ("output", "input")
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight.abs().float() * elements["output"] * elements["input"]
+
+
+_COST = _Cost()
+
+
+def _num_lowest(comm: Communicator, maps: Sequence[_Map], num: int) -> dict[str, int]:
+    """Return how many weights of each of ``maps`` are among the ``num`` lowest of all. Every rank must call it."""
+    roster = roster_of_one(comm, [of.member() for of in maps])
+    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in maps], checks=False)
+    choice = Unstructured(num).choose(ranked)
+
+    def count(words: torch.Tensor) -> None:
+        for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.settle(), strict=True)):
+            words[i] = chosen.num_pruned if scores.shard.owned else 0
+
+    counts = sum_together(comm, (len(maps),), count).tolist()
+    return dict(zip([of.name for of in maps], counts, strict=True))

@@ -1,0 +1,133 @@
+"""What a one-shot call asks for: checked, and put together; nothing changes here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from distprune.calibration import Axis, check_fit, shared_axis
+from distprune.masks import reset_forward
+from distprune.models import LinearMap, check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.oneshot.admm import ADMM
+from distprune.oneshot.block import Manner
+from distprune.oneshot.block_maps import BlockMaps, find_maps
+from distprune.oneshot.scored import Scored
+from distprune.oneshot.solver import Solver
+from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.patterns import Pattern, as_pattern, own_share
+from distprune.pruning.agreement import check_seed
+from distprune.scores import Magnitude, Random, Score, Wanda
+from distprune.shards import LocalShard, find_flat_parts, local_shard
+
+__all__ = ["OneShotMethod", "Plan", "Sequential", "TargetsOf", "make_manner", "make_plan", "updates_weights"]
+
+OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
+Sequential = Literal["block", "map"]
+TargetsOf = Literal["own", "dense"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call comes to, before anything has changed or was communicated."""
+
+    solver: Solver
+    pattern: Pattern
+    maps: list[BlockMaps]  # of each block
+    shards: list[LocalShard]  # every parameter's part on this rank
+    axis: Axis | None
+    facts: dict[str, str]  # what ranks must agree on
+
+
+def make_plan(
+    model: nn.Module,
+    samples: torch.Tensor,
+    method: OneShotMethod | Score | Solver,
+    pattern: Pattern | str,
+    sparsity: float | Mapping[str, float] | None,
+    seed: int | None,
+) -> Plan:
+    """Check the arguments. Changes nothing, communicates nothing."""
+    check_seed(seed)
+    solver = solver_of(method, seed)
+    pattern = as_pattern(pattern, sparsity)
+    pattern = pattern.within("tensor") if pattern.has_scope else pattern
+    if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
+        raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
+    if samples.ndim != 2 or samples.numel() == 0:
+        raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
+    check_fit(samples, model)
+    if find_flat_parts(model):
+        raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
+    blocks = decoder_blocks(model)
+    check_one_stack(model)
+    warn_of_other_blocks(model)
+    reset_forward(model)
+    of_blocks = find_maps(blocks, pattern)
+    maps: dict[str, LinearMap] = {}
+    parameters: dict[str, str] = {}  # by the name of the linear map
+    for (block_name, _), of_block in zip(blocks, of_blocks, strict=True):
+        maps |= {f"{block_name}.{name}": linear for name, linear in of_block.maps.items()}
+        parameters |= {f"{block_name}.{n}": f"{block_name}.{of.parameter_path}" for n, of in of_block.maps.items()}
+    pattern = pattern.with_shares(  # of linear maps, by their own names or those of their parameters
+        lambda shares: {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
+    )
+    shards: dict[str, LocalShard] = {}
+    for name, linear in maps.items():
+        solver.stages(linear.num_in, pattern)
+        if parameters[name] not in shards:
+            shards[parameters[name]] = local_shard(parameters[name], linear.parameter)
+    facts = {
+        "method": method if isinstance(method, str) else type(method).__name__,
+        "pattern": repr(pattern),
+        "seed": repr(seed),
+        "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
+    }
+    return Plan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
+
+
+def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
+    """Return whether weights that stay are changed, too. Local."""
+    return method in ("admm", "sparsegpt") or targets == "dense"
+
+
+def make_manner(
+    plan: Plan,
+    method: OneShotMethod | Score | Solver,
+    sequential: Sequential | None,
+    targets: TargetsOf | None,
+    target_share: float,
+) -> Manner:
+    is_admm = method == "admm" or isinstance(method, ADMM)
+    sequential = sequential or ("map" if is_admm else "block")
+    targets = targets or ("dense" if is_admm else "own")
+    if sequential not in get_args(Sequential):
+        raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
+    if targets not in get_args(TargetsOf):
+        raise ValueError(f"{targets=} is none of {', '.join(get_args(TargetsOf))}")
+    if isinstance(target_share, bool) or not isinstance(target_share, int | float):
+        raise TypeError(f"target_share must be a number, not {target_share!r}")
+    if not 0 < target_share <= 1:
+        raise ValueError(f"{target_share=} is not in (0, 1]; without targets say targets='own'")
+    return Manner(plan.solver, plan.pattern, sequential == "map", float(target_share) if targets == "dense" else 0.0)
+
+
+def solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:
+    if isinstance(method, Solver):
+        return method
+    if isinstance(method, Score):
+        return Scored(method)
+    solvers: dict[str, Solver] = {
+        "admm": ADMM(),
+        "wanda": Scored(Wanda(), by_row=True),
+        "sparsegpt": SparseGPT(),
+        "magnitude": Scored(Magnitude()),
+        "random": Scored(Random(seed)),
+    }
+    if method not in solvers:
+        raise ValueError(f"method={method!r} is none of {', '.join(solvers)}, a Score or a Solver")
+    return solvers[method]

@@ -1,0 +1,228 @@
+"""Shares by gradients are the oracle's on one rank and the same on several; nothing stays changed, nobody waits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distprune import allocate, perplexity, prune_blocks
+from distprune.calibration import Crew, measure_sensitivities, spread
+from distprune.collectives import Alone
+from distprune.models import decoder_blocks, linear_maps
+from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
+from tests import allocation_oracle as oracle
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.oneshot.alike import TOKENS, matrices, sharded
+from tests.oneshot.test_errors import boom_at, check_all_raise
+from tests.oneshot.test_tensor_parallel import make, wrapped
+from tests.worlds import ProcessPool, run_threads
+
+SHARE = 0.6
+
+
+def check_shares(model: nn.Module, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Each within one weight a row; all together within half the rows of the smallest map."""
+    shapes = {name: weight.shape for name, weight in matrices(model).items()}
+    assert found.keys() == expected.keys() == shapes.keys()
+    for name, (_, num_in) in shapes.items():
+        assert abs(found[name] - expected[name]) * num_in < 1.01
+        assert found[name] * num_in == pytest.approx(round(found[name] * num_in))
+        assert 0.45 <= found[name] <= 0.75
+    total = sum(shape.numel() for shape in shapes.values())
+    pruned = sum(round(found[name] * num_in) * num_out for name, (num_out, num_in) in shapes.items())
+    assert abs(pruned - round(SHARE * total)) <= min(num_out for num_out, _ in shapes.values()) / 2
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    modules = [(m.training, dict(m._forward_hooks), dict(m._forward_pre_hooks), list(vars(m))) for m in model.modules()]
+    parameters = [(p.requires_grad, p.grad is None, p._version) for p in model.parameters()]
+    return [modules, parameters, torch.get_rng_state().tolist(), torch.is_grad_enabled()]
+
+
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_equals_the_oracle(architecture: str) -> None:
+    model = tiny_model(architecture)
+    expected = oracle.allocate(model, TOKENS, SHARE)
+    model.train()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    others[0].grad = torch.ones_like(others[0])
+    before = state_of(model)
+    with torch.no_grad():
+        found = allocate(model, TOKENS, SHARE)
+    assert state_of(model)[:3] == before[:3]
+    assert torch.equal(others[0].grad, torch.ones_like(others[0]))
+    check_shares(model, found, expected)
+    assert len(set(found.values())) > 2
+    report = prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity=found)
+    for of_map in (of_map for block in report.blocks for of_map in block.maps):
+        assert of_map.num_pruned == round(found[of_map.name] * of_map.num_elements)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_sums_are_the_oracles(architecture: str) -> None:
+    model = tiny_model(architecture)
+    blocks = [(b, {f"{at}.{name}": of for name, of in linear_maps(b).items()}) for at, b in decoder_blocks(model)]
+    found = measure_sensitivities(Alone(), Crew(), model, blocks, spread(TOKENS, 0, 1))
+    for name, (inputs, outputs) in oracle.sensitivities(model, TOKENS).items():
+        torch.testing.assert_close(found[name].inputs, inputs.float(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[name].outputs, outputs.float(), rtol=1e-3, atol=float(outputs.max()) * 1e-5)
+        assert found[name].num_tokens or not inputs.any()
+
+
+def test_experts_without_tokens_have_the_uniform_share() -> None:
+    model, tokens = tiny_model("mixtral"), samples(1, 2)
+    found = allocate(model, tokens, SHARE)
+    check_shares(model, found, oracle.allocate(model, tokens, SHARE))
+    report = prune_blocks(model, tokens, method="wanda", pattern="row", sparsity=found)
+    unseen = [of_map for block in report.blocks for of_map in block.maps if not of_map.num_tokens]
+    assert unseen
+    for of_map in unseen:
+        assert of_map.num_pruned / of_map.num_elements == found[of_map.name] == pytest.approx(SHARE, abs=0.03)
+
+
+def on_rank(_: int, layout: str, architecture: str, tokens: torch.Tensor) -> dict[str, float]:
+    model: Any
+    if layout == "plain":
+        model = tiny_model(architecture)
+    elif layout in ("fsdp2", "hsdp"):
+        model = sharded(tiny_model(architecture), (2, 2) if layout == "hsdp" else None)
+        perplexity(model, tokens.flatten(), sequence_length=tokens.shape[1])  # what is gathered wants gradients
+    else:
+        model = wrapped(layout, architecture)
+    model.requires_grad_(True)
+    found = allocate(model, tokens, SHARE)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    if layout in ("fsdp2", "hsdp"):
+        model(input_ids=tokens[:1], use_cache=False).logits.square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "architecture"),
+    [
+        (2, "plain", "llama"),
+        (2, "fsdp2", "gpt2"),
+        (3, "fsdp2", "mixtral"),
+        (4, "hsdp", "llama"),
+        (2, "tp", "mixtral-attention"),
+        (4, "fsdp-columns-tp", "llama"),
+        (4, "copies-tp", "phi"),
+    ],
+)
+def test_ranks_come_to_what_one_does(pool: ProcessPool, world_size: int, layout: str, architecture: str) -> None:
+    first, *others = pool.run(world_size, on_rank, layout, architecture, TOKENS)
+    assert all(other == first for other in others)
+    model = make(architecture) if "tp" in layout else tiny_model(architecture)
+    expected = allocate(model, TOKENS, SHARE)
+    check_shares(model, first, expected)
+    assert sum(first[name] == expected[name] for name in first) >= 0.9 * len(first)
+
+
+def not_finite(rank: int, where: str, shard: bool) -> None:
+    """Samples 1 and 3 are rank 1's."""
+    model: Any = tiny_model("llama")
+
+    def spoil(_: nn.Module, __: Any, output: Any) -> Any:
+        if rank == 1 and where == "loss":
+            return output * torch.nan
+        if rank == 1 and where == "gradient":
+            output.register_hook(lambda gradient: gradient * torch.inf)
+        return output
+
+    model.lm_head.register_forward_hook(spoil) if where == "loss" else model.model.norm.register_forward_hook(spoil)
+    allocate(sharded(model) if shard else model, TOKENS, SHARE)
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize(
+    ("where", "match"),
+    [("loss", "loss of calibration sample 1 is nan"), ("gradient", "'model.layers.0.self_attn.q_proj': NaN or Inf in")],
+)
+def test_not_finite(where: str, match: str, shard: bool) -> None:
+    check_all_raise(2, not_finite, where, shard, match=match)
+
+
+def forward_fails(rank: int, num_calls: int) -> list[Any]:
+    model: Any = tiny_model("llama")
+    before = state_of(model)
+    down = model.model.layers[1].mlp.down_proj
+    if rank == 1:
+        down.forward = boom_at(num_calls, down.forward)
+    try:
+        allocate(model, TOKENS, SHARE)
+    finally:
+        vars(down).pop("forward", None)
+        assert [state[0] for state in state_of(model)[0]] == [state[0] for state in before[0]]
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not any("forward" in vars(module) for module in model.modules())
+    return before
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 2])  # forward, once more for the gradients, the next sample
+def test_a_forward_fails(num_calls: int) -> None:
+    check_all_raise(2, forward_fails, num_calls)
+
+
+def arguments_differ(rank: int) -> None:
+    allocate(tiny_model("llama"), TOKENS, 0.6 if rank else 0.7)
+
+
+def test_bad_input() -> None:
+    model = tiny_model("llama")
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"sparsity": 1}, TypeError, "must be a share"),
+        ({"sparsity": {"a": 0.5}}, TypeError, "must be a share"),
+        ({"sparsity": 1.5}, ValueError, "outside"),
+        ({"sparsity": 0.61, "max_difference": 0.0}, ValueError, "no shares meet the budget"),
+        ({"sparsity": SHARE, "max_difference": -1}, ValueError, "max_difference=-1"),
+        ({"sparsity": SHARE, "samples": TOKENS[:, :1]}, ValueError, "two are the least"),
+    ]
+    for arguments, error, match in bad:
+        with pytest.raises(error, match=match):
+            allocate(model, **{"samples": TOKENS, **arguments})
+    for error in run_threads(2, arguments_differ, catch=True):
+        assert "ranks were called with different arguments" in str(error)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.95, 1.0])
+def test_shares_stay_shares(sparsity: float) -> None:
+    shares = allocate(tiny_model("llama"), TOKENS[:1], sparsity)
+    assert all(0 <= share <= 1 and abs(share - sparsity) <= 0.15 for share in shares.values())
+
+
+def lowest(scores: Mapping[str, Sequence[float]], names: Sequence[str], num: int) -> dict[str, int]:
+    chosen = sorted((score, name) for name in names for score in scores[name])[:num]
+    return {name: sum(own == name for _, own in chosen) for name in names}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_budgets_are_met(seed: int) -> None:
+    """By one threshold: what is not at a bound has the same highest score pruned, and the others a reason."""
+    draw = random.Random(seed)
+    num_out = {name: draw.choice([2, 3, 5, 8]) for name in "abcdefgh"}
+    in_rows = {name: (draw.randint(0, 4), draw.randint(5, 12)) for name in num_out}
+    bounds: dict[str, Bounds] = {
+        name: (low * num_out[name], high * num_out[name]) for name, (low, high) in in_rows.items()
+    }
+    scores = {name: [draw.random() * draw.choice([1, 5]) for _ in range(12 * num_out[name])] for name in num_out}
+    budget = draw.randint(*(sum(pair[i] for pair in bounds.values()) for i in (0, 1)))
+    counts = fill_budget(bounds, budget, partial(lowest, scores))
+    assert sum(counts.values()) == budget
+    assert all(low <= counts[name] <= high for name, (low, high) in bounds.items())
+    ranked = {name: sorted(own) for name, own in scores.items()}
+    # The highest that is pruned although it need not be lies below the lowest that is kept although it could go.
+    pruned = [ranked[name][counts[name] - 1] for name, (low, _) in bounds.items() if counts[name] > low]
+    kept = [ranked[name][counts[name]] for name, (_, high) in bounds.items() if counts[name] < high]
+    assert max(pruned, default=-1) < min(kept, default=9)
+    rows = whole_rows_of(counts, num_out, in_rows, budget)
+    assert all(low <= rows[name] <= high for name, (low, high) in in_rows.items())
+    assert all(abs(rows[name] - counts[name] / num_out[name]) <= 1 for name in rows)
+    assert abs(sum(rows[name] * num_out[name] for name in rows) - budget) < max(num_out.values())
