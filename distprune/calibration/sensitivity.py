@@ -41,9 +41,8 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of eve
 @dataclass(frozen=True)
 class Sensitivity:
     """Of one linear map, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is given,
-    ``outputs`` (out,) those of the gradients of what it puts out; float32."""
+    ``outputs`` (out,) those of the gradients of what it puts out; float32. Without a token all are 0."""
 
-    num_tokens: int
     inputs: torch.Tensor
     outputs: torch.Tensor
 
@@ -85,8 +84,6 @@ def measure_sensitivities(
                     reset_forward(model)
     except Exception as caught:
         error = error or caught
-    finally:
-        reset_forward(model)
     found: dict[str, Sensitivity] = {}
     for _, of_block in blocks:
         found.update(_summed(comm, listener, of_block, error))
@@ -96,21 +93,20 @@ def measure_sensitivities(
 def _summed(
     comm: Communicator, listener: _Listener, maps: Mapping[str, LinearMap], error: Exception | None
 ) -> dict[str, Sensitivity]:
-    sizes = [size for linear in maps.values() for size in (1, linear.num_in, linear.num_out)]
+    sizes = [size for linear in maps.values() for size in (linear.num_in, linear.num_out)]
 
     def fill(words: torch.Tensor) -> None:
         if error is not None:
             raise error
         parts = iter(torch.split(words, sizes))
         for name in maps:
-            next(parts)[0] = listener.num_tokens[name] if listener.crew.place == 0 else 0
             for own in listener.sums[name]:
                 whole = next(parts)
                 start, stop = listener.crew.features(len(whole))
                 whole[start:stop] = own
 
     parts = iter(torch.split(sum_together(comm, (sum(sizes),), fill, torch.float64), sizes))
-    return {name: Sensitivity(int(next(parts)), next(parts).float(), next(parts).float()) for name in maps}
+    return {name: Sensitivity(next(parts).float(), next(parts).float()) for name in maps}
 
 
 class _Listener:
@@ -118,7 +114,6 @@ class _Listener:
 
     def __init__(self, crew: Crew, maps: Mapping[str, LinearMap], device: torch.device) -> None:
         self.crew, self._maps = crew, maps
-        self.num_tokens = dict.fromkeys(maps, 0)
         self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's features: inputs, outputs
         for name, linear in maps.items():
             bounds = [crew.features(num) for num in (linear.num_in, linear.num_out)]
@@ -197,7 +192,7 @@ class _Listener:
             if not all(isinstance(given.get(key), torch.Tensor) for key in _EXPERTS_ARGUMENTS):
                 raise NotImplementedError(
                     f"the experts {prefix.rstrip('.')!r} ({type(module).__name__}) are not called with "
-                    f"{', '.join(_EXPERTS_ARGUMENTS)}"
+                    f"{', '.join(_EXPERTS_ARGUMENTS)}: their shares cannot be found by gradients; share out uniformly"
                 )
             hidden, index, weights = (given[key].detach() for key in _EXPERTS_ARGUMENTS)
             hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -226,8 +221,6 @@ class _Listener:
                 f"{name!r} {'puts out' if which else 'is given'} {type(x).__name__} {tuple(local.shape)} {layouts} "
                 f"where {num} features were expected, or, of ranks that share a sample, {stop - start}"
             )
-        if which == 0:
-            self.num_tokens[name] += local.shape[:-1].numel()
         own = local.reshape(-1, local.shape[-1])[:, start:stop] if is_whole else local.reshape(-1, stop - start)
         norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
         self.sums[name][which].add_(norms.square_().float())

@@ -98,7 +98,7 @@ def allocate(
 
     uniform = {name: round(sparsity * of.linear.num_in) for name, of in maps.items()}
     bounds = {name: _bounds(of.linear.num_in, sparsity, max_difference) for name, of in maps.items()}
-    bounds |= {name: (uniform[name], uniform[name]) for name, of in maps.items() if not of.found.num_tokens}
+    bounds |= {name: (uniform[name], uniform[name]) for name, of in maps.items() if not of.found.inputs.any()}
     num_out = {name: of.linear.num_out for name, of in maps.items()}
     budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in maps.values()))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration import Crew, measure_sensitivities, spread
+from distprune.calibration import Crew, Sensitivity, measure_sensitivities, spread
 from distprune.collectives import Alone
 from distprune.models import decoder_blocks, linear_maps
 from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
@@ -65,15 +65,41 @@ def test_equals_the_oracle(architecture: str) -> None:
         assert of_map.num_pruned == round(found[of_map.name] * of_map.num_elements)
 
 
+def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
+    blocks = [(b, {f"{at}.{name}": of for name, of in linear_maps(b).items()}) for at, b in decoder_blocks(model)]
+    return measure_sensitivities(Alone(), Crew(), model, blocks, spread(tokens, 0, 1))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_sums_are_the_oracles(architecture: str) -> None:
     model = tiny_model(architecture)
-    blocks = [(b, {f"{at}.{name}": of for name, of in linear_maps(b).items()}) for at, b in decoder_blocks(model)]
-    found = measure_sensitivities(Alone(), Crew(), model, blocks, spread(TOKENS, 0, 1))
+    found = measured(model, TOKENS)
     for name, (inputs, outputs) in oracle.sensitivities(model, TOKENS).items():
         torch.testing.assert_close(found[name].inputs, inputs.float(), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found[name].outputs, outputs.float(), rtol=1e-3, atol=float(outputs.max()) * 1e-5)
-        assert found[name].num_tokens or not inputs.any()
+
+
+EXPERTS = {**ONE_SHOT_ARCHITECTURES["mixtral"], "head_dim": 8}
+
+
+def test_experts_with_biases_and_transposed_weights() -> None:
+    """Of two tokens one is predicted: in the last block the gradient of a bias is that of one token's output."""
+    model: Any = tiny_model("gpt_oss", **EXPERTS)
+    tokens = samples(1, 2)
+    found = measured(model, tokens)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    nn.functional.cross_entropy(logits[0, :1], tokens[0, 1:]).backward()
+    experts = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        for expert, gradient in enumerate(getattr(experts, f"{name}_bias").grad):
+            outputs = found[f"model.layers.1.mlp.experts.{name}.{expert}"].outputs
+            torch.testing.assert_close(outputs, gradient.square(), rtol=1e-3, atol=1e-9)
+
+
+def test_experts_that_are_called_otherwise() -> None:
+    model = tiny_model("llama4_text", **EXPERTS, intermediate_size_mlp=40)
+    with pytest.raises(NotImplementedError, match=r"'model.layers.0.feed_forward.experts' \(Llama4Text"):
+        allocate(model, TOKENS, SHARE)
 
 
 def test_experts_without_tokens_have_the_uniform_share() -> None:
@@ -169,6 +195,21 @@ def forward_fails(rank: int, num_calls: int) -> list[Any]:
 @pytest.mark.parametrize("num_calls", [0, 1, 2])  # forward, once more for the gradients, the next sample
 def test_a_forward_fails(num_calls: int) -> None:
     check_all_raise(2, forward_fails, num_calls)
+
+
+def fails_and_goes_on(_: int) -> dict[str, float]:
+    model: Any = sharded(tiny_model("llama"))
+    down = model.model.layers[1].mlp.down_proj
+    down.forward = boom_at(0, down.forward)
+    with pytest.raises(OSError, match="boom"):
+        allocate(model, TOKENS, SHARE)
+    del down.forward
+    return allocate(model, TOKENS, SHARE)
+
+
+def test_a_sharded_model_goes_on_after_an_error() -> None:
+    for found in run_threads(2, fails_and_goes_on):
+        check_shares(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
 
 
 def arguments_differ(rank: int) -> None:
