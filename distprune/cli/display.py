@@ -108,6 +108,7 @@ def _one_shot_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:
     by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
     rows = [
         ("method", f"{pruning['method']}, {pruning['pattern']}"),
+        ("allocation", pruning["allocation"]),
         ("samples", str(pruning["num_samples"])),
         ("peak memory", f"{by_rank} MiB"),
     ]

@@ -20,7 +20,7 @@ from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.oneshot import OneShotMethod, Sequential, TargetsOf
+from distprune.oneshot import Allocation, OneShotMethod, Sequential, TargetsOf
 from distprune.patterns import Scope, as_pattern
 
 __all__ = ["app", "run"]
@@ -101,6 +101,13 @@ def prune(
         int, typer.Option(parser=_number_of_samples, metavar="N|all", help="Calibration windows, drawn by --seed.")
     ] = "128",  # type: ignore[assignment]  # parsed, too
     sequence_length: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens in each.")] = 2048,
+    allocation: Annotated[
+        Allocation | None,
+        typer.Option(
+            help="With --calibration. uniform: all layers end with --sparsity. gradients: more zeros where the loss "
+            "feels them less; the default from 0.6 on with admm."
+        ),
+    ] = None,
     sequential: Annotated[
         Sequential | None,
         typer.Option(help="Prune the layers of a block at once, or map by map in the order they run (admm's default)."),
@@ -140,6 +147,8 @@ def prune(
             raise typer.BadParameter(f"--method {method} needs --calibration, a text to run through the model")
         if resume:
             raise typer.BadParameter("--resume goes with --calibration")
+        if allocation is not None:
+            raise typer.BadParameter("--allocation goes with --calibration")
         job = PruneJob(**common, method=method, scope=scope, include=tuple(include or ()), exclude=tuple(exclude or ()))
     else:
         if include or exclude or scope is not None:
@@ -153,6 +162,7 @@ def prune(
             target_share=target_share,
             samples=samples or None,
             sequence_length=sequence_length,
+            allocation=allocation,
             offload=offload,
             resume=resume,
         )

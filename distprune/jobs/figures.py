@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Kind", "kinds_of", "mean_error"]
+__all__ = ["Kind", "kinds_of", "mean_error", "shares_by_kind"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -46,6 +46,18 @@ def kinds_of(block: Mapping[str, Any]) -> list[Kind]:
         name = _NUMBER.sub("*", str(of_map["name"]).removeprefix(f"{block['name']}."))
         by_name.setdefault(name, []).append(of_map)
     return [Kind(name, maps) for name, maps in by_name.items()]
+
+
+def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the shares of zeros of each kind of linear map over all blocks, as text: "45.0% to 75.0%"."""
+    shares: dict[str, list[float]] = {}
+    for block in blocks:
+        for kind in kinds_of(block):
+            shares.setdefault(kind.name, []).append(kind.sparsity)
+    return {
+        name: " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(of_kind), max(of_kind))))
+        for name, of_kind in shares.items()
+    }
 
 
 def mean_error(block: Mapping[str, Any]) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra
+from distprune.jobs.figures import shares_by_kind
 
 __all__ = ["CARD_NAME", "model_card", "write_card"]
 
@@ -61,6 +62,9 @@ def _table(report: Mapping[str, Any]) -> Iterator[str]:
         "method": arguments["method"],
         "pattern": pruning["pattern"],
     }
+    if pruning.get("allocation") == "gradients":
+        by_kind = (f"{kind} {shares}" for kind, shares in shares_by_kind(pruning["blocks"]).items())
+        rows["zeros by layer, allocated by gradients"] = "<br>".join(by_kind)
     if "calibration" in arguments:
         text = Path(arguments["calibration"]).name
         rows["calibration"] = f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"

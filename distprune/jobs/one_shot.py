@@ -18,10 +18,20 @@ from distprune.collectives import together
 from distprune.jobs.model_card import CARD_NAME, write_card
 from distprune.jobs.picture import PICTURE_NAME, can_draw, write_picture
 from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
+from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
-from distprune.oneshot import BlockReport, OneShotMethod, Sequential, TargetsOf, prune_blocks, updates_weights
+from distprune.oneshot import (
+    Allocation,
+    BlockReport,
+    OneShotMethod,
+    Sequential,
+    TargetsOf,
+    allocate,
+    prune_blocks,
+    updates_weights,
+)
 from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
@@ -38,6 +48,8 @@ class OneShotJob(Job):
         sequential: as ``prune_blocks`` takes it, and ``targets`` and ``target_share``.
         calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
             are drawn; ``None``: all of them.
+        allocation: ``"uniform"``: every linear map ends with ``sparsity``; ``"gradients"``: each with its own, by
+            :func:`distprune.allocate`; ``None``: the latter from 60 % on with ADMM by rows, where it can be found.
         offload: keep activations on the CPU between blocks.
         resume: go on where a job that was killed has stopped.
     """
@@ -49,6 +61,7 @@ class OneShotJob(Job):
     target_share: float = 0.5
     samples: int | None = 128
     sequence_length: int = 2048
+    allocation: Allocation | None = None
     offload: bool = False
     resume: bool = False
 
@@ -56,7 +69,7 @@ class OneShotJob(Job):
     def check(self) -> None:
         if self.resume and not self.overwrite and (Path(self.output) / REPORT_NAME).is_file():
             raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
-        as_pattern(self.pattern, self.sparsity)
+        allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
         super().check()
 
     @override
@@ -114,7 +127,7 @@ def run_one_shot_job(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-            _begin(job, run, model, writer, unfinished)
+            _begin(job, run, model, samples, writer, unfinished)
             with clock(run.seconds, "prune"):
                 pruning = _prune(job, run, model, samples, writer, unfinished)
             after = run.evaluate(model, "after")
@@ -132,12 +145,15 @@ def run_one_shot_job(
     return report
 
 
-def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unfinished: Unfinished) -> None:
-    """Evaluate and make the files, or read back what is done."""
+def _begin(
+    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, writer: ModelWriter, unfinished: Unfinished
+) -> None:
+    """Evaluate, share out the zeros and make the files, or read back what is done."""
     if not unfinished.blocks:
         if job.resume:
             run.told.say("nothing was recorded yet: starting at the first block")
         unfinished.entries["perplexity_before"] = run.evaluate(model, "before")
+        unfinished.entries["shares"] = _shares(job, run, model, samples)
         writer.allocate()
         return
     with together(run.comm):
@@ -146,6 +162,21 @@ def _begin(job: OneShotJob, run: Run, model: nn.Module, writer: ModelWriter, unf
     writer.allocate()  # what is there of the weights stays
     blocks = decoder_blocks(model)
     unfinished.check_blocks([name for name, _ in blocks])
+
+
+def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:
+    """Return the share of zeros of each linear map of the dense ``model``; ``None``: all have the same."""
+    pattern = as_pattern(job.pattern, job.sparsity)
+    if allocation_of(job.allocation, pattern, job.method) == "uniform":
+        return None
+    try:
+        with clock(run.seconds, "allocate"), run.told.stage("allocating", "samples") as progress:
+            return allocate(model, samples, vars(pattern)["sparsity"], group=run.comm, progress=progress)
+    except NotImplementedError as error:  # on every rank
+        if job.allocation is not None:
+            raise
+        run.told.say(f"all layers have the same sparsity: {error}")
+        return None
 
 
 def _prune(
@@ -168,6 +199,7 @@ def _prune(
         return False
 
     resumed_at: list[int] = []
+    pattern, shares = with_shares(as_pattern(job.pattern, job.sparsity), None), unfinished.entries["shares"]
 
     def on_block(index: int, block: BlockReport) -> None:
         entry = block.to_dict()
@@ -188,7 +220,7 @@ def _prune(
         model,
         samples,
         method=job.method,
-        pattern=as_pattern(job.pattern, job.sparsity),
+        pattern=with_shares(pattern, shares),
         group=run.comm,
         seed=job.seed,
         sequential=job.sequential,
@@ -199,7 +231,8 @@ def _prune(
         on_block=on_block,
     )
     first = resumed_at[0] if resumed_at else len(blocks)
-    return {**report.to_dict(), "blocks": unfinished.blocks, "resumed_at": first}
+    asked = {"pattern": repr(pattern), "allocation": "uniform" if shares is None else "gradients"}
+    return {**report.to_dict(), **asked, "blocks": unfinished.blocks, "resumed_at": first}
 
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:

@@ -95,6 +95,7 @@ def test_every_option_arrives() -> None:
     assert asked(line + in_place) == [Request(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential map --targets dense --target-share 0.25"
+    one_shot += " --allocation gradients"
     calibrated = OneShotJob(
         **common,
         method="wanda",
@@ -106,6 +107,7 @@ def test_every_option_arrives() -> None:
         calibration="c",
         samples=3,
         sequence_length=9,
+        allocation="gradients",
         offload=True,
         resume=True,
     )
@@ -133,6 +135,8 @@ def test_every_option_arrives() -> None:
         "prune m --output o --pattern 2:4 --method wanda --calibration c --samples 0",
         "prune m --output o --pattern 2:4 --method wanda --calibration c --samples many",
         "prune m --output o --sparsity 0.3 --resume",
+        "prune m --output o --sparsity 0.3 --allocation uniform",
+        "prune m --output o --sparsity 0.3 --calibration t --allocation owl",
         "prune m --output o --sparsity 0.3 --calibration t --scope tensor",
         "prune m --output o --sparsity 0.3 --dtype int8",
         "prune m --output o --sparsity 0.3 --eval-length 1",

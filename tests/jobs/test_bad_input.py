@@ -50,6 +50,11 @@ def test_empty_text(pool: ProcessPool, job: OneShotJob) -> None:
     is_refused(pool, job, "holds 0 tokens; 5 samples of 24 tokens need 120: give more text")
 
 
+def test_shares_by_gradients_of_a_pattern_without_a_share(pool: ProcessPool, job: OneShotJob) -> None:
+    job = dataclasses.replace(job, pattern=NByM(2, 4), allocation="gradients")
+    is_refused(pool, job, "allocation='gradients' needs a pattern with one share", "NByM(n=2, m=4)")
+
+
 def test_too_little_text(pool: ProcessPool, job: OneShotJob) -> None:
     Path(job.calibration).write_text("a" * 119)
     is_refused(pool, job, "holds 119 tokens; 5 samples of 24 tokens need 120", "ask for at most 4 samples")

@@ -130,6 +130,48 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("method", "pattern", "allocation", "by"),
+    [
+        ("wanda", Unstructured(0.6), None, "gradients"),
+        ("wanda", Unstructured(0.6), "uniform", "uniform"),
+        ("magnitude", PerRow(0.7), None, "uniform"),
+        ("sparsegpt", Unstructured(0.5), None, "uniform"),
+        ("admm", PerRow(0.5), "gradients", "gradients"),
+        ("wanda", NByM(2, 4), None, "uniform"),
+    ],
+)
+def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by: str) -> None:
+    report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern, allocation=allocation))
+    assert report["pruning"]["allocation"] == by
+    assert "0.weight" not in report["pruning"]["pattern"]  # as asked for
+    maps = [of_map for block in report["pruning"]["blocks"] for of_map in block["maps"]]
+    shares = [of_map["num_pruned"] / of_map["num_elements"] for of_map in maps]
+    card = (Path(job.output) / "README.md").read_text()
+    if by == "uniform":
+        assert max(shares) - min(shares) < 0.05  # whole weights of a row
+        assert "allocated" not in card
+        return
+    assert max(shares) - min(shares) > 0.1
+    total = round(pattern.sparsity * sum(of_map["num_elements"] for of_map in maps))
+    assert abs(sum(of_map["num_pruned"] for of_map in maps) - total) <= 5
+    of_q = [share for share, of_map in zip(shares, maps, strict=True) if "q_proj" in of_map["name"]]
+    assert f"self_attn.q_proj {min(of_q):.1%}" in card
+
+
+def test_a_resumed_job_goes_on_with_the_shares_of_the_dense_model(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob
+) -> None:
+    job = dataclasses.replace(job, method="wanda", pattern=PerRow(0.7))
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
+    for error in pool.run(2, run_on_rank, dataclasses.replace(job, resume=True, allocation="uniform"), None):
+        assert "allocation: None then, 'uniform' now" in error
+    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True), None) == ["", ""]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+
+
 def test_calibration_text_that_is_too_short(job: OneShotJob, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("the state")
