@@ -45,7 +45,7 @@ def state_of(model: nn.Module) -> list[Any]:
     return [modules, parameters, torch.get_rng_state().tolist(), torch.is_grad_enabled()]
 
 
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi", "opt", "gpt2", "mixtral", "qwen2_moe"])
 def test_equals_the_oracle(architecture: str) -> None:
     model = tiny_model(architecture)
     expected = oracle.allocate(model, TOKENS, SHARE)
@@ -88,7 +88,7 @@ def test_experts_with_biases_and_transposed_weights() -> None:
     tokens = samples(1, 2)
     found = measured(model, tokens)
     logits = model(input_ids=tokens, use_cache=False).logits
-    nn.functional.cross_entropy(logits[0, :1], tokens[0, 1:]).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(logits[0, :1], tokens[0, 1:]))
     experts = model.model.layers[1].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         for expert, gradient in enumerate(getattr(experts, f"{name}_bias").grad):
@@ -140,7 +140,6 @@ def on_rank(_: int, layout: str, architecture: str, tokens: torch.Tensor) -> dic
         (4, "hsdp", "llama"),
         (2, "tp", "mixtral-attention"),
         (4, "fsdp-columns-tp", "llama"),
-        (4, "copies-tp", "phi"),
     ],
 )
 def test_ranks_come_to_what_one_does(pool: ProcessPool, world_size: int, layout: str, architecture: str) -> None:
