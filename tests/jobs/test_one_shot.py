@@ -133,9 +133,10 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("method", "pattern", "allocation", "by"),
     [
-        ("wanda", Unstructured(0.6), None, "gradients"),
-        ("wanda", Unstructured(0.6), "uniform", "uniform"),
-        ("magnitude", PerRow(0.7), None, "uniform"),
+        ("admm", Unstructured(0.6), None, "gradients"),
+        ("admm", Unstructured(0.6), "uniform", "uniform"),
+        ("wanda", PerRow(0.7), None, "uniform"),  # as the paper has it
+        ("wanda", Unstructured(0.7), "gradients", "gradients"),
         ("sparsegpt", Unstructured(0.5), None, "uniform"),
         ("admm", PerRow(0.5), "gradients", "gradients"),
         ("wanda", NByM(2, 4), None, "uniform"),
