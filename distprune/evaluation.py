@@ -1,34 +1,47 @@
-"""Perplexity of a causal language model that may be sharded."""
+"""Perplexity, and log likelihoods of continuations, of a causal language model that may be sharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from distprune.calibration import check_fit, find_crew, open_text, shared_axis, text_tokens
+from distprune.calibration import check_fit, find_crew, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import evaluating, keeping_weights
 
-__all__ = ["perplexity", "tokenize_file"]
+__all__ = ["Continuation", "log_likelihoods", "perplexity", "tokenize_file"]
 
 _LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
+_BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
+
+Progress = Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model is to predict: ``targets`` (n,) from the last n of ``inputs``, which it is given; both int64."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
 
 
 def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
-    """Return the first ``max_tokens`` token ids of a UTF-8 text file (1-D int64). Local.
+    """Return the first ``max_tokens`` token ids (1-D int64) of a file: text, or JSON lines as in ``load_samples``.
+
+    Local.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is not UTF-8, or holds less than one window of ``sequence_length`` tokens.
+        ValueError: it is not what it should be, or holds less than one window of ``sequence_length`` tokens.
     """
-    with open_text(Path(path), "text file") as file:
-        ids = text_tokens(tokenizer, file, max_tokens)[:max_tokens]
+    ids = first_tokens(tokenizer, Path(path), max_tokens, "text file")
     if len(ids) < sequence_length:
         raise ValueError(
             f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
@@ -36,30 +49,25 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
     return torch.tensor(ids, dtype=torch.int64)
 
 
-@torch.no_grad()
 def perplexity(
     model: nn.Module,
     token_ids: torch.Tensor,
     *,
     sequence_length: int,
     group: Group = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
+    batch_tokens: int = _BATCH_TOKENS,
 ) -> float:
     """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
 
     The windows follow each other without overlap, an incomplete last one is left out, and of each
-    every token but the first is predicted. They are dealt out in turn to ranks, of which those that need each other to
-    run one (a tensor-parallel group) run the same; where they do not divide evenly the last round is filled with
-    windows that do not count, because the forward of a sharded model needs every rank. The model is run in evaluation
-    mode and left as it was, to the bit. Every rank of ``group`` must call it, with the same tokens. Four rounds beyond
-    the model's own, of 64 bytes at most but for 8 for each rank of a tensor-parallel group.
+    every token but the first is predicted. Every rank of ``group`` must call it, with the same tokens: a round of 64
+    bytes, and those of :func:`log_likelihoods`, which says how the windows are run.
 
     Raises:
-        ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens or of more than the
-            model has positions for, a token id outside the model's vocabulary, or arguments that differ.
-        NotImplementedError: on every rank: a layout of which it is not known who runs the same windows.
-        RuntimeError: on every rank: a forward that changes the model's own weights.
-        Exception: on every rank: what a forward, or ``progress``, raised on one.
+        ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens, or what
+            :func:`log_likelihoods` raises.
+        NotImplementedError, RuntimeError, Exception: on every rank: what :func:`log_likelihoods` raises.
     """
     comm = communicator(group)
     num_windows = token_ids.numel() // max(sequence_length, 1)
@@ -70,37 +78,94 @@ def perplexity(
             )
         windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
         check_fit(windows, model)
+    asked = [Continuation(window[:-1], window[1:]) for window in windows]
+    scored = log_likelihoods(model, asked, group=comm, progress=progress, batch_tokens=batch_tokens)
+    mean = -float(scored[:, 0].sum()) / (num_windows * (sequence_length - 1))
+    return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: nn.Module,
+    asked: Sequence[Continuation],
+    *,
+    group: Group = None,
+    progress: Progress = None,
+    batch_tokens: int = _BATCH_TOKENS,
+) -> torch.Tensor:
+    """Return, float64 (number of ``asked``, 2): each one's log likelihood, and 1 where all its targets are most likely.
+
+    Continuations of similar length are run together, at most ``batch_tokens`` tokens in one forward (or one of them);
+    shorter ones are filled up behind their end, where a causal model does not look. Batches are dealt out in turn to
+    ranks, of which those that need each other to run one (a tensor-parallel group) run the same; where batches do not
+    divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
+    needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
+    call it, with the same continuations. Rounds beyond the model's own: one of 64 bytes, two of 8 for each rank of
+    a tensor-parallel group, and one of 16 bytes for each of ``asked``.
+
+    Args:
+        progress: called with (continuations done on all ranks, number of ``asked``).
+
+    Raises:
+        ValueError: on every rank: nothing is asked, more inputs than the model has positions for, or a token id outside
+            the model's vocabulary.
+        NotImplementedError: on every rank: a layout of which it is not known who runs the same batches.
+        RuntimeError: on every rank: a forward that changes the model's own weights.
+        Exception: on every rank: what a forward, or ``progress``, raised on one.
+    """
+    comm = communicator(group)
+    with together(comm, num_asked=len(asked)):
+        for one in asked:
+            check_fit(one.inputs[None], model)
         reset_forward(model)
         axis = shared_axis(model)
     crew = find_crew(comm, axis)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    num_rounds = -(-num_windows // crew.num_crews)
+    batches = _batches(asked, batch_tokens, crew.num_crews)
+    num_rounds = -(-len(batches) // crew.num_crews)
 
-    def run(total: torch.Tensor) -> None:
+    def run(scored: torch.Tensor) -> None:
         """Run all rounds, also behind an error: other ranks' forwards may need this one's."""
         error: Exception | None = None
         with evaluating(model), keeping_weights(model):
             for i in range(num_rounds):
                 index = i * crew.num_crews + crew.number
+                counts = index < len(batches) and crew.place == 0
+                batch = batches[index] if index < len(batches) else batches[-1][-1:]
                 try:
-                    window = windows[min(index, num_windows - 1)].unsqueeze(0).to(device)
-                    logits = model(input_ids=window, use_cache=False).logits[0, :-1]
-                    if index < num_windows and crew.place == 0:
-                        total += _negative_log_likelihood(logits, window[0, 1:])
+                    rows = [asked[member].inputs for member in batch]
+                    inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+                    logits = model(input_ids=inputs, use_cache=False).logits
+                    for member, row in zip(batch if counts else (), logits, strict=False):
+                        scored[member] = _score(row[: len(asked[member].inputs)], asked[member].targets.to(device))
                     if progress is not None and error is None:
-                        progress(i + 1, num_rounds)
+                        progress(sum(map(len, batches[: (i + 1) * crew.num_crews])), len(asked))
                 except Exception as caught:
                     error = error or caught
             if error is not None:
                 raise error
 
-    loss = sum_together(comm, (1,), run, torch.float64)
-    mean = float(loss) / (num_windows * (sequence_length - 1))
-    return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
+    return sum_together(comm, (len(asked), 2), run, torch.float64)
 
 
-def _negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    total = 0.0
-    for rows, wanted in zip(torch.split(logits, _LOSS_ROWS), torch.split(targets, _LOSS_ROWS), strict=True):
-        total += float(nn.functional.cross_entropy(rows.float(), wanted, reduction="sum").double())
-    return total
+def _batches(asked: Sequence[Continuation], batch_tokens: int, num_crews: int) -> list[list[int]]:
+    """Return which of ``asked`` run together: the longest first, alike in length, no fewer batches than crews."""
+    lengths = [len(one.inputs) for one in asked]
+    order = sorted(range(len(asked)), key=lambda index: -lengths[index])
+    most = -(-len(asked) // num_crews)
+    batches: list[list[int]] = []
+    while order:
+        size = min(max(batch_tokens // lengths[order[0]], 1), most)
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the log likelihood of ``targets`` (n,) by the last n rows of ``logits``, and 1 if they are most likely."""
+    total, is_greedy = 0.0, True
+    last = logits[len(logits) - len(targets) :]
+    for rows, wanted in zip(torch.split(last, _LOSS_ROWS), torch.split(targets, _LOSS_ROWS), strict=True):
+        total -= float(nn.functional.cross_entropy(rows.float(), wanted, reduction="sum").double())
+        is_greedy = is_greedy and bool((rows.argmax(dim=-1) == wanted).all())
+    return torch.tensor([total, float(is_greedy)], dtype=torch.float64)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from distprune.checkpoint import load_model
-from distprune.evaluation import perplexity, tokenize_file
-from tests.architectures import samples, tiny_model
+from distprune.evaluation import Continuation, log_likelihoods, perplexity, tokenize_file
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.worlds import ProcessPool, drawing, run_threads
@@ -71,6 +71,11 @@ def test_tokenize_file(tmp_path: Path) -> None:
         tokenize_file(tokenizer, text, max_tokens=100, sequence_length=101)
     with pytest.raises(FileNotFoundError, match="no text file"):
         tokenize_file(tokenizer, tmp_path / "nothing", max_tokens=100, sequence_length=10)
+    lines = tmp_path / "text.jsonl"
+    lines.write_text('{"text": "the union"}\n"at work"\nnot read')
+    assert tokenize_file(tokenizer, lines, max_tokens=12, sequence_length=10).tolist() == (
+        tokenizer("the union")["input_ids"] + tokenizer("at work")["input_ids"][:3]
+    )
     text.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)
@@ -125,8 +130,8 @@ def test_uniform_model_is_as_perplexed_as_its_vocabulary_is_large() -> None:
 
 def test_leaves_no_gradient_and_reports_progress() -> None:
     model, seen = make_bigram(), []
-    perplexity(model, make_tokens(60), sequence_length=20, progress=lambda *done: seen.append(done))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    perplexity(model, make_tokens(60), sequence_length=20, progress=lambda *done: seen.append(done), batch_tokens=40)
+    assert seen == [(2, 3), (3, 3)]
     assert model.table.weight.grad is None
 
 
@@ -154,7 +159,7 @@ def test_window_longer_than_the_model_has_positions_for() -> None:
 
 def replicated(_: int, num_windows: int) -> tuple[float, int]:
     model = make_bigram()
-    return perplexity(model, make_tokens(6 * num_windows), sequence_length=6), model.num_forwards
+    return perplexity(model, make_tokens(6 * num_windows), sequence_length=6, batch_tokens=12), model.num_forwards
 
 
 # More windows than ranks, unevenly; fewer windows than ranks.
@@ -163,10 +168,59 @@ def replicated(_: int, num_windows: int) -> tuple[float, int]:
 def test_same_over_any_number_of_ranks(pool: ProcessPool, world_size: int, num_windows: int) -> None:
     wanted, _ = replicated(0, num_windows)
     results = pool.run(world_size, replicated, num_windows)
+    most = min(2, -(-num_windows // world_size))  # windows in a forward: what fits, and no rank idle for it
     for value, num_forwards in results:
         assert value == results[0][0]
         assert value == pytest.approx(wanted, rel=1e-12)
-        assert num_forwards == -(-num_windows // world_size)  # the same on every rank: a sharded forward needs all
+        assert num_forwards == -(
+            -num_windows // most // world_size
+        )  # the same on every rank: a sharded forward needs all
+
+
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_what_shares_a_forward_is_as_each_by_itself(architecture: str) -> None:
+    model, tokens = tiny_model(architecture), samples(5).flatten()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    alone, together = (perplexity(model, tokens, sequence_length=16, batch_tokens=most) for most in (1, 34))
+    assert together == pytest.approx(alone, rel=1e-6)
+    assert sizes == [1] * 5 + [2, 2, 1]
+    by_one, at_once = (log_likelihoods(model, ragged(), batch_tokens=most) for most in (1, 4096))
+    torch.testing.assert_close(at_once, by_one, rtol=1e-5, atol=1e-5)
+
+
+def ragged() -> list[Continuation]:
+    """Continuations of all lengths, the shortest of one token from one."""
+    rows = [row[:length] for row, length in zip(samples(7), (2, 9, 16, 3, 16, 5, 12), strict=True)]
+    return [Continuation(row[:-1], row[1 + (len(row) - 2) // 2 :]) for row in rows]
+
+
+def test_log_likelihoods_of_all_lengths(pool: ProcessPool) -> None:
+    asked = ragged()
+    model, wanted = tiny_model("llama", num_key_value_heads=2), []
+    with torch.no_grad():
+        for one in asked:
+            log_p = model(input_ids=one.inputs[None]).logits[0].double().log_softmax(-1)[-len(one.targets) :]
+            greedy = torch.equal(log_p.argmax(-1), one.targets)
+            wanted.append([float(log_p.gather(1, one.targets[:, None]).sum()), float(greedy)])
+            best = log_p.argmax(-1)[-1:]  # what is most likely is said to be
+            assert log_likelihoods(model, [Continuation(one.inputs, best)])[0, 1] == 1
+    for most in (1, 30, 4096):
+        torch.testing.assert_close(
+            log_likelihoods(model, asked, batch_tokens=most),
+            torch.tensor(wanted),
+            rtol=1e-5,
+            atol=1e-5,
+            check_dtype=False,
+        )
+    for scored in pool.run(2, ragged_on_rank):
+        torch.testing.assert_close(scored, torch.tensor(wanted), rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def ragged_on_rank(_: int) -> torch.Tensor:
+    model = tiny_model("llama", num_key_value_heads=2)
+    torch.distributed.fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return log_likelihoods(model, ragged(), batch_tokens=30)
 
 
 def test_reads_on_where_tokens_are_long(tmp_path: Path) -> None:
@@ -197,13 +251,13 @@ def failing_on_rank(rank: int, where: str) -> float:
     model, tokens = make_bigram(), make_tokens(36)
 
     def progress(done: int, _: int) -> None:
-        if rank == 1 and done == 2 and where == "progress":
+        if rank == 1 and done == 4 and where == "progress":
             raise OSError("boom")
 
     if rank == 1 and where == "forward":
         model.table.register_forward_pre_hook(lambda *_: 1 / 0)
     length = 0 if rank == 1 and where == "arguments" else 6
-    return perplexity(model, tokens, sequence_length=length, progress=progress)
+    return perplexity(model, tokens, sequence_length=length, progress=progress, batch_tokens=6)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
-from distprune.calibration.text import open_text, text_tokens
+from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.walk import Walk, catch_inputs
 
@@ -27,14 +27,13 @@ __all__ = [
     "catch_inputs",
     "check_fit",
     "find_crew",
+    "first_tokens",
     "learn_order",
     "listening",
     "load_samples",
     "measure_sensitivities",
-    "open_text",
     "pack_triangle",
     "shared_axis",
     "spread",
-    "text_tokens",
     "unpack_triangle",
 ]

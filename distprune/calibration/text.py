@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any, TextIO
 
 import torch
 
-__all__ = ["draw_windows", "open_text", "text_tokens"]
+__all__ = ["draw_windows", "first_tokens", "open_text"]
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
 _WHOLE = 1 << 23  # bytes of a file that is tokenized whole: seconds
+_PIECE = 1 << 16  # bytes that are looked through at a time for where a word or a line begins; more than a word has
 
 
 def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
@@ -68,32 +70,62 @@ def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = ""
 
 def _window_at(tokenizer: Any, path: Path, file: TextIO, start: int, length: int) -> list[int]:
     """Return ``length`` tokens that begin with the first word, or line, that begins at byte ``start`` or later."""
-    file.seek(_boundary(path, start, b"\n" if path.suffix in _JSON_LINES else b" \n\t"))
-    if path.suffix not in _JSON_LINES:
-        ids = text_tokens(tokenizer, file, length)
-    else:
-        ids = []
-        for document in _documents(tokenizer, path, file, f" after byte {start}"):
-            ids += document
-            if len(ids) >= length:
-                break
+    file.seek(_boundary(path, start))
+    ids = _leading(tokenizer, path, file, length, f" after byte {start}")
     if len(ids) < length:
         raise ValueError(f"{path} holds {len(ids)} tokens from byte {start} on, and a sample has {length}")
     return ids[:length]
 
 
-def _boundary(path: Path, start: int, marks: bytes) -> int:
-    """Return the first place, ``start`` or later, that follows one of ``marks``."""
+def _boundary(path: Path, start: int) -> int:
+    """Return the first place, ``start`` or later, where a word begins, or in JSON lines a line.
+
+    In text without a space for 64 KiB: where a character begins.
+
+    Raises:
+        ValueError: the JSON line that holds byte ``start`` does not end within 8 MiB.
+    """
     if start == 0:
         return 0
+    is_lines = path.suffix in _JSON_LINES
+    mark = re.compile(rb"\n" if is_lines else rb"[ \n\t]")
     with path.open("rb") as file:
         file.seek(start - 1)
-        place = start
-        while byte := file.read(1):
-            if byte in marks:
-                return place
-            place += 1
-    return place
+        for place in range(start - 1, start + _WHOLE, _PIECE):
+            piece = file.read(_PIECE)
+            if found := mark.search(piece):
+                return place + found.end()
+            if not is_lines:
+                begins = re.compile(rb"[^\x80-\xbf]").search(piece, 1)  # UTF-8: bytes 10xxxxxx go on with a character
+                return place + (begins.start() if begins else len(piece))
+            if len(piece) < _PIECE:
+                return place + len(piece)
+    raise ValueError(
+        f"{path}: the line that holds byte {start} goes on for more than {_WHOLE} bytes; split the document"
+    )
+
+
+def first_tokens(tokenizer: Any, path: Path, num_tokens: int, what: str) -> list[int]:
+    """Return the first ``num_tokens`` tokens of a file, which errors call ``what``, or all there are. Local.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not UTF-8, or a line of JSON lines is not what it should be.
+    """
+    with open_text(path, what) as file:
+        return _leading(tokenizer, path, file, num_tokens, "")[:num_tokens]
+
+
+def _leading(tokenizer: Any, path: Path, file: TextIO, num_tokens: int, place: str) -> list[int]:
+    """Return the tokens of as much of an open file as has ``num_tokens``, or of all of it."""
+    if path.suffix not in _JSON_LINES:
+        return _text_tokens(tokenizer, file, num_tokens)
+    ids: list[int] = []
+    for document in _documents(tokenizer, path, file, place):
+        ids += document
+        if len(ids) >= num_tokens:
+            break
+    return ids
 
 
 @contextmanager
@@ -113,8 +145,8 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def text_tokens(tokenizer: Any, file: TextIO, num_tokens: int) -> list[int]:
-    """Return the tokens of as much of a text as has ``num_tokens``, or of all of it. Local."""
+def _text_tokens(tokenizer: Any, file: TextIO, num_tokens: int) -> list[int]:
+    """Return the tokens of as much of a text as has ``num_tokens``, or of all of it."""
     text = ""
     ids: list[int] = []
     # Tokens depend on what follows, so a longer piece is tokenized from the beginning.

@@ -87,6 +87,24 @@ def test_a_large_file_is_drawn_from_by_position(tmp_path: Path, monkeypatch: pyt
     assert len(load(path, None, 10, Spy())) >= 20 * 26
 
 
+def test_a_large_text_without_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows begin with a character; a line of JSON that does not end is not read to its end."""
+    path = tmp_path / "text.txt"
+    character = "\N{CJK UNIFIED IDEOGRAPH-6587}"  # three bytes
+    path.write_text(character * 200_000, encoding="utf-8")
+    monkeypatch.setattr(text, "_WHOLE", 100)
+
+    class Characters(Letters):
+        @override
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [int(c == character) for c in text]}
+
+    assert load(path, 6, 10, Characters()) == [[1] * 10] * 6
+    lines = path.rename(tmp_path / "text.jsonl")
+    with pytest.raises(ValueError, match=r"the line that holds byte \d+ goes on for more than 100 bytes"):
+        load(lines, 6, 10, Characters())
+
+
 def test_text_is_cut_without_gaps(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("abc defg\nhi")
