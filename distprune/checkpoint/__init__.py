@@ -1,10 +1,11 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
-from distprune.checkpoint.bundled import BUNDLED, resolve_model
+from distprune.checkpoint.bundled import BUNDLED
 from distprune.checkpoint.extras import import_extra, new_figure
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
+from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.checkpoint.output_directory import publish, writing
 from distprune.checkpoint.output_lock import locking, remove_files
@@ -24,6 +25,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "locking",
+    "name_of_model",
     "new_figure",
     "open_directory",
     "publish",

