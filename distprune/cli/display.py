@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import Kind, Watcher, kinds_of, mean_error
+from distprune.jobs import Kind, Watcher, by_metric, kinds_of, mean_error
 
 __all__ = ["Display", "show_inspection"]
 
@@ -95,8 +96,11 @@ class Display(Watcher):
             *more,
             ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in report["stage_seconds"].items())),
         ]
-        if report["perplexity_before"] is not None:
-            rows.append(("perplexity", f"{report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}"))
+        for file, after in report["perplexity_after"].items():
+            rows.append((f"perplexity on {Path(file).name}", f"{report['perplexity_before'][file]:.2f} -> {after:.2f}"))
+        rows += [
+            (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
+        ]
         console, table = _console_and_table("pruned", ("", ""))
         for row in rows:
             table.add_row(*row)

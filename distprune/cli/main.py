@@ -61,7 +61,12 @@ def _number_of_samples(text: str) -> int:
 @app.command()
 def prune(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=f"A Hugging Face directory, or {BUNDLED} for the bundled model.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"A Hugging Face directory, org/name[@revision] of the hub, or {BUNDLED}, the bundled model."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")],
     sparsity: Annotated[
         float | None, typer.Option(help="The final share of zeros, such as 0.5. Existing zeros count toward it.")
@@ -89,10 +94,15 @@ def prune(
     device: Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")] = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace the model in the output directory.")] = False,
     evaluate_on: Annotated[
-        Path | None, typer.Option("--eval", help="Text file. Report the perplexity on it before and after.")
+        list[Path] | None,
+        typer.Option("--eval", help="Text or JSON-lines file. Report the perplexity before and after. Repeatable."),
     ] = None,
-    eval_tokens: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of that text to use.")] = 8192,
+    eval_tokens: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of each to use.")] = 8192,
     eval_length: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in one window.")] = 512,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after."),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text or JSON-lines file. Prune block by block, with the inputs this text gives each layer."),
@@ -136,9 +146,10 @@ def prune(
         "seed": seed,
         "dtype": None if dtype == "auto" else getattr(torch, dtype),
         "overwrite": overwrite,
-        "evaluate_on": None if evaluate_on is None else str(evaluate_on),
+        "evaluate_on": tuple(map(str, evaluate_on or ())),
         "evaluation_tokens": eval_tokens,
         "evaluation_length": eval_length,
+        "tasks": tuple(name for names in tasks or () for name in names.split(",")),
     }
     job: PruneJob | OneShotJob
     if calibration is None:

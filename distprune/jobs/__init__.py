@@ -6,7 +6,7 @@
 Call them in one process, or on every rank of an initialized process group.
 """
 
-from distprune.jobs.figures import Kind, kinds_of, mean_error
+from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.watcher import Watcher
@@ -16,6 +16,7 @@ __all__ = [
     "OneShotJob",
     "PruneJob",
     "Watcher",
+    "by_metric",
     "kinds_of",
     "mean_error",
     "run_one_shot_job",

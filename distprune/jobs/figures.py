@@ -7,11 +7,11 @@ same projection of all experts, which are too many to be shown one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Kind", "kinds_of", "mean_error", "shares_by_kind"]
+__all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "shares_by_kind"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -63,3 +63,10 @@ def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def mean_error(block: Mapping[str, Any]) -> float | None:
     """Return the mean relative error over the maps of a block."""
     return Kind(block["name"], block["maps"]).error
+
+
+def by_metric(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield every task's metrics of a job's report: task, metric, before, after."""
+    for task, metrics in report["tasks_after"].items():
+        for metric, after in metrics.items():
+            yield task, metric, report["tasks_before"][task][metric], after

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint import import_extra
-from distprune.jobs.figures import shares_by_kind
+from distprune.checkpoint import import_extra, name_of_model
+from distprune.jobs.figures import by_metric, shares_by_kind
 
 __all__ = ["CARD_NAME", "model_card", "write_card"]
 
@@ -41,44 +41,43 @@ def model_card(report: Mapping[str, Any], original: str | None) -> str:
     card_type = import_extra("huggingface_hub", "hf").ModelCard
     begins = original is not None and original.startswith("---")
     card = card_type(original if begins else "---\nlibrary_name: transformers\n---\n" + (original or ""))
-    name = Path(report["model"]).name
+    path = Path(report["model"])
+    name = name_of_model(path)
     card.data.base_model = name
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS})
-    lines = [f"# {name}, pruned", "", *_table(report)]
+    lines = [f"# {name}, pruned", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(report))]
     if "(" not in (report["arguments"]["pattern"] or ""):  # else a Pattern, from Python
-        lines += ["", "Made by", "", "```bash", _command(report, name), "```"]
+        revision = "" if name == path.name else f"@{path.name}"  # of the hub: the commit
+        lines += ["", "Made by", "", "```bash", _command(report, name, revision), "```"]
     if card.text.strip():
         lines += ["", f"What follows is the card of {name} before it was pruned.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
     return str(card)
 
 
-def _table(report: Mapping[str, Any]) -> Iterator[str]:
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     arguments, pruning = report["arguments"], report["pruning"]
     maps = [of for block in pruning.get("blocks", ()) for of in block["maps"]] or pruning["parameters"]
     num_zeros, num_elements = (sum(int(of[key]) for of in maps) for key in ("num_zeros", "num_elements"))
-    rows = {
-        "zeros in the pruned weights": f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})",
-        "method": arguments["method"],
-        "pattern": pruning["pattern"],
-    }
+    yield "zeros in the pruned weights", f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
+    yield "method", arguments["method"]
+    yield "pattern", pruning["pattern"]
     if pruning.get("allocation") == "gradients":
         by_kind = (f"{kind} {shares}" for kind, shares in shares_by_kind(pruning["blocks"]).items())
-        rows["zeros by layer, allocated by gradients"] = "<br>".join(by_kind)
+        yield "zeros by layer, allocated by gradients", "<br>".join(by_kind)
     if "calibration" in arguments:
         text = Path(arguments["calibration"]).name
-        rows["calibration"] = f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"
-    if report["perplexity_after"] is not None:
-        where = f"{Path(arguments['evaluate_on']).name}, in windows of {arguments['evaluation_length']} tokens"
-        before, after = report["perplexity_before"], report["perplexity_after"]
-        rows[f"perplexity on {where}"] = f"{before:.2f} before, {after:.2f} after"
-    rows["made with"] = f"distprune {report['distprune']}, torch {report['torch']}"
-    yield from ("| | |", "|---|---|")
-    yield from (f"| {key} | {value} |" for key, value in rows.items())
+        yield "calibration", f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"
+    for file, after in report["perplexity_after"].items():
+        where = f"{Path(file).name}, in windows of {arguments['evaluation_length']} tokens"
+        yield f"perplexity on {where}", f"{report['perplexity_before'][file]:.2f} before, {after:.2f} after"
+    for task, metric, before, after in by_metric(report):
+        yield f"{task}, {metric}", f"{before:.4f} before, {after:.4f} after"
+    yield "made with", f"distprune {report['distprune']}, torch {report['torch']}"
 
 
-def _command(report: Mapping[str, Any], name: str) -> str:
-    words = ["distprune", "prune", name]
+def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
+    words = ["distprune", "prune", name + revision]
     for key, value in report["arguments"].items():
         option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
         if key == "samples" and value is None:
@@ -93,4 +92,4 @@ def _command(report: Mapping[str, Any], name: str) -> str:
                 option,
                 Path(each).name if key in ("calibration", "evaluate_on") else str(each).removeprefix("torch."),
             ]
-    return shlex.join([*words, "--output", f"{name}-pruned"])
+    return shlex.join([*words, "--output", f"{name.rpartition('/')[2]}-pruned"])

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import load_samples
-from distprune.checkpoint import ModelWriter, load_tokenizer, locking
+from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model
 from distprune.collectives import together
 from distprune.jobs.model_card import CARD_NAME, write_card
 from distprune.jobs.picture import PICTURE_NAME, can_draw, write_picture
@@ -133,13 +133,13 @@ def run_one_shot_job(
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
                 writer.write(updated=_updated(job, model), progress=progress)
-            report = run.report(unfinished.entries["perplexity_before"], after, pruning)
+            report = run.report(unfinished.entries["before"], after, pruning)
             with together(run.comm):
                 if run.comm.rank == 0:
                     write_report(report, unfinished.folder)
                     write_card(report, unfinished.folder, run.told.say)
                     if draws:
-                        title = f"{run.directory.path.name}: {job.method}, {pruning['pattern']}"
+                        title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
                         write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
             run.told.check()
     return report
@@ -152,7 +152,7 @@ def _begin(
     if not unfinished.blocks:
         if job.resume:
             run.told.say("nothing was recorded yet: starting at the first block")
-        unfinished.entries["perplexity_before"] = run.evaluate(model, "before")
+        unfinished.entries["before"] = run.evaluate(model, "before")
         unfinished.entries["shares"] = _shares(job, run, model, samples)
         writer.allocate()
         return

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distprune.checkpoint import check_output, load_model, load_tokenizer, open_directory, resolve_model
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexity, tokenize_file
+from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 from distprune.patterns import Pattern
 
@@ -34,15 +35,16 @@ class Job:
     """What every job is asked for; all ranks must ask for the same.
 
     Args:
-        model: a Hugging Face directory, or the name of the bundled model.
+        model: a Hugging Face directory, an id of the hub (``org/name[@revision]``), or the bundled model's name.
         output: the directory to write, on storage that all ranks share.
         sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
         pattern: one, or its text; N:M says itself how much is pruned.
         seed: for the method ``"random"``, and of the calibration windows that are drawn.
         dtype: of the weights; ``None``: what they are stored in.
         overwrite: replace the model that is in ``output``.
-        evaluate_on: a text file; the report then has the perplexity on it before and after.
-        evaluation_tokens: how much of that text is used, in windows of ``evaluation_length`` tokens.
+        evaluate_on: text or JSON-lines files; the report then has the perplexity on each before and after.
+        evaluation_tokens: how much of each is used, in windows of ``evaluation_length`` tokens.
+        tasks: of lm-eval, by name; the report then has their metrics before and after.
     """
 
     model: str
@@ -52,9 +54,10 @@ class Job:
     seed: int = 0
     dtype: torch.dtype | None = None
     overwrite: bool = False
-    evaluate_on: str | None = None
+    evaluate_on: tuple[str, ...] = ()
     evaluation_tokens: int = 8192
     evaluation_length: int = 512
+    tasks: tuple[str, ...] = ()
 
     def arguments(self) -> dict[str, Any]:
         """Return all fields as JSON carries them, but for ``resume``, which changes nothing in the end."""
@@ -74,13 +77,13 @@ class Job:
 
     def inputs(self) -> list[str]:
         """Return the files and directories that are read, which the output must not replace."""
-        return [self.model] if self.evaluate_on is None else [self.model, self.evaluate_on]
+        return [self.model, *self.evaluate_on]
 
 
 class Run:
     """A job under way on this rank. Every rank must make one, and call its methods in the same order.
 
-    Making it agrees on the job, finds the model and tokenizes the text to evaluate on.
+    Making it agrees on the job, finds the model, tokenizes the texts to evaluate on and loads the tasks.
     """
 
     def __init__(
@@ -94,18 +97,18 @@ class Run:
             job.check()
         path = resolve_model(job.model, group=self.comm, log=self.told.say)
         seen: dict[str, str] = {}
-        self._tokens: torch.Tensor | None = None
+        self._tokens: dict[str, torch.Tensor] = {}
         with together(self.comm):
             self.directory = open_directory(path)
             seen["model files"] = self.directory.fingerprint()
-            if job.evaluate_on is not None:
-                self._tokens = tokenize_file(
-                    load_tokenizer(path),
-                    job.evaluate_on,
-                    max_tokens=job.evaluation_tokens,
-                    sequence_length=job.evaluation_length,
-                )
-                seen["evaluation tokens"] = hashlib.sha256(self._tokens.numpy().tobytes()).hexdigest()
+            if job.evaluate_on or job.tasks:
+                self._tokenizer = load_tokenizer(path)
+            for name in job.evaluate_on:
+                length, most = job.evaluation_length, job.evaluation_tokens
+                ids = tokenize_file(self._tokenizer, name, max_tokens=most, sequence_length=length)
+                self._tokens[name] = ids
+                seen[f"evaluation tokens of {name}"] = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+            self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
         agree(self.comm, seen)
@@ -126,16 +129,22 @@ class Run:
                 progress=progress,
             )
 
-    def evaluate(self, model: nn.Module, when: str) -> float | None:
-        """Return the perplexity on the text to evaluate on, if there is one."""
-        if self._tokens is None:
-            return None
+    def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
+        """Return the perplexity on each text to evaluate on, and the metrics of each task."""
+        of_texts: dict[str, float] = {}
+        of_tasks: dict[str, dict[str, float]] = {}
         length = self.job.evaluation_length
-        with clock(self.seconds, "evaluate"), self.told.stage(f"evaluating {when}", "windows") as progress:
-            return perplexity(model, self._tokens, sequence_length=length, group=self.comm, progress=progress)
+        for name, ids in self._tokens.items():
+            stage = f"evaluating {when} on {Path(name).name}"
+            with clock(self.seconds, "evaluate"), self.told.stage(stage, "windows") as progress:
+                of_texts[name] = perplexity(model, ids, sequence_length=length, group=self.comm, progress=progress)
+        if self._tasks is not None:
+            with clock(self.seconds, "tasks"), self.told.stage(f"tasks {when}", "requests") as progress:
+                of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
+        return {"perplexity": of_texts, "tasks": of_tasks}
 
-    def report(self, before: float | None, after: float | None, pruning: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the report of a job that has done its work. Local."""
+    def report(self, before: dict[str, Any], after: dict[str, Any], pruning: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the report of a job that has done its work; ``before``, ``after``: of :meth:`evaluate`. Local."""
         self.seconds["total"] = time.perf_counter() - self._started
         return {
             "distprune": version("distprune"),
@@ -145,8 +154,10 @@ class Run:
             "arguments": self.job.arguments(),
             "num_ranks": self.comm.size,
             "device": self.device.type,
-            "perplexity_before": before,
-            "perplexity_after": after,
+            "perplexity_before": before["perplexity"],
+            "perplexity_after": after["perplexity"],
+            "tasks_before": before["tasks"],
+            "tasks_after": after["tasks"],
             "stage_seconds": self.seconds,
             "pruning": pruning,
         }

@@ -24,7 +24,7 @@ def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
 def test_the_report_and_its_table(
     job: OneShotJob, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_tokens=200, evaluation_length=16)
+    job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_tokens=200, evaluation_length=16)
     display = Display(visible=True)
     display.summary(run_one_shot_job(job, watcher=display))
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
@@ -43,7 +43,8 @@ def test_the_report_and_its_table(
             assert of_map["name"].removeprefix(f"{of_block['name']}.") in shown.out
             assert f"{of_map['relative_error']:.4f}" in shown.out
     assert all(f"{stage} s" in shown.out for stage in STAGES)
-    assert f"{report['perplexity_before']:.2f} -> {report['perplexity_after']:.2f}" in shown.out
+    (before,), (after,) = (report[f"perplexity_{when}"].values() for when in ("before", "after"))
+    assert re.search(rf"perplexity on text.txt\W+{before:.2f} -> {after:.2f}", shown.out)
     assert re.search(rf"peak memory\W+{report['pruning']['peak_memory'][0] / 2**20:.0f} MiB", shown.out)
     lines = [line for line in shown.err.splitlines() if line.startswith("pruned ")]
     assert len(lines) == 2

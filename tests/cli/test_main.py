@@ -77,8 +77,8 @@ def test_patterns_without_calibration() -> None:
 
 def test_every_option_arrives() -> None:
     line = (
-        "prune m --output o --seed 7 --dtype bfloat16 --device cpu --overwrite --eval t.txt --eval-tokens 64 "
-        "--eval-length 16 --timeout 30"
+        "prune m --output o --seed 7 --dtype bfloat16 --device cpu --overwrite --eval t.txt --eval u.jsonl "
+        "--eval-tokens 64 --eval-length 16 --tasks a,b --tasks c --timeout 30"
     )
     common: dict[str, Any] = {
         "model": "m",
@@ -86,9 +86,10 @@ def test_every_option_arrives() -> None:
         "seed": 7,
         "dtype": torch.bfloat16,
         "overwrite": True,
-        "evaluate_on": "t.txt",
+        "evaluate_on": ("t.txt", "u.jsonl"),
         "evaluation_tokens": 64,
         "evaluation_length": 16,
+        "tasks": ("a", "b", "c"),
     }
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
@@ -184,6 +185,9 @@ def test_prunes_and_inspects(
         ("{model} --output {model} --overwrite", "lie inside each other"),
         ("{model} --output {out} --eval {out}.txt", "there is no text file"),
         ("{model} --output {out} --eval {text} --eval-length 9000", "one window of 9000"),
+        ("{model} --output {out} --eval {text} --eval {model}", "there is no text file"),
+        ("org/name@v1 --output {out}", "hf download org/name --revision v1"),
+        ("{model} --output {out} --tasks arc_easy", "pip install 'distprune[tasks]'"),
         ("{model} --output {text}/out", "is a file"),
         ("{loop} --output {out}", "loop"),
         ("{model} --output {loop}/out", "loop"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import pytest
 import torch
 from huggingface_hub import ModelCard
 
 from distprune import Unstructured
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.jobs.model_card import model_card
 
 OWN = "---\nlicense: apache-2.0\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
 
@@ -38,6 +42,32 @@ def test_a_one_shot_job(job: OneShotJob) -> None:
     assert "| calibration | 5 windows of 24 tokens of text.txt |" in card.text
     assert "| method | sparsegpt |" in card.text
     assert card.text.rstrip().endswith("# A llama\n\nIt grazes.")
+
+
+def test_a_model_of_the_hub(
+    model_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "cache" / "models--org--name"
+    shutil.copytree(model_folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    files = (str(text_file), str(shutil.copyfile(text_file, tmp_path / "held_out.txt")))
+    output = tmp_path / "out"
+    report = run_prune_job(
+        PruneJob(model="org/name@v1", output=str(output), sparsity=0.5, evaluate_on=files, evaluation_length=16)
+    )
+    card: Any = ModelCard.load(output / "README.md")
+    assert card.data.base_model == "org/name"
+    assert f"distprune prune org/name@{commit} --sparsity 0.5" in card.text
+    assert "--eval text.txt --eval held_out.txt" in card.text
+    assert card.text.rstrip().endswith("--output name-pruned\n```")
+    for name in ("text.txt", "held_out.txt"):
+        assert f"| perplexity on {name}, in windows of 16 tokens | " in card.text
+    report |= {"tasks_before": {"arc": {"acc": 0.5}}, "tasks_after": {"arc": {"acc": 0.25}}}
+    assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report, None)
 
 
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:

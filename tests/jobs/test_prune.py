@@ -114,22 +114,26 @@ def test_patterns(pool: ProcessPool, tmp_path: Path, job: PruneJob, pattern: Pat
         assert int(torch.cat(blocks).sum()) == round(torch.cat(blocks).numel() / 2)
 
 
-def test_report_says_what_was_done(job: PruneJob, text_file: Path) -> None:
-    evaluated = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_tokens=200, evaluation_length=16)
+def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "the people of the nation"}\n')
+    files = (str(text_file), str(lines))
+    evaluated = dataclasses.replace(job, evaluate_on=files, evaluation_tokens=200, evaluation_length=16)
     returned = run_prune_job(evaluated)
     written = json.loads((Path(job.output) / REPORT_NAME).read_text())
     assert written == json.loads(json.dumps(returned))
     assert written["arguments"]["sparsity"] == 0.3
     assert written["pruning"]["num_zeros"] == round(0.3 * written["pruning"]["num_elements"])
     assert written["num_ranks"] == 1
-    assert written["perplexity_before"] > 1
-    assert written["perplexity_after"] != written["perplexity_before"]
+    before, after = (written[f"perplexity_{when}"] for when in ("before", "after"))
+    assert list(before) == list(after) == [str(text_file), str(lines)]
+    assert all(before[name] > 1 and before[name] != after[name] for name in before)
+    assert before[str(text_file)] != before[str(lines)]
 
 
 def test_without_a_text_nothing_is_evaluated(job: PruneJob) -> None:
     report = run_prune_job(job)
-    assert report["perplexity_before"] is None
-    assert report["perplexity_after"] is None
+    assert report["perplexity_before"] == report["perplexity_after"] == report["tasks_after"] == {}
 
 
 def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
@@ -166,7 +170,7 @@ def test_model_without_tokenizer(job: PruneJob, tmp_path: Path, text_file: Path)
     shutil.copytree(job.model, bare)
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    asked = dataclasses.replace(job, model=str(bare), evaluate_on=str(text_file))
+    asked = dataclasses.replace(job, model=str(bare), evaluate_on=(str(text_file),))
     with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
         run_prune_job(asked)
     assert not Path(job.output).exists()
@@ -199,7 +203,7 @@ def run_in_own_folder(rank: int, folder: Path, job: PruneJob) -> str:
         return run_on_rank(rank, [job])
 
 
-@pytest.mark.parametrize("what", ["model files", "evaluation tokens"])
+@pytest.mark.parametrize("what", ["model files", "evaluation tokens of text.txt"])
 def test_ranks_that_see_different_files(
     pool: ProcessPool, tmp_path: Path, model_folder: Path, text_file: Path, what: str
 ) -> None:
@@ -213,7 +217,7 @@ def test_ranks_that_see_different_files(
     else:
         (tmp_path / "1" / "text.txt").write_text("a" * 400)
     output = str(tmp_path / "out")
-    job = PruneJob(model="model", output=output, sparsity=0.3, evaluate_on="text.txt", evaluation_length=16)
+    job = PruneJob(model="model", output=output, sparsity=0.3, evaluate_on=("text.txt",), evaluation_length=16)
     for error in pool.run(2, run_in_own_folder, tmp_path, job):
         assert error.startswith(f"ValueError: ranks were called with different arguments: {what}: ")
     assert not Path(output).exists()
@@ -230,11 +234,11 @@ def test_what_one_rank_cannot_read_fails_on_all(pool: ProcessPool, tmp_path: Pat
 
 def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
     heard = Heard()
-    run_prune_job(dataclasses.replace(job, evaluate_on=str(text_file), evaluation_length=16), watcher=heard)
+    run_prune_job(dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16), watcher=heard)
     assert list(heard.stages) == [
         "loading bytes",
-        "evaluating before windows",
-        "evaluating after windows",
+        "evaluating before on text.txt windows",
+        "evaluating after on text.txt windows",
         "saving bytes",
     ]
     for told in heard.stages.values():
@@ -251,11 +255,13 @@ def run_with_watcher(rank: int, job: PruneJob, fails_at: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("fails_at", ["loading", "evaluating before", "evaluating after", "saving"])
+@pytest.mark.parametrize(
+    "fails_at", ["loading", "evaluating before on text.txt", "evaluating after on text.txt", "saving"]
+)
 def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     pool: ProcessPool, tmp_path: Path, job: PruneJob, text_file: Path, fails_at: str
 ) -> None:
-    asked = dataclasses.replace(job, evaluate_on=str(text_file), evaluation_length=16)
+    asked = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16)
     first, second = pool.run(2, run_with_watcher, asked, fails_at)
     said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
     assert (first, second) == (f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}")
@@ -282,7 +288,7 @@ def test_overwrite_keeps_the_text_it_evaluates_on(job: PruneJob, text_file: Path
     run_prune_job(job)
     shutil.copyfile(text_file, Path(job.output) / "vocab.txt")  # a name that a model's files have
     with pytest.raises(ValueError, match="lie inside each other"):
-        run_prune_job(dataclasses.replace(job, overwrite=True, evaluate_on=f"{job.output}/vocab.txt"))
+        run_prune_job(dataclasses.replace(job, overwrite=True, evaluate_on=(f"{job.output}/vocab.txt",)))
     assert (Path(job.output) / "vocab.txt").is_file()
 
 
