@@ -1,227 +1,197 @@
-"""One-shot pruning of SmolLM2-135M: perplexity and seconds, on 1 and 2 ranks, beside a plain single-process run.
+"""One-shot pruning of SmolLM2-135M by the job, as a user runs it: perplexity over dense, and seconds, on 1 and 2 ranks.
 
-The plain run is ``tests/oneshot_oracle.py``, written from the papers. Ranks have one thread each; runs
-that are timed follow each other, so that none waits for another.
+Runs what RESULTS.jsonl lacks, appends every run to it as one line, and shows the table of all that is in it: a run
+that was interrupted goes on by the same command, and what is not to be timed may run side by side on one file.
 
-    python -m benchmarks.bench_one_shot speed --output benchmarks/results/one_shot_speed_HARDWARE_DATE.md
-    python -m benchmarks.bench_one_shot quality --output benchmarks/results/one_shot_quality_HARDWARE_DATE.md
+    python -m benchmarks.bench_one_shot RESULTS.jsonl --output benchmarks/results/one_shot_HARDWARE_DATE.md
+    python -m benchmarks.bench_one_shot RESULTS.jsonl --ranks 1 --samples 64 --only ADMM
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import math
 import os
 import statistics
 import tempfile
 import textwrap
-import time
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.measure import heading, on_ranks, speech_files, table
-from distprune import NByM, Unstructured
-from distprune.calibration import load_samples
-from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model
-from distprune.evaluation import perplexity, tokenize_file
-from distprune.oneshot import OneShotMethod, prune_blocks
-from distprune.patterns import Pattern
-from tests import oneshot_oracle
+from benchmarks.measure import heading, joined, on_ranks, speech_files, table
+from distprune.checkpoint import BUNDLED
+from distprune.cli.main import Request, app
+from distprune.jobs import OneShotJob, run_one_shot_job
 
-NUM_SAMPLES, LENGTH = 16, 256
-NUM_TURNS = {NUM_SAMPLES: 5, 128: 3}  # by samples; 128 are what the papers and the command line take
-ORACLE, APART = "oracle, float32", "2 times 1 rank, at once"
-EVALUATION_TOKENS, EVALUATION_LENGTH = 4096, 512
-EXCERPT, LONG_EXCERPT = 4000, 12000  # characters of each speech
-STAGES = ("forward", "reduce", "factor", "sweep")
-PATTERNS: dict[str, tuple[Pattern, oneshot_oracle.Pattern]] = {
-    "50 %": (Unstructured(0.5), 0.5),
-    "2:4": (NByM(2, 4), oneshot_oracle.NM(2, 4)),
-    "4:8": (NByM(4, 8), oneshot_oracle.NM(4, 8)),
+LENGTH, EVALUATION_TOKENS, NUM_EVALUATED = 256, 512, 8  # tokens in a window; of each speech; speeches
+REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
+
+# A row of the table is a method and a pattern: its name, and what it is on the command line.
+METHODS = {
+    "Wanda": "--method wanda",
+    REFERENCE: "--method sparsegpt",
+    "ADMM": "--method admm",
+}
+PATTERNS = {
+    "50 %": "--pattern unstructured --sparsity 0.5",
+    "60 %": "--pattern unstructured --sparsity 0.6",
+    "2:4": "--pattern 2:4",
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """One run: what it is called, what is asked for, and on how many ranks."""
+
+    method: str
+    pattern: str
+    samples: int
+    seed: int
+    ranks: int
+    options: str
+
+
+def options(method: str, pattern: str) -> str:
+    return f"{METHODS[method]} {PATTERNS[pattern]}"
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Yield what is asked for; the runs that are compared with each other follow each other."""
+    for samples in arguments.samples:
+        for pattern in PATTERNS:
+            for seed in arguments.seeds:
+                for method in METHODS:
+                    if arguments.only in method:
+                        for ranks in arguments.ranks:
+                            yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
+
+
+def asked(case: Case, texts: Path, output: str) -> OneShotJob:
+    """Return the job of the command line of ``case``."""
+    words = f"prune {BUNDLED} --dtype float32 {case.options} --samples {case.samples} --seed {case.seed}".split()
+    words += ["--sequence-length", str(LENGTH), "--calibration", str(texts / "calibration.txt"), "--output", output]
+    words += ["--eval-tokens", str(EVALUATION_TOKENS), "--eval-length", str(LENGTH)]
+    for path in sorted(texts.glob("evaluation*")):
+        words += ["--eval", str(path)]
+    requests: list[Request] = []
+    app(words, obj=requests.append, standalone_mode=False)
+    job = requests[0].job
+    assert isinstance(job, OneShotJob)
+    return job
+
+
 def write_texts(folder: Path) -> None:
-    """Write what to calibrate and to evaluate on: excerpts of every second speech since 1990, and of the others."""
-    recent = [path.read_text(encoding="utf-8") for path in speech_files(since=1990)]
-    for name, chosen, length in (
-        ("calibration.txt", recent[::2], EXCERPT),
-        ("long.txt", recent[::2], LONG_EXCERPT),
-        ("evaluation.txt", recent[1::2], EXCERPT),
-    ):
-        excerpts = (text[len(text) // 2 :][:length] for text in chosen)
-        (folder / name).write_text("\n\n".join(excerpts), encoding="utf-8")
+    """Write what to calibrate on, every second speech since 1990, and some of the others, to evaluate on; all whole."""
+    speeches = speech_files(since=1990)
+    (folder / "calibration.txt").write_bytes(joined(speeches[::2]))
+    others = speeches[1::2]
+    for number in range(NUM_EVALUATED):
+        chosen = others[number * len(others) // NUM_EVALUATED]
+        (folder / f"evaluation{number}.txt").write_bytes(chosen.read_bytes())
 
 
-def run(
-    rank: int, source: str, folder: str, who: str, method: str, pattern: str, num_samples: int = NUM_SAMPLES
-) -> dict[str, Any]:
-    """Load, prune by ``who`` (``"dense"``: not at all; ``APART``: each rank all for itself) and evaluate."""
-    from transformers import AutoTokenizer
+def run(_: int, job: OneShotJob) -> dict[str, Any]:
+    """Run the job on this rank; return the perplexity on all texts as one, and seconds of pruning."""
+    if dist.get_world_size() == 1:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # another run may be on the first core
+    report = run_one_shot_job(job)
 
-    directory, world = open_directory(source), dist.get_world_size()
-    groups = [dist.new_group([member]) for member in range(world)] if who == APART else []
-    mesh = init_device_mesh("cpu", (world,)) if world > 1 and who != APART else None
-    model = load_model(directory, mesh=mesh, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    samples = load_samples(
-        tokenizer,
-        Path(folder, "calibration.txt" if num_samples == NUM_SAMPLES else "long.txt"),
-        model,
-        num_samples=num_samples,
-        sequence_length=LENGTH,
-    )
-    result: dict[str, Any] = {"stages": {}, "zeros": None}
-    dist.barrier()
-    started = time.perf_counter()
-    if who.startswith("oracle"):
-        dtype = torch.float32 if who.endswith("float32") else torch.float64
-        oneshot_oracle.prune_model(model, samples, cast(Any, method), PATTERNS[pattern][1], dtype=dtype)
-    elif who != "dense":
-        report = prune_blocks(
-            model,
-            samples,
-            method=cast(OneShotMethod, method),
-            pattern=PATTERNS[pattern][0],
-            group=groups[rank] if groups else None,
-            seed=0,
-        )
-        result["stages"] = sum((Counter(block.seconds) for block in report.blocks), Counter())
-        maps = [of_map for block in report.blocks for of_map in block.maps]
-        result["zeros"] = sum(m.num_pruned for m in maps), sum(m.num_elements for m in maps)
-    result["seconds"] = time.perf_counter() - started
-    tokens = tokenize_file(
-        tokenizer, Path(folder, "evaluation.txt"), max_tokens=EVALUATION_TOKENS, sequence_length=EVALUATION_LENGTH
-    )
-    result["perplexity"] = perplexity(model, tokens, sequence_length=EVALUATION_LENGTH)
-    return result
+    def mean(when: str) -> float:  # every text counts as many tokens
+        return math.exp(statistics.fmean(math.log(value) for value in report[f"perplexity_{when}"].values()))
+
+    return {"dense": mean("before"), "perplexity": mean("after"), "seconds": report["stage_seconds"]["prune"]}
 
 
-def run_anywhere(*what: Any) -> dict[str, Any]:
-    """:func:`run` on whichever core is free: what is not timed goes side by side."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    return run(*what)
+def read(results: Path) -> dict[Case, dict[str, Any]]:
+    """Return what has been run, by case."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return {Case(**entry["case"]): entry for entry in map(json.loads, lines)}
 
 
-def measure_speed(one: Callable[..., dict[str, Any]]) -> list[tuple[object, ...]]:
-    """Return a row for each method, number of samples and who, of the run of median time."""
-    rows: list[tuple[object, ...]] = []
-    for num_samples, num_turns in NUM_TURNS.items():
-        for method in ("sparsegpt", "wanda"):
-            whos = {"1 rank": (1, "distprune"), "2 ranks": (2, "distprune")}
-            if num_samples == NUM_SAMPLES:
-                whos = {ORACLE: (1, ORACLE), **whos, APART: (2, APART)}
-            turns = [
-                {name: one(*who, method, "50 %", num_samples) for name, who in whos.items()} for _ in range(num_turns)
-            ]
-            rows += _speed(method, num_samples, turns)
-    return rows
+def measure(wanted: list[Case], results: Path) -> None:
+    """Run what ``results`` lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_texts(Path(folder))
+        for case in wanted:
+            if case in read(results):
+                continue
+            with tempfile.TemporaryDirectory() as output:
+                by_rank = on_ranks(case.ranks, run, asked(case, Path(folder), f"{output}/pruned"))
+            entry = {"case": asdict(case), **max(by_rank, key=lambda result: result["seconds"])}
+            print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")  # at once, when the file is closed
 
 
-def _speed(method: str, num_samples: int, turns: list[dict[str, dict[str, Any]]]) -> list[tuple[object, ...]]:
-    """Return a row for each who; how many times as fast as the oracle, and as one rank."""
-    of_all = {who: sorted((turn[who] for turn in turns), key=lambda of: of["seconds"]) for who in turns[0]}
-    middle = {who: runs[len(runs) // 2] for who, runs in of_all.items()}
+def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Return a row for each method, pattern and number of windows: medians over seeds, and their ranges."""
+    there = {(case.method, case.pattern, case.samples) for case in entries}
+    in_order = itertools.product(sorted({samples for *_, samples in there}), PATTERNS, METHODS)
+    kinds = [(method, pattern, samples) for samples, pattern, method in in_order if (method, pattern, samples) in there]
 
-    def times(other: str, who: str) -> str:
-        # Of runs that followed each other: the machine's own speed drifts. Ranks that work apart do all work twice.
-        factors = sorted(turn[other]["seconds"] / turn[who]["seconds"] * (1 + (who == APART)) for turn in turns)
-        return f"{statistics.median(factors):.2f} ({factors[0]:.2f} to {factors[-1]:.2f})"
+    def of(kind: tuple[str, str, int], ranks: int) -> dict[int, dict[str, Any]]:
+        return {c.seed: e for c, e in entries.items() if (c.method, c.pattern, c.samples, c.ranks) == (*kind, ranks)}
+
+    def spread(values: list[float], digits: int) -> str:
+        if not values:
+            return ""
+        middle, least, greatest = (f"{fn(values):.{digits}f}" for fn in (statistics.median, min, max))
+        return f"{middle} ({least} to {greatest})"
+
+    def faster(many: dict[int, dict[str, Any]], few: dict[int, dict[str, Any]]) -> str:
+        return spread([few[seed]["seconds"] / many[seed]["seconds"] for seed in few.keys() & many.keys()], 2)
 
     return [
         (
-            method,
-            num_samples,
-            who,
-            f"{of['seconds']:.1f}",
-            " to ".join(f"{of_all[who][i]['seconds']:.1f}" for i in (0, -1)) if len(turns) > 1 else "",
-            times(ORACLE, who) if ORACLE in turns[0] and who != ORACLE else "",
-            times("1 rank", who) if who not in (ORACLE, "1 rank") else "",
-            *(f"{of['stages'][stage]:.1f}" if of["stages"] else "" for stage in STAGES),
+            *kind,
+            *(
+                spread([entry["perplexity"] / entry["dense"] for entry in of(kind, ranks).values()], 3)
+                for ranks in (1, 2)
+            ),
+            *(spread([entry["seconds"] for entry in of(kind, ranks).values()], 1) for ranks in (1, 2)),
+            faster(of(kind, 2), of(kind, 1)),
+            faster(of((REFERENCE, *kind[1:]), 1), of(kind, 1)),
         )
-        for who, of in middle.items()
+        for kind in kinds
     ]
 
 
-def measure_quality(one: Callable[..., dict[str, Any]], num_workers: int) -> list[tuple[object, ...]]:
-    """Return a row for each method and pattern; nothing is timed, so runs of one rank go side by side."""
-    cases = [(method, pattern) for pattern in PATTERNS for method in ("sparsegpt", "wanda")]
-    cases.append(("magnitude", "50 %"))
-    with ThreadPoolExecutor(num_workers) as pool:
-        dense = pool.submit(one, 1, "dense", "", "")
-        oracles = {case: pool.submit(one, 1, "oracle", *case) for case in cases if case[0] != "magnitude"}
-        alone = {case: pool.submit(one, 1, "distprune", *case) for case in cases}
-    pairs = {case: one(2, "distprune", *case) for case in cases}
-    rows: list[tuple[object, ...]] = [("dense", "", f"{dense.result()['perplexity']:.2f}", "", "", "", "")]
-    for case in cases:
-        base = (oracles[case] if case in oracles else alone[case]).result()["perplexity"]
-        pruned, numel = alone[case].result()["zeros"]
-        rows.append(
-            (
-                *case,
-                f"{base:.2f}" if case in oracles else "",
-                *(
-                    f"{of['perplexity']:.2f} ({100 * (of['perplexity'] / base - 1):+.2f} %)"
-                    for of in (alone[case].result(), pairs[case])
-                ),
-                f"{pruned:,} of {numel:,}",
-                "same" if pairs[case]["zeros"] == (pruned, numel) else "DIFFERENT",
-            )
-        )
-    return rows
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("speed", "quality"))
-    parser.add_argument("--workers", type=int, default=2, help="runs side by side where nothing is timed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--samples", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="", help="run methods with this in their names")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    source = str(resolve_model(BUNDLED))
-    with tempfile.TemporaryDirectory() as folder:
-        write_texts(Path(folder))
-
-        def one(ranks: int, *what: str | int) -> dict[str, Any]:
-            job = run if arguments.what == "speed" else run_anywhere
-            results = on_ranks(ranks, job, source, folder, *what)
-            print(what, ranks, f"{results[0]['perplexity']:.2f}", f"{results[0]['seconds']:.1f} s", flush=True)
-            return max(results, key=lambda result: result["seconds"])
-
-        rows = measure_speed(one) if arguments.what == "speed" else measure_quality(one, arguments.workers)
-    text = heading(
-        f"One-shot pruning of SmolLM2-135M: {arguments.what}", f"python -m benchmarks.bench_one_shot {arguments.what}"
+    measure(list(cases(arguments)), arguments.results)
+    known = set(itertools.product(METHODS, PATTERNS))
+    entries = {
+        case: entry
+        for case, entry in read(arguments.results).items()
+        if (case.method, case.pattern) in known and case.options == options(case.method, case.pattern)
+    }
+    dense = sorted({round(entry["dense"], 2) for entry in entries.values()})
+    notes = (
+        f"The model is the bundled one, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
+        "drawn by the seed from every second State of the Union speech since 1990. Perplexity: of the first "
+        f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's, "
+        f"{' or '.join(map(str, dense))}. Seconds of pruning: of the slower rank, from the loaded model to the last "
+        "block on the disk; every rank has one thread. Medians over the seeds, and the least and the greatest; factors "
+        "are of runs with the same seed."
     )
-    text += (
-        "\nThe model is the bundled one, dequantized from 4 bits, in float32; all Linears of its 30 blocks are\n"
-        f"pruned. Calibration: sequences of {LENGTH} tokens of State of the Union speeches since 1990, every second\n"
-        "one. The oracle is tests/oneshot_oracle.py, one process.\n\n"
-    )
-    if arguments.what == "speed":
-        num_turns = " and ".join(f"{turns} with {num}" for num, turns in NUM_TURNS.items())
-        notes = (
-            f"From the loaded model to the pruned one, at 50 %; every rank has one thread. Runs take turns, {num_turns}"
-            " sequences; seconds, of the slower rank, and stages are those of the run of median time; factors are "
-            "medians over the turns, and the least and the greatest. Two ranks that do the whole work each, side by "
-            "side with nothing in common, show what this machine's two cores do to each other: their factor, for twice "
-            "the work, is about the most that two ranks can reach."
-        )
-        text += textwrap.fill(notes, 118) + "\n\n"
-        columns: tuple[str, ...] = ("method", "sequences", "who", "seconds", "range", "x oracle", "x 1 rank")
-        columns += tuple(f"{stage} s" for stage in STAGES)
-    else:
-        text += (
-            f"Perplexity, of {EVALUATION_TOKENS:,} tokens of the other speeches in windows of {EVALUATION_LENGTH}, "
-            f"with {NUM_SAMPLES} sequences of\ncalibration. In parentheses: against the oracle, whose SparseGPT "
-            "computes in float64 (magnitude: against 1 rank).\n\n"
-        )
-        columns = ("method", "pattern", "oracle", "1 rank", "2 ranks", "pruned", "count on 2 ranks")
-    text += table(columns, rows)
+    columns = ["method", "pattern", "windows", "x dense, 1 rank", "x dense, 2 ranks", "s, 1 rank", "s, 2 ranks"]
+    columns += ["2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]
+    text = heading("One-shot pruning of SmolLM2-135M", f"python -m benchmarks.bench_one_shot {arguments.results.name}")
+    text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
+    text += "".join(f"- {name}: `{options}`\n" for name, options in (METHODS | PATTERNS).items())
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
