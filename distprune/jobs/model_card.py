@@ -90,6 +90,6 @@ def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [
                 option,
-                Path(each).name if key in ("calibration", "evaluate_on") else str(each).removeprefix("torch."),
+                Path(each).name if key in ("calibration", "evaluate_on", "tasks") else str(each).removeprefix("torch."),
             ]
     return shlex.join([*words, "--output", f"{name.rpartition('/')[2]}-pruned"])

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from distprune import Unstructured
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
@@ -52,8 +51,8 @@ def test_a_model_of_the_hub(
     shutil.copytree(model_folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "v1").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     files = (str(text_file), str(shutil.copyfile(text_file, tmp_path / "held_out.txt")))
     output = tmp_path / "out"
     report = run_prune_job(
@@ -67,7 +66,9 @@ def test_a_model_of_the_hub(
     for name in ("text.txt", "held_out.txt"):
         assert f"| perplexity on {name}, in windows of 16 tokens | " in card.text
     report |= {"tasks_before": {"arc": {"acc": 0.5}}, "tasks_after": {"arc": {"acc": 0.25}}}
+    report["arguments"]["tasks"] = ["/home/own.yaml", "arc"]
     assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report, None)
+    assert "--tasks own.yaml --tasks arc " in model_card(report, None)
 
 
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:
