@@ -11,6 +11,7 @@ from distprune.checkpoint.output_directory import publish, writing
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
+from distprune.checkpoint.sharded_file import file_digest, read_shards, write_shards
 
 __all__ = [
     "BUNDLED",
@@ -20,6 +21,7 @@ __all__ = [
     "ModelWriter",
     "TensorReport",
     "check_output",
+    "file_digest",
     "import_extra",
     "inspect_directory",
     "load_model",
@@ -29,8 +31,10 @@ __all__ = [
     "new_figure",
     "open_directory",
     "publish",
+    "read_shards",
     "remove_files",
     "resolve_model",
     "save_model",
+    "write_shards",
     "writing",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
@@ -30,6 +30,7 @@ def load_model(
     *,
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     group: Group = None,
     progress: Progress = None,
@@ -43,6 +44,7 @@ def load_model(
 
     Args:
         dtype: of the parameters; default: what the checkpoint holds them in.
+        compute_dtype: what FSDP2 gathers them in; gradients are reduced in float32. Default: their own.
         device: where the parameters live.
         group: the ranks that load together; every one of them must call it.
         progress: called with (bytes read so far, bytes to read) of this rank.
@@ -70,15 +72,17 @@ def load_model(
             "checkpoint": directory.fingerprint(),
             "weights (256 KiB of each file)": directory.sample(),
             "dtype": str(dtype),
+            "compute dtype": str(compute_dtype),
             "mesh": mesh and list(mesh.shape),
         }
     agree(comm, facts)
     with together(comm):
         if mesh is not None:
+            precision = MixedPrecisionPolicy(compute_dtype, None if compute_dtype is None else torch.float32)
             for _, block in decoder_blocks(model):
-                fully_shard(block, mesh=mesh)
+                fully_shard(block, mesh=mesh, mp_policy=precision)
             # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
-            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         model.to_empty(device=device)
         model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
         _fill(model, directory, names, progress)

@@ -6,14 +6,11 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,16 +18,12 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import check_tensors
 from distprune.checkpoint.output_files import allocate, check_space, planned, write_small_files
+from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together
-from distprune.shards import LocalShard, flat_chunk, local_shard
+from distprune.shards import LocalShard, local_shard
 
 __all__ = ["ModelWriter", "save_model"]
-
-Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
-
-_WRITE_BYTES = 8 << 20  # written at a time
-_SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
 
 
 def save_model(
@@ -118,14 +111,11 @@ class ModelWriter:
             read_entries = {entry.name: entry for entry in source.tensors if entry.name in checked}
             with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
                 for entry in mine:
-                    for values, stretches in _chunks(own[entry.name]):
+                    for values, stretches in chunks_of(own[entry.name]):
                         if entry.name in read_entries:
                             _check_unchanged(values, stretches, reading.fileno(), read_entries[entry.name])
-                        data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
-                        for flat_start, low, high in stretches:
-                            place = entry.start + flat_start * itemsize
-                            _write_at(handle.fileno(), data[low * itemsize : high * itemsize], place)
-                        num_done += len(data)
+                        write_chunk(handle.fileno(), entry, values, stretches)
+                        num_done += values.nbytes
                         if progress is not None:
                             progress(num_done, num_total)
                 os.fsync(handle.fileno())
@@ -157,24 +147,6 @@ def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
     return names
 
 
-def _chunks(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
-    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
-    # Scattered elements need eight bytes of place each, several times over.
-    start_of_all = shard.geometry.flat_start
-    step = max(1, _WRITE_BYTES // shard.local.element_size()) if start_of_all is not None else _SCATTERED_ELEMENTS
-    numel = shard.local.numel()
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        values = flat_chunk(shard.local, start, stop).cpu().contiguous()
-        if start_of_all is not None:
-            yield values, [(start_of_all + start, 0, stop - start)]
-            continue
-        flat = shard.geometry.flat_indices(start, stop)
-        breaks = np.flatnonzero(np.diff(flat) != 1) + 1
-        bounds = [0, *breaks.tolist(), stop - start]
-        yield values, [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
-
-
 def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:
     """Raise unless every value is zero or what the source's file ``source`` holds in its place, bit for bit."""
     held, itemsize = torch.empty(len(values), dtype=entry.dtype), entry.dtype.itemsize
@@ -191,9 +163,3 @@ def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int
             f"at least {num_changed} elements of {entry.name!r} are neither zero nor what was read: the model changes "
             "its weights while it runs, or its user did; those changed on purpose are to be named (updated=...)"
         )
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

@@ -1,0 +1,109 @@
+"""One safetensors file that ranks write side by side: each its own elements, at their places.
+
+The bytes are the same whatever the number of ranks and the layout, so any other number of ranks can read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from distprune.checkpoint.hf_directory import TensorEntry, WeightFile
+from distprune.checkpoint.output_files import allocate, check_space, planned
+from distprune.checkpoint.stored_slices import fill_shards
+from distprune.collectives import Communicator, sum_together, together
+from distprune.shards import LocalShard, flat_chunk
+
+__all__ = ["Stretch", "chunks_of", "file_digest", "read_shards", "write_chunk", "write_shards"]
+
+Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
+
+_WRITE_BYTES = 8 << 20  # written, or digested, at a time
+_SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
+
+
+def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard], *, like: Path) -> None:
+    """Write ``shards``, whose owners are settled, into the new file ``path``, no more readable than the file ``like``.
+
+    Every rank must call it: two rounds of 64 bytes.
+
+    Raises:
+        OSError: on every rank: the disk is full or not writable.
+    """
+    file = _file(path, shards)
+    with together(comm):
+        if comm.rank == 0:
+            check_space(path.parent, [file])
+            allocate(file, like)
+    with together(comm), path.open("r+b", buffering=0) as handle:
+        for entry in file.tensors:
+            if shards[entry.name].owned and shards[entry.name].local.numel():
+                for values, stretches in chunks_of(shards[entry.name]):
+                    write_chunk(handle.fileno(), entry, values, stretches)
+        os.fsync(handle.fileno())
+
+
+def read_shards(path: Path, shards: Mapping[str, LocalShard]) -> None:
+    """Read ``shards`` in place from a file that :func:`write_shards` has written. Local."""
+    file = _file(path, shards)
+    fill_shards([(shards[entry.name], file, entry) for entry in file.tensors])
+
+
+def file_digest(comm: Communicator, path: Path) -> str:
+    """Return a digest of the file ``path``, of which every rank reads its share. Every rank: one round of 40 bytes.
+
+    Raises:
+        OSError: on every rank: it cannot be read.
+    """
+
+    def fill(words: torch.Tensor) -> None:
+        with path.open("rb") as file:
+            for number in range(comm.rank, -(-path.stat().st_size // _WRITE_BYTES), comm.size):
+                file.seek(number * _WRITE_BYTES)
+                digest = hashlib.sha256(f"{number}:".encode() + file.read(_WRITE_BYTES)).digest()
+                words += torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
+
+    return sum_together(comm, (4,), fill).numpy().tobytes().hex()
+
+
+def _file(path: Path, shards: Mapping[str, LocalShard]) -> WeightFile:
+    names = tuple(TensorEntry(name, shard.local.dtype, shard.shape, 0, 0) for name, shard in shards.items())
+    return planned(path.parent, WeightFile(path, names), dict(shards))
+
+
+def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
+    # Scattered elements need eight bytes of place each, several times over.
+    start_of_all = shard.geometry.flat_start
+    step = max(1, _WRITE_BYTES // shard.local.element_size()) if start_of_all is not None else _SCATTERED_ELEMENTS
+    numel = shard.local.numel()
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        values = flat_chunk(shard.local, start, stop).cpu().contiguous()
+        if start_of_all is not None:
+            yield values, [(start_of_all + start, 0, stop - start)]
+            continue
+        flat = shard.geometry.flat_indices(start, stop)
+        breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+        bounds = [0, *breaks.tolist(), stop - start]
+        yield values, [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def write_chunk(descriptor: int, entry: TensorEntry, values: torch.Tensor, stretches: list[Stretch]) -> None:
+    """Write a chunk of the tensor ``entry`` to its places in the file. Local."""
+    data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
+    for flat_start, low, high in stretches:
+        _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
