@@ -1,5 +1,6 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
+from distprune.calibration.batches import Batches
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import Samples, check_fit, load_samples, spread
 from distprune.calibration.listening import listening
@@ -14,6 +15,7 @@ from distprune.calibration.walk import Walk, catch_inputs
 
 __all__ = [
     "Axis",
+    "Batches",
     "BlockOrder",
     "Crew",
     "InputStatistics",

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-__all__ = ["draw_windows", "first_tokens", "open_text"]
+__all__ = ["draw_windows", "first_tokens", "is_drawn_by_place", "open_text", "whole_tokens"]
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
@@ -23,15 +23,14 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
     """Return ``num_windows`` windows of ``length`` tokens, in the order of the file: see ``load_samples``. Local."""
     generator = torch.Generator().manual_seed(seed)
     with open_text(path, "calibration file") as file:
-        size = path.stat().st_size
-        if num_windows is not None and size > max(_WHOLE, 2 * num_windows * length * _CHARACTERS_PER_TOKEN):
-            stretch = size // num_windows
+        if num_windows is not None and is_drawn_by_place(path, num_windows, length):
+            stretch = path.stat().st_size // num_windows
             # A window ends within its stretch: it begins in the first half.
             begins = torch.randint(max(stretch // 2, 1), (num_windows,), generator=generator).tolist()
             starts = [i * stretch + begin for i, begin in enumerate(begins)]
             rows = [_window_at(tokenizer, path, file, start, length) for start in starts]
             return torch.tensor(rows, dtype=torch.int64)
-        ids = _tokens(tokenizer, path, file)
+        ids = whole_tokens(tokenizer, path, file)
     there = len(ids) // length
     wanted = there if num_windows is None else num_windows
     if wanted > there or not there:
@@ -43,7 +42,13 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
     return windows[torch.randperm(there, generator=generator)[:wanted].sort().values]
 
 
-def _tokens(tokenizer: Any, path: Path, file: TextIO) -> list[int]:
+def is_drawn_by_place(path: Path, num_windows: int, length: int) -> bool:
+    """Return whether the file ``path`` is too large to be tokenized whole for so many windows. Local."""
+    return path.stat().st_size > max(_WHOLE, 2 * num_windows * length * _CHARACTERS_PER_TOKEN)
+
+
+def whole_tokens(tokenizer: Any, path: Path, file: TextIO) -> list[int]:
+    """Return the tokens of the open ``file``, which is ``path``; after each document the end token. Local."""
     if path.suffix not in _JSON_LINES:
         ids: list[int] = tokenizer(file.read(), add_special_tokens=False)["input_ids"]
         return ids

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import load_samples, spread, text
+from distprune.calibration import Batches, load_samples, spread, text
 from distprune.collectives import communicator
 from tests.worlds import run_threads
 
@@ -201,3 +201,27 @@ def test_ranks_must_read_the_same(tmp_path: Path) -> None:
     (tmp_path / "1.txt").unlink()
     for error in run_threads(2, load_own, tmp_path, catch=True):
         assert isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_batch_follows_from_the_seed_and_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    path = tmp_path / "text.txt"
+    words = [string.ascii_lowercase[i:] + string.ascii_lowercase[:i] for i in range(26)]
+    path.write_text(" ".join(words * 8))
+    if is_large:
+        monkeypatch.setattr(text, "_WHOLE", 100)
+    made = [Batches(Letters(), path, batch_size=3, length=5, seed=seed) for seed in (7, 7, 7 + (1 << 32))]
+    shown = [[batches[step].tolist() for step in (4, 0, 4)] for batches in made]
+    assert shown[0] == shown[1]
+    assert shown[0][0] == shown[0][2] != shown[0][1]
+    assert shown[2] != shown[0]  # the upper bits of a seed count
+    whole = "".join(words * 8)
+    seen = {"".join(chr(ord("a") + token) for token in row) for step in range(99) for row in made[0][step].tolist()}
+    assert all(window in whole for window in seen)
+    assert len(seen) >= 26
+    before = made[0].digest()
+    assert before == made[1].digest()
+    path.write_text(f"{string.ascii_lowercase[::-1]} " * 200)
+    assert Batches(Letters(), path, batch_size=3, length=5, seed=7).digest() != before
