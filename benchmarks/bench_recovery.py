@@ -1,21 +1,22 @@
 """Fine-tuning SmolLM2-135M with the zeros of one-shot pruning held: perplexity before and after, on 2 ranks.
 
-It runs what a user runs: ``distprune prune`` by SparseGPT, then ``launch/finetune_pruned.py``, on the text alone and
-with the dense model as its teacher.
+It runs what a user runs: ``distprune prune``, then ``distprune finetune``, on the text alone and with the dense model
+as its teacher.
 
-    python -m benchmarks.bench_recovery --output benchmarks/results/recovery_HARDWARE_DATE.md
+    python -m benchmarks.bench_recovery --minutes 10 --output benchmarks/results/recovery_HARDWARE_DATE.md
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import heading, joined, speech_files, table
 from distprune.checkpoint import BUNDLED
@@ -23,30 +24,22 @@ from distprune.checkpoint import BUNDLED
 NUM_RANKS, NUM_SAMPLES, LENGTH = 2, 16, 256  # of calibration
 PATTERNS = {"50 %": ("unstructured", "--sparsity", "0.5"), "2:4": ("2:4",)}
 TRAINERS = {"text alone": (), "distilled from the dense model": ("--teacher", BUNDLED)}
-_RESULT = re.compile(r"perplexity ([\d.]+) -> ([\d.]+) in (\d+) s; zeros ([\d.]+%) -> ([\d.]+%)")
 
 
-def launch(*arguments: str) -> str:
-    """Run a script or module on ranks of one thread, and return what it prints."""
+def launch(*arguments: str) -> dict[str, Any]:
+    """Run a job on ranks of one thread, and return its report; its last argument is the output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    print(ended.stdout, flush=True)
-    return ended.stdout
-
-
-def finetune(model: str, folder: Path, *options: str) -> tuple[str, ...]:
-    """Return perplexity before, after, seconds, and the shares of zeros."""
-    data = ("--data", f"{folder}/train.txt", "--eval", f"{folder}/evaluation.txt")
-    found = _RESULT.search(launch("launch/finetune_pruned.py", model, *data, *options))
-    assert found is not None
-    return found.groups()
+    subprocess.run([*command, "-m", "distprune", *arguments], env=environment, check=True)
+    report: dict[str, Any] = json.loads((Path(arguments[-1]) / "report.json").read_text())
+    return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--patterns", nargs="*", default=["50 %"], choices=PATTERNS)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--method", default="admm")
+    parser.add_argument("--patterns", nargs="*", default=["2:4"], choices=PATTERNS)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[tuple[str, ...]] = []
@@ -55,26 +48,33 @@ def main() -> None:
         recent = speech_files(since=1990)
         for name, paths in (("train.txt", recent[::2]), ("evaluation.txt", recent[1::2])):
             (folder / name).write_bytes(joined(paths))
+        evaluation = ("--eval", f"{folder}/evaluation.txt", "--eval-length", str(LENGTH))
         for pattern in arguments.patterns:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
-            launch(
-                *("-m", "distprune", "prune", BUNDLED, "--method", "sparsegpt", "--pattern", *PATTERNS[pattern]),
+            pruning = launch(
+                *("prune", BUNDLED, "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
                 *("--calibration", f"{folder}/train.txt", "--samples", str(NUM_SAMPLES)),
-                *("--sequence-length", str(LENGTH), "--output", pruned),
+                *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
-            for trainer, options in TRAINERS.items():
-                before, after, seconds, *zeros = finetune(pruned, folder, "--steps", str(arguments.steps), *options)
-                rows.append((pattern, trainer, before, after, seconds, " -> ".join(zeros)))
-        dense = finetune(BUNDLED, folder, "--steps", "0")[0]
+            (dense,) = pruning["perplexity_before"].values()
+            for number, (trainer, options) in enumerate(TRAINERS.items()):
+                report = launch(
+                    *("finetune", pruned, "--data", f"{folder}/train.txt", "--minutes", str(arguments.minutes)),
+                    *(*options, *evaluation, "--output", f"{pruned}-{number}"),
+                )
+                training = report["training"]
+                figures = [f"{v:.2f}" for when in ("before", "after") for v in report[f"perplexity_{when}"].values()]
+                share = f"{training['num_zeros'] / training['num_elements']:.2%}"
+                rows.append((pattern, trainer, f"{dense:.2f}", *figures, str(training["num_steps"]), share))
     notes = (
-        f"SparseGPT with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.steps} steps of 4 windows of "
-        f"{LENGTH} tokens a rank with zeros held (launch/finetune_pruned.py with its defaults), on {NUM_RANKS} ranks "
-        "of one thread. The text is every second State of the Union speech since 1990; perplexity is of 8,192 tokens "
-        f"of the others, in windows of {LENGTH}. The dense model has {dense}. Seconds are of the steps alone."
+        f"{arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.minutes:g} minutes of "
+        f"distprune finetune with its defaults, on {NUM_RANKS} ranks of one thread. The text is every second State of "
+        f"the Union speech since 1990; perplexity is of 8,192 tokens of the others, in windows of {LENGTH}. Zeros are "
+        "those of all parameters."
     )
     text = heading("Recovery by training with zeros held", "python -m benchmarks.bench_recovery")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
-    text += table(("pattern", "trained on", "before", "after", "seconds", "zeros"), rows)
+    text += table(("pattern", "trained on", "dense", "before", "after", "steps", "zeros"), rows)
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -77,8 +77,10 @@ class Display(Watcher):
         self.close()
         if not self._visible:
             return
-        pruning = report["pruning"]
-        if "blocks" in pruning:
+        pruning = report.get("pruning", {})
+        if "training" in report:
+            more = _training_rows(report["training"])
+        elif "blocks" in pruning:
             _show_blocks(pruning)
             more = _one_shot_rows(pruning)
         else:
@@ -101,10 +103,23 @@ class Display(Watcher):
         rows += [
             (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
         ]
-        console, table = _console_and_table("pruned", ("", ""))
+        console, table = _console_and_table("pruned" if pruning else "fine-tuned", ("", ""))
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+
+def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
+    num_zeros, num_elements, losses = training["num_zeros"], training["num_elements"], training["losses"]
+    rows = [
+        ("method", training["method"]),
+        ("training", f"{training['num_steps']} steps, {training['num_tokens']:,} tokens, {training['seconds']:.0f} s"),
+        ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"),
+        ("zeros", f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.4%})"),
+    ]
+    if training["resumed_at"]:
+        rows.append(("resumed", f"after step {training['resumed_at']}"))
+    return rows
 
 
 def _one_shot_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:

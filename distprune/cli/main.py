@@ -19,7 +19,14 @@ from distprune.checkpoint import BUNDLED, inspect_directory
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
-from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.jobs import (
+    FinetuneJob,
+    OneShotJob,
+    PruneJob,
+    run_finetune_job,
+    run_one_shot_job,
+    run_prune_job,
+)
 from distprune.oneshot import Allocation, OneShotMethod, Sequential, TargetsOf
 from distprune.patterns import Scope, as_pattern
 
@@ -39,12 +46,33 @@ _MOST_TOKENS = 1 << 30
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
+# Options of all jobs.
+Model = Annotated[
+    str,
+    typer.Argument(help=f"A Hugging Face directory, org/name[@revision] of the hub, or {BUNDLED}, the bundled model."),
+]
+Output = Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")]
+Dtype = Annotated[DtypeName, typer.Option(help="Of the weights that are written. auto: as they are stored.")]
+Device = Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output directory.")]
+EvaluateOn = Annotated[
+    list[Path] | None,
+    typer.Option("--eval", help="Text or JSON-lines file. Report the perplexity before and after. Repeatable."),
+]
+EvalTokens = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of each to use.")]
+EvalLength = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in one window.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(help="Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after."),
+]
+Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others.")]
+
 
 @dataclass(frozen=True)
 class Request:
     """A job, and where to run it."""
 
-    job: PruneJob | OneShotJob
+    job: PruneJob | OneShotJob | FinetuneJob
     device: str
     timeout: float
 
@@ -61,13 +89,8 @@ def _number_of_samples(text: str) -> int:
 @app.command()
 def prune(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"A Hugging Face directory, org/name[@revision] of the hub, or {BUNDLED}, the bundled model."
-        ),
-    ],
-    output: Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")],
+    model: Model,
+    output: Output,
     sparsity: Annotated[
         float | None, typer.Option(help="The final share of zeros, such as 0.5. Existing zeros count toward it.")
     ] = None,
@@ -90,19 +113,13 @@ def prune(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Leave out the parameters that match this name pattern. Repeatable.")
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Of the weights. auto: as they are stored.")] = "auto",
-    device: Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")] = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace the model in the output directory.")] = False,
-    evaluate_on: Annotated[
-        list[Path] | None,
-        typer.Option("--eval", help="Text or JSON-lines file. Report the perplexity before and after. Repeatable."),
-    ] = None,
-    eval_tokens: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of each to use.")] = 8192,
-    eval_length: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in one window.")] = 512,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(help="Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after."),
-    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    evaluate_on: EvaluateOn = None,
+    eval_tokens: EvalTokens = 8192,
+    eval_length: EvalLength = 512,
+    tasks: Tasks = None,
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text or JSON-lines file. Prune block by block, with the inputs this text gives each layer."),
@@ -129,28 +146,14 @@ def prune(
     target_share: Annotated[float, typer.Option(help="How much of the way to the dense model's output.")] = 0.5,
     offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where a calibration job that was killed has stopped.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 600,
+    timeout: Timeout = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
-    if not 1 <= timeout <= _LONGEST_TIMEOUT:
-        raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
     try:
         as_pattern(pattern, sparsity)
     except ValueError as error:
         raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None
-    common: dict[str, Any] = {
-        "model": model,
-        "output": str(output),
-        "sparsity": sparsity,
-        "pattern": pattern,
-        "seed": seed,
-        "dtype": None if dtype == "auto" else getattr(torch, dtype),
-        "overwrite": overwrite,
-        "evaluate_on": tuple(map(str, evaluate_on or ())),
-        "evaluation_tokens": eval_tokens,
-        "evaluation_length": eval_length,
-        "tasks": tuple(name for names in tasks or () for name in names.split(",")),
-    }
+    common = {**_common(locals()), "sparsity": sparsity, "pattern": pattern}
     job: PruneJob | OneShotJob
     if calibration is None:
         method = method or "magnitude"
@@ -177,7 +180,81 @@ def prune(
             offload=offload,
             resume=resume,
         )
-    context.obj(Request(job, device, timeout))
+    context.obj(_request(job, device, timeout))
+
+
+@app.command()
+def finetune(
+    context: typer.Context,
+    model: Model,
+    output: Output,
+    data: Annotated[Path, typer.Option(help="Text or JSON-lines file to train on.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="How many steps to do; or else --minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="How long to train; or else --steps.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The dense model: learn what it predicts, and not the text.")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = 2e-4,
+    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Windows a step, over all ranks.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in each.")] = 256,
+    seed: Annotated[int, typer.Option(help="To draw the windows.")] = 0,
+    save_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between states that --resume can go on with.")
+    ] = 300,
+    resume: Annotated[bool, typer.Option(help="Go on where a job that was killed has saved its last state.")] = False,
+    compute_dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="Of forwards. Weights are trained in float32.")
+    ] = "bfloat16",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    evaluate_on: EvaluateOn = None,
+    eval_tokens: EvalTokens = 8192,
+    eval_length: EvalLength = 512,
+    tasks: Tasks = None,
+    timeout: Timeout = 600,
+) -> None:
+    """Train the pruned MODEL on --data with its zeros held, and write it to --output. Start it as prune."""
+    job = FinetuneJob(
+        **_common(locals()),
+        data=str(data),
+        steps=steps,
+        minutes=minutes,
+        teacher=teacher,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        save_every=save_every,
+        resume=resume,
+        compute_dtype=getattr(torch, compute_dtype),
+    )
+    try:
+        job.check_length()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    context.obj(_request(job, device, timeout))
+
+
+def _common(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what every job is asked for, of the options as they are ``given``."""
+    dtype = given["dtype"]
+    return {
+        "model": given["model"],
+        "output": str(given["output"]),
+        "seed": given["seed"],
+        "dtype": None if dtype == "auto" else getattr(torch, dtype),
+        "overwrite": given["overwrite"],
+        "evaluate_on": tuple(map(str, given["evaluate_on"] or ())),
+        "evaluation_tokens": given["eval_tokens"],
+        "evaluation_length": given["eval_length"],
+        "tasks": tuple(name for names in given["tasks"] or () for name in names.split(",")),
+    }
+
+
+def _request(job: PruneJob | OneShotJob | FinetuneJob, device: DeviceName, timeout: float) -> Request:
+    if not 1 <= timeout <= _LONGEST_TIMEOUT:
+        raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
+    return Request(job, device, timeout)
 
 
 @app.command()
@@ -241,6 +318,8 @@ def _work(request: Request, launch: Launch) -> int:
         display = Display(visible=launch.rank == 0)
         if isinstance(request.job, PruneJob):
             report = run_prune_job(request.job, device=device, watcher=display)
+        elif isinstance(request.job, FinetuneJob):
+            report = run_finetune_job(request.job, device=device, watcher=display)
         else:
             report = run_one_shot_job(request.job, device=device, watcher=display)
         launch.finish()

@@ -7,11 +7,14 @@ Call them in one process, or on every rank of an initialized process group.
 """
 
 from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error
+from distprune.jobs.finetune import run_finetune_job
+from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.watcher import Watcher
 
 __all__ = [
+    "FinetuneJob",
     "Kind",
     "OneShotJob",
     "PruneJob",
@@ -19,6 +22,7 @@ __all__ = [
     "by_metric",
     "kinds_of",
     "mean_error",
+    "run_finetune_job",
     "run_one_shot_job",
     "run_prune_job",
 ]

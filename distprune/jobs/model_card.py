@@ -16,6 +16,8 @@ CARD_NAME = "README.md"
 
 _OPTIONS = {"evaluate_on": "eval", "evaluation_tokens": "eval-tokens", "evaluation_length": "eval-length"}
 _NOT_SHOWN = ("model", "output", "overwrite")
+_FILES = ("calibration", "data", "evaluate_on", "tasks", "teacher")
+_COUNTS = ("num_zeros", "num_elements")
 _TAGS = ("distprune", "pruned", "sparse")
 
 
@@ -45,21 +47,23 @@ def model_card(report: Mapping[str, Any], original: str | None) -> str:
     name = name_of_model(path)
     card.data.base_model = name
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS})
-    lines = [f"# {name}, pruned", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(report))]
-    if "(" not in (report["arguments"]["pattern"] or ""):  # else a Pattern, from Python
+    done = "fine-tuned with its zeros held" if "training" in report else "pruned"
+    rows = _of_training(report) if "training" in report else _of_pruning(report)
+    lines = [f"# {name}, {done}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
+    lines += [f"| {key} | {value} |" for key, value in _of_both(report)]
+    if "(" not in (report["arguments"].get("pattern") or ""):  # else a Pattern, from Python
         revision = "" if name == path.name else f"@{path.name}"  # of the hub: the commit
         lines += ["", "Made by", "", "```bash", _command(report, name, revision), "```"]
     if card.text.strip():
-        lines += ["", f"What follows is the card of {name} before it was pruned.", "", card.text.strip()]
+        lines += ["", f"What follows is the card of {name} before it was {done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
     return str(card)
 
 
-def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_pruning(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     arguments, pruning = report["arguments"], report["pruning"]
     maps = [of for block in pruning.get("blocks", ()) for of in block["maps"]] or pruning["parameters"]
-    num_zeros, num_elements = (sum(int(of[key]) for of in maps) for key in ("num_zeros", "num_elements"))
-    yield "zeros in the pruned weights", f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
+    yield "zeros in the pruned weights", _share(*(sum(int(of[key]) for of in maps) for key in _COUNTS))
     yield "method", arguments["method"]
     yield "pattern", pruning["pattern"]
     if pruning.get("allocation") == "gradients":
@@ -68,16 +72,32 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "calibration" in arguments:
         text = Path(arguments["calibration"]).name
         yield "calibration", f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"
+
+
+def _of_training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    arguments, training = report["arguments"], report["training"]
+    windows = f"{arguments['batch_size']} windows of {arguments['sequence_length']} tokens"
+    yield "zeros", _share(*(training[key] for key in _COUNTS))
+    yield "method", training["method"]
+    yield "trained", f"{training['num_steps']} steps of {windows} of {Path(arguments['data']).name}"
+
+
+def _of_both(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for file, after in report["perplexity_after"].items():
-        where = f"{Path(file).name}, in windows of {arguments['evaluation_length']} tokens"
+        where = f"{Path(file).name}, in windows of {report['arguments']['evaluation_length']} tokens"
         yield f"perplexity on {where}", f"{report['perplexity_before'][file]:.2f} before, {after:.2f} after"
     for task, metric, before, after in by_metric(report):
         yield f"{task}, {metric}", f"{before:.4f} before, {after:.4f} after"
     yield "made with", f"distprune {report['distprune']}, torch {report['torch']}"
 
 
+def _share(num_zeros: int, num_elements: int) -> str:
+    return f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
+
+
 def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
-    words = ["distprune", "prune", name + revision]
+    verb, result = ("finetune", "finetuned") if "training" in report else ("prune", "pruned")
+    words = ["distprune", verb, name + revision]
     for key, value in report["arguments"].items():
         option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
         if key == "samples" and value is None:
@@ -90,6 +110,6 @@ def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [
                 option,
-                Path(each).name if key in ("calibration", "evaluate_on", "tasks") else str(each).removeprefix("torch."),
+                Path(each).name if key in _FILES else str(each).removeprefix("torch."),
             ]
-    return shlex.join([*words, "--output", f"{name.rpartition('/')[2]}-pruned"])
+    return shlex.join([*words, "--output", f"{name.rpartition('/')[2]}-{result}"])

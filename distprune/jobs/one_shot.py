@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from typing_extensions import override
 from distprune.calibration import load_samples
 from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model
 from distprune.collectives import together
-from distprune.jobs.model_card import CARD_NAME, write_card
-from distprune.jobs.picture import PICTURE_NAME, can_draw, write_picture
-from distprune.jobs.run import REPORT_NAME, Job, Run, clock, write_report
+from distprune.jobs.model_card import write_card
+from distprune.jobs.picture import can_draw, draw, write_picture
+from distprune.jobs.run import PruningJob, Run, check_unfinished, clock, write_report
 from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -36,12 +36,10 @@ from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
 
-_INDEX_NAME = "model.safetensors.index.json"
-
 
 @dataclass(frozen=True, kw_only=True)
-class OneShotJob(Job):
-    """Prune with calibration text; the fields of :class:`Job`, and those of ``prune_blocks``.
+class OneShotJob(PruningJob):
+    """Prune with calibration text; the fields of :class:`PruningJob`, and those of ``prune_blocks``.
 
     Args:
         method: a solver's name.
@@ -67,8 +65,7 @@ class OneShotJob(Job):
 
     @override
     def check(self) -> None:
-        if self.resume and not self.overwrite and (Path(self.output) / REPORT_NAME).is_file():
-            raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
+        check_unfinished(self, self.resume)
         allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
         super().check()
 
@@ -133,14 +130,14 @@ def run_one_shot_job(
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
                 writer.write(updated=_updated(job, model), progress=progress)
-            report = run.report(unfinished.entries["before"], after, pruning)
+            report = run.report(unfinished.entries["before"], after, pruning=pruning)
             with together(run.comm):
                 if run.comm.rank == 0:
                     write_report(report, unfinished.folder)
                     write_card(report, unfinished.folder, run.told.say)
                     if draws:
                         title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
-                        write_picture(pruning["blocks"], title, unfinished.folder, run.told.say)
+                        write_picture(partial(draw, pruning["blocks"], title), unfinished.folder, run.told.say)
             run.told.check()
     return report
 
@@ -157,8 +154,7 @@ def _begin(
         writer.allocate()
         return
     with together(run.comm):
-        copied = [file.path for file in writer.files] + list(run.directory.small_files)
-        unfinished.check_files({path.name for path in copied} | {_INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME})
+        unfinished.check_files(run.directory)
     writer.allocate()  # what is there of the weights stays
     blocks = decoder_blocks(model)
     unfinished.check_blocks([name for name, _ in blocks])

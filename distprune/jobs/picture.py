@@ -1,4 +1,6 @@
-"""The picture of a one-shot job: relative error and sparsity by depth, a line for each kind of linear map."""
+"""The pictures of jobs: of one-shot, relative error and sparsity by depth, a line for each kind of linear map; of
+fine-tuning, the loss.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from distprune.checkpoint import import_extra, new_figure
 from distprune.jobs.figures import Kind, kinds_of
 
-__all__ = ["PICTURE_NAME", "can_draw", "draw", "write_picture"]
+__all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "write_picture"]
 
 PICTURE_NAME = "report.png"
 
@@ -26,15 +28,15 @@ def can_draw(say: Callable[[str], None]) -> bool:
     return False
 
 
-def write_picture(blocks: Sequence[Mapping[str, Any]], title: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Write ``report.png``. Local; for one rank.
+def write_picture(drawn: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Write the figure that ``drawn`` returns as ``report.png``. Local; for one rank.
 
     A picture that cannot be drawn (a broken installation of matplotlib) is left out, and that is said: a
     model that took hours must not be lost to it.
     """
     try:
         written = io.BytesIO()
-        draw(blocks, title).canvas.print_png(written)
+        drawn().canvas.print_png(written)
     except Exception as error:
         say(f"{PICTURE_NAME} is left out, drawing it failed: {type(error).__name__}: {error}")
         return
@@ -67,6 +69,18 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
     sparsities.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
     figure.suptitle(title)
     figure.legend(*errors.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    return figure
+
+
+def draw_losses(losses: Sequence[float], title: str) -> Any:
+    """Return the matplotlib figure of the losses, one a step, on an Agg canvas; raises as :func:`draw`."""
+    figure = new_figure(9.0, 5.0)
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), list(losses), linewidth=0.8)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    figure.suptitle(title)
     return figure
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from distprune.checkpoint import save_model, writing
 from distprune.collectives import together
 from distprune.jobs.model_card import write_card
-from distprune.jobs.run import Job, Run, clock, write_report
+from distprune.jobs.run import PruningJob, Run, clock, write_report
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import prune_model
@@ -21,8 +21,8 @@ __all__ = ["PruneJob", "run_prune_job"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneJob(Job):
-    """Prune by the weights alone; the fields of :class:`Job`, and those of ``prune_model``.
+class PruneJob(PruningJob):
+    """Prune by the weights alone; the fields of :class:`PruningJob`, and those of ``prune_model``.
 
     Args:
         method: a score's name, ``"magnitude"`` or ``"random"``.
@@ -74,7 +74,7 @@ def run_prune_job(
         after = run.evaluate(model, "after")
         with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
             save_model(model, run.directory, staging, group=run.comm, progress=progress)
-        report = run.report(before, after, pruned.to_dict())
+        report = run.report(before, after, pruning=pruned.to_dict())
         with together(run.comm):
             if run.comm.rank == 0:
                 write_report(report, staging)

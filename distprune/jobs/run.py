@@ -18,14 +18,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distprune.checkpoint import check_output, load_model, load_tokenizer, open_directory, resolve_model
+from distprune.checkpoint import (
+    HfDirectory,
+    check_output,
+    load_model,
+    load_tokenizer,
+    open_directory,
+    resolve_model,
+)
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 from distprune.patterns import Pattern
 
-__all__ = ["REPORT_NAME", "Job", "Run", "clock", "write_report"]
+__all__ = ["REPORT_NAME", "Job", "PruningJob", "Run", "check_unfinished", "clock", "write_report"]
 
 REPORT_NAME = "report.json"
 
@@ -37,10 +44,8 @@ class Job:
     Args:
         model: a Hugging Face directory, an id of the hub (``org/name[@revision]``), or the bundled model's name.
         output: the directory to write, on storage that all ranks share.
-        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
-        pattern: one, or its text; N:M says itself how much is pruned.
-        seed: for the method ``"random"``, and of the calibration windows that are drawn.
-        dtype: of the weights; ``None``: what they are stored in.
+        seed: of what is drawn: windows of text, and by the method ``"random"``.
+        dtype: of the weights that are written; ``None``: what they are stored in.
         overwrite: replace the model that is in ``output``.
         evaluate_on: text or JSON-lines files; the report then has the perplexity on each before and after.
         evaluation_tokens: how much of each is used, in windows of ``evaluation_length`` tokens.
@@ -49,8 +54,6 @@ class Job:
 
     model: str
     output: str
-    sparsity: float | None = None
-    pattern: Pattern | str | None = None
     seed: int = 0
     dtype: torch.dtype | None = None
     overwrite: bool = False
@@ -78,6 +81,25 @@ class Job:
     def inputs(self) -> list[str]:
         """Return the files and directories that are read, which the output must not replace."""
         return [self.model, *self.evaluate_on]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningJob(Job):
+    """What a job that prunes is asked for beside that.
+
+    Args:
+        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
+        pattern: one, or its text; N:M says itself how much is pruned.
+    """
+
+    sparsity: float | None = None
+    pattern: Pattern | str | None = None
+
+
+def check_unfinished(job: Job, resume: bool) -> None:
+    """Raise a FileExistsError if ``resume`` is asked for, and the job has finished. Local."""
+    if resume and not job.overwrite and (Path(job.output) / REPORT_NAME).is_file():
+        raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
 
 
 class Run:
@@ -117,13 +139,16 @@ class Run:
         if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
             self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
 
-    def load(self) -> nn.Module:
-        """Return the model: whole on one rank, sharded by FSDP2 over several."""
+    def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
+        """Return the model: whole on one rank, sharded by FSDP2 over several.
+
+        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`.
+        """
         with clock(self.seconds, "load"), self.told.stage("loading", "bytes") as progress:
             return load_model(
-                self.directory,
+                directory or self.directory,
                 mesh=self._mesh,
-                dtype=self.job.dtype,
+                **{"dtype": self.job.dtype, **dtypes},
                 device=self.device,
                 group=self.comm,
                 progress=progress,
@@ -143,8 +168,8 @@ class Run:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
 
-    def report(self, before: dict[str, Any], after: dict[str, Any], pruning: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the report of a job that has done its work; ``before``, ``after``: of :meth:`evaluate`. Local."""
+    def report(self, before: dict[str, Any], after: dict[str, Any], **work: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`. Local."""
         self.seconds["total"] = time.perf_counter() - self._started
         return {
             "distprune": version("distprune"),
@@ -159,7 +184,7 @@ class Run:
             "tasks_before": before["tasks"],
             "tasks_after": after["tasks"],
             "stage_seconds": self.seconds,
-            "pruning": pruning,
+            **work,
         }
 
 

@@ -1,8 +1,9 @@
 """A job that can be killed and go on: its output grows beside the target, with a journal of what is in it.
 
-``.NAME.unfinished`` holds the model's files at their full size, of which some blocks are written, and
-``journal.json``: what the job was asked for, the report and the digest of each block that every rank has on
-the disk, and a checksum of all that. The folder is renamed onto the target when everything is there.
+``.NAME.unfinished`` holds the model's files at their full size, of which some blocks are written, or the state of a
+training, and ``journal.json``: what the job was asked for, the report and the digest of each block (of each saved
+state) that every rank has on the disk, and a checksum of all that. The folder is renamed onto the target when
+everything is there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint import Inputs, ModelWriter, publish, remove_files
+from distprune.checkpoint import Inputs, ModelWriter, file_digest, publish, remove_files
+from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together
+from distprune.jobs.model_card import CARD_NAME
+from distprune.jobs.picture import PICTURE_NAME
+from distprune.jobs.run import REPORT_NAME
 from distprune.shards import flat_chunks, local_shard
 
 __all__ = ["Unfinished", "open_unfinished"]
 
 JOURNAL_NAME = "journal.json"
 _NEW_JOURNAL = "journal.new"
+_OWN_NAMES = {JOURNAL_NAME, _NEW_JOURNAL, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
+_STATE = re.compile(r"state-\d+\.safetensors")
 
 
 class Unfinished:
@@ -37,10 +45,21 @@ class Unfinished:
         self.entries: dict[str, Any] = journal["entries"]
         self._digests: list[str] = journal["digests"]
 
-    def check_files(self, names: Collection[str]) -> None:
-        """Raise a ValueError if anything lies in the folder but this job's files, which have these ``names``. Local."""
+    @property
+    def states(self) -> list[Path]:
+        """The files ``state-N.safetensors`` that are there: no part of the output."""
+        return [path for path in self.folder.iterdir() if _STATE.fullmatch(path.name)]
+
+    def state(self, num_steps: int) -> Path:
+        """Return the file of the state after so many steps."""
+        return self.folder / f"state-{num_steps}.safetensors"
+
+    def check_files(self, source: HfDirectory) -> None:
+        """Raise a ValueError if anything lies in the folder but this job's files; its model is ``source``. Local."""
+        written = [file.path for file in source.weight_files] + [*source.small_files, *self.states]
+        names = {path.name for path in written} | _OWN_NAMES
         for path in sorted(self.folder.iterdir()):
-            if path.name not in {*names, JOURNAL_NAME, _NEW_JOURNAL} or path.is_symlink() or not path.is_file():
+            if path.name not in names or path.is_symlink() or not path.is_file():
                 raise ValueError(f"{path} is not from this job; take it away, or remove {self.folder}")
 
     def check_blocks(self, names: Sequence[str]) -> None:
@@ -79,6 +98,14 @@ class Unfinished:
                 own.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
         words = torch.frombuffer(bytearray(own.digest()), dtype=torch.int64)
         return self.comm.sum(words).numpy().tobytes().hex()  # sums wrap around
+
+    def is_as_written(self, state: Path) -> bool:
+        """Return whether the file ``state`` is what was recorded last. Every rank must call it: one round of 40 bytes.
+
+        Raises:
+            OSError: on every rank: it cannot be read.
+        """
+        return file_digest(self.comm, state) == self._digests[-1]
 
     def record(self, report: dict[str, Any], digest: str) -> None:
         """Note, on the first rank, that every rank has one more block on the disk. Local."""
@@ -139,9 +166,11 @@ def open_unfinished(
         raise
     with together(comm):
         if comm.rank == 0:
+            states = unfinished.states
             publish(folder, target, overwrite=overwrite, inputs=inputs)
             # Last: a job that is killed in between has finished, and one that is killed before can go on.
-            (target / JOURNAL_NAME).unlink()
+            for name in (*(path.name for path in states), JOURNAL_NAME):
+                (target / name).unlink(missing_ok=True)  # a short training saves nothing
 
 
 def _local_parts(block: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import sys
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from distprune.cli.display import Display
-from distprune.jobs import OneShotJob, mean_error, run_one_shot_job
+from distprune.jobs import (
+    FinetuneJob,
+    OneShotJob,
+    PruneJob,
+    mean_error,
+    run_finetune_job,
+    run_one_shot_job,
+    run_prune_job,
+)
 from distprune.jobs.run import REPORT_NAME
 from tests.small_job import STAGES, block_entry, small_job
 
@@ -50,6 +59,27 @@ def test_the_report_and_its_table(
     assert len(lines) == 2
     assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]):.4f}, " in lines[0]
     assert lines[1].endswith("00:00 left")
+
+
+def test_the_table_of_a_fine_tuning(
+    model_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pruned, tuned = tmp_path / "pruned", tmp_path / "out"
+    run_prune_job(PruneJob(model=str(model_folder), output=str(pruned), sparsity=0.5))
+    job = FinetuneJob(
+        model=str(pruned), output=str(tuned), data=str(text_file), steps=3, batch_size=2, sequence_length=16
+    )
+    display = Display(visible=True)
+    report = run_finetune_job(job, watcher=display)
+    display.summary(report)
+    shown, losses = capsys.readouterr(), report["training"]["losses"]
+    assert re.search(r"training\W+3 steps, 96 tokens, \d+ s", shown.out)
+    assert f"{losses[0]:.4f} -> {losses[2]:.4f}" in shown.out
+    assert [line for line in shown.err.splitlines() if line.startswith("step ")] == [
+        f"step {number}: loss {loss:.4f}, {share} done"
+        for number, loss, share in zip((1, 2, 3), losses, ("33%", "67%", "100%"), strict=True)
+    ]
+    assert (tuned / "report.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_the_bar_shows_time_left_and_the_error(

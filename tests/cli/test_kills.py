@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from distprune.cli.main import run
+from distprune.jobs import PruneJob, run_prune_job
 from tests.cli.test_launches import by_hand
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
@@ -59,6 +60,16 @@ def digests(folder: Path) -> dict[str, str]:
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
     assert found
     return found
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> list[str]:
+    """All but the output: steps that save what they have done."""
+    pruned = tmp_path_factory.mktemp("pruned") / "model"
+    run_prune_job(PruneJob(model=arguments[1], output=str(pruned), sparsity=0.5))
+    text = arguments[arguments.index("--calibration") + 1]
+    line = f"--data {text} --teacher {arguments[1]} --steps 8 --batch-size 6 --sequence-length 64 --save-every 0"
+    return ["finetune", str(pruned), *line.split(), "--timeout", "20"]
 
 
 def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
@@ -183,3 +194,17 @@ def test_killed_five_times_and_resumed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out"]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))
+
+
+def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) -> None:
+    first = Job([*fine_tuning, "--output", str(tmp_path / "out")], tmp_path)
+    first.until(lambda: first.num_done() > 2)
+    first.kill([0, 1])
+    first.has_ended([0, 1])
+    num_done = first.num_done()
+    assert not (tmp_path / "out").exists()
+    last = Job([*fine_tuning, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
+    last.succeeds()
+    assert f"going on after step {num_done}\n" in last.said()
+    Job([*fine_tuning, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

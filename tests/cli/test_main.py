@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from distprune.cli import main
 from distprune.cli.main import Request
-from distprune.jobs import OneShotJob, PruneJob
+from distprune.jobs import FinetuneJob, OneShotJob, PruneJob
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,9 @@ def test_defaults() -> None:
     assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
         Request(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
     ]
+    assert asked("finetune m --output o --data d --steps 3") == [
+        Request(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
+    ]
 
 
 def test_patterns_without_calibration() -> None:
@@ -77,7 +80,7 @@ def test_patterns_without_calibration() -> None:
 
 def test_every_option_arrives() -> None:
     line = (
-        "prune m --output o --seed 7 --dtype bfloat16 --device cpu --overwrite --eval t.txt --eval u.jsonl "
+        "m --output o --seed 7 --dtype bfloat16 --device cpu --overwrite --eval t.txt --eval u.jsonl "
         "--eval-tokens 64 --eval-length 16 --tasks a,b --tasks c --timeout 30"
     )
     common: dict[str, Any] = {
@@ -93,7 +96,7 @@ def test_every_option_arrives() -> None:
     }
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
-    assert asked(line + in_place) == [Request(job, "cpu", 30)]
+    assert asked(f"prune {line}{in_place}") == [Request(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential map --targets dense --target-share 0.25"
     one_shot += " --allocation gradients"
@@ -112,9 +115,26 @@ def test_every_option_arrives() -> None:
         offload=True,
         resume=True,
     )
-    assert asked(f"{line}{one_shot} --resume") == [Request(calibrated, "cpu", 30)]
-    everything = f"{line}{one_shot.replace('--samples 3', '--samples all')} --resume"
+    assert asked(f"prune {line}{one_shot} --resume") == [Request(calibrated, "cpu", 30)]
+    everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
     assert asked(everything) == [Request(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
+    training = (
+        "--data d --minutes 1.5 --teacher t --learning-rate 0.1 --batch-size 2 --sequence-length 9 --save-every 5 "
+        "--compute-dtype float32 --resume"
+    )
+    tuned = FinetuneJob(
+        **common,
+        data="d",
+        minutes=1.5,
+        teacher="t",
+        learning_rate=0.1,
+        batch_size=2,
+        sequence_length=9,
+        save_every=5,
+        compute_dtype=torch.float32,
+        resume=True,
+    )
+    assert asked(f"finetune {line} {training}") == [Request(tuned, "cpu", 30)]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +167,14 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --timeout nan",
         "prune m --output o --sparsity 0.3 --timeout 1e300",
         "prune m --output o --sparsity 0.3 --verbose",
+        "finetune m --output o --data d",
+        "finetune m --output o --data d --steps 1 --minutes 1",
+        "finetune m --output o --data d --minutes 0",
+        "finetune m --output o --data d --minutes nan",
+        "finetune m --output o --data d --steps 1 --learning-rate 0",
+        "finetune m --output o --data d --steps 1 --batch-size 0",
+        "finetune m --output o --data d --steps 1 --timeout 0",
+        "finetune m --output o --steps 1",
         "inspect",
         "sharpen m",
         "",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distprune.cli.display import Display
-from distprune.jobs import OneShotJob, PruneJob, kinds_of, mean_error, picture, run_one_shot_job, run_prune_job
+from distprune.jobs import OneShotJob, PruneJob, kinds_of, mean_error, run_one_shot_job, run_prune_job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, draw
 from distprune.jobs.run import REPORT_NAME
 from tests.small_job import block_entry, small_job
@@ -87,7 +87,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
-    monkeypatch.setattr(picture, "draw", broken)
+    monkeypatch.setattr("distprune.jobs.one_shot.draw", broken)
     assert can_draw(pytest.fail)
     run_one_shot_job(job, watcher=Display(visible=True))
     assert f"{PICTURE_NAME} is left out, drawing it failed: RuntimeError: no fonts\n" in capsys.readouterr().err

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from distprune import Unstructured
-from distprune.checkpoint import inspect_directory
-from distprune.jobs import PruneJob, run_prune_job
-from tests.hf_models import TEXT, make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -67,25 +61,6 @@ def test_example(tmp_path: Path) -> None:
     assert printed[0].endswith("0.0% zeros")
     assert printed[-1] == "80.0% of the weights in the layers are zero"
     assert (saved / ".metadata").exists()
-
-
-@pytest.mark.launcher
-def test_finetuning_example(tmp_path: Path) -> None:
-    dense, pruned, tuned, text = (tmp_path / name for name in ("dense", "pruned", "tuned", "text.txt"))
-    make_tokenizer(make_model(dense))
-    text.write_text(TEXT)
-    run_prune_job(PruneJob(model=str(dense), output=str(pruned), pattern=Unstructured(0.5)))
-    options = ["--data", str(text), "--eval", str(text), "--teacher", str(dense), "--output", str(tuned)]
-    options += ["--steps", "30", "--sequence-length", "24", "--rate", "0.01"]
-    printed = torchrun(str(ROOT / "launch" / "finetune_pruned.py"), str(pruned), *options)
-    found = re.search(r"perplexity ([\d.]+) -> ([\d.]+) in .*; zeros 50.00% -> 50.00%", printed)
-    assert found is not None
-    assert float(found[2]) < float(found[1])
-    zeros = [
-        {t.name: t.num_zeros for t in inspect_directory(folder).tensors if t.name.endswith("proj.weight")}
-        for folder in (pruned, tuned)
-    ]
-    assert zeros[0] == zeros[1] != {}
 
 
 @pytest.mark.launcher

@@ -1,0 +1,157 @@
+"""Steps of AdamW over a sharded model whose zeros are held, and all that a killed job needs to go on with them.
+
+Nouns: the *state* is the weights and AdamW's two moments, in float32, written to one file in no rank's layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from distprune.checkpoint import read_shards, write_shards
+from distprune.collectives import Communicator, sum_together
+from distprune.masks import bits_of, make_zeros_positive
+from distprune.models import evaluating
+from distprune.pruning.agreement import agree_on_model
+from distprune.shards import LocalShard, checksum, count_zeros, local_of, local_shard
+from distprune.training import Hold, hold_zeros
+
+__all__ = ["MaskedTraining"]
+
+_BETAS = (0.9, 0.95)
+_LONGEST_GRADIENT = 1.0  # longer ones are cut to this norm
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_LEAST_ZEROS = 0.05  # of a parameter that was pruned; in dense models that were quantized once 1 % is zero by chance
+
+
+class MaskedTraining:
+    """Training of ``model``, in float32, whole on one rank or sharded by FSDP2 over those of ``comm``.
+
+    With a ``teacher``, towards what it predicts, and not towards the text. Every zero is held, in every parameter, and
+    one that is all zeros stays so. Without dropout, so that a step follows from its batch.
+
+    Every rank must make one: five rounds, two of them of 16 bytes a parameter.
+
+    Raises:
+        ValueError: on every rank: the model is not pruned.
+    """
+
+    def __init__(
+        self, comm: Communicator, model: nn.Module, teacher: nn.Module | None, compute_dtype: torch.dtype
+    ) -> None:
+        self._comm, self.model, self._teacher, self._compute_dtype = comm, model, teacher, compute_dtype
+        agreed = agree_on_model(comm, model, "*", ())
+        self._shards = agreed.shards()
+        for shard in self._shards:
+            make_zeros_positive(shard.local)  # what other tools prune may be -0.0
+        place = agreed.roster.index()
+
+        def fill(words: torch.Tensor) -> None:
+            owned = [shard for shard in self._shards if shard.owned]
+            for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+
+        counts = sum_together(comm, (len(place), 2), fill)
+        dead = [name for name, i in place.items() if counts[i, 0] == counts[i, 1]]
+        trained = [shard.tensor for shard in self._shards if shard.name not in dead and shard.tensor is not None]
+        self._trained = [tensor for tensor in trained if tensor.requires_grad]
+        self.num_zeros, self.num_elements = counts.sum(dim=0).tolist()
+        shares = [num / numel for num, numel in counts.tolist() if num < numel]
+        if max(shares, default=0.0) < _LEAST_ZEROS:
+            raise ValueError(
+                f"the model is not pruned, there is nothing to hold: {self.num_zeros:,} of {self.num_elements:,} "
+                f"weights are zero, and in no parameter {_LEAST_ZEROS:.0%}; prune it first, with distprune prune"
+            )
+        self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
+        self._hold: Hold = hold_zeros(model, self._optimizer, include="*", exclude=dead, group=comm)
+        self._zeros_before = self._zeros()
+        self.set_step(0)
+
+    def set_step(self, num_steps: int) -> None:
+        """Have the optimizer know that so many steps are done; its moments are zero. Local."""
+        for tensor in self._trained:
+            self._optimizer.state[tensor] = {
+                "step": torch.tensor(float(num_steps), device=local_of(tensor).device),
+                **{name: torch.zeros_like(tensor) for name in _MOMENTS},
+            }
+
+    def backward(self, batch: torch.Tensor) -> tuple[float, float]:
+        """Add up the gradients of the batch (windows, tokens). Return this rank's part of two sums over ranks.
+
+        They are the mean loss of a token, and the squared norm of the gradient. Every rank must call it, with the same
+        batch: it runs its part of it. Communicates what FSDP2 does.
+        """
+        rank, num_ranks = self._comm.rank, self._comm.size
+        mine = batch[rank::num_ranks]
+        # A rank without a window keeps the others company: a sharded forward needs every rank.
+        share = num_ranks / batch[:, 1:].numel() if len(mine) else 0.0
+        windows = (mine if len(mine) else batch[:1]).to(local_of(self._trained[0]).device)
+        with evaluating(self.model):
+            loss = self._loss(windows) * share  # FSDP2 divides gradients by the number of ranks
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        return float(loss.detach()) / num_ranks, float(norm) ** 2
+
+    def _loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Return the sum over tokens."""
+        on_one_rank = self._comm.size == 1 and self._compute_dtype != torch.float32
+        with torch.autocast(windows.device.type, self._compute_dtype, enabled=on_one_rank):
+            logits = self.model(input_ids=windows, use_cache=False).logits
+        predicted = logits[:, :-1].flatten(0, 1).float()
+        if self._teacher is None:
+            return nn.functional.cross_entropy(predicted, windows[:, 1:].flatten(), reduction="sum")
+        with torch.no_grad(), evaluating(self._teacher):
+            wanted = self._teacher(input_ids=windows, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        return nn.functional.kl_div(predicted.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
+
+    def step(self, learning_rate: float, norm: float) -> None:
+        """Move the weights by the gradients, of this ``norm`` over all ranks, and forget them. Local."""
+        for gradient in self._gradients():
+            gradient.mul_(min(1.0, _LONGEST_GRADIENT / (norm + 1e-6)))
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [local_of(tensor.grad) for tensor in self._trained if tensor.grad is not None]
+
+    def finish(self) -> list[LocalShard]:
+        """Hold the zeros no longer, and return all parameters. The gradients and the moments are gone. Local.
+
+        Raises:
+            RuntimeError: the zeros are not those of the beginning.
+        """
+        if self._zeros() != self._zeros_before:
+            raise RuntimeError("zeros were not held: this is a bug of distprune")
+        self._hold.finish()
+        self._optimizer.state.clear()
+        self.model.zero_grad()
+        return self._shards
+
+    def _zeros(self) -> list[int]:
+        """Return for each parameter a number that says where its zeros are on this rank."""
+        return [int(checksum([bits_of(shard.local) == 0])) for shard in self._shards]
+
+    def write(self, path: Path, like: Path) -> None:
+        """Write the state into the new file ``path``. Every rank must call it; errors as :func:`write_shards`."""
+        write_shards(self._comm, path, self._state(), like=like)
+
+    def read(self, path: Path, num_steps: int) -> None:
+        """Read the state after ``num_steps`` steps from the file ``path``. Local."""
+        self.set_step(num_steps)
+        read_shards(path, self._state())
+
+    def _state(self) -> dict[str, LocalShard]:
+        rank, first = self._comm.global_rank(self._comm.rank), self._comm.global_rank(0)
+        found = {shard.name: shard for shard in (replace(of, name=f"weight.{of.name}") for of in self._shards)}
+        for shard in self._shards:
+            moments = self._optimizer.state.get(cast(torch.Tensor, shard.tensor), {})
+            for name in _MOMENTS:
+                if name in moments:
+                    moment = local_shard(f"{name}.{shard.name}", moments[name])
+                    found[moment.name] = moment.owned_by(rank, first, self._comm.size)
+        return found

@@ -1,0 +1,319 @@
+"""Fine-tuning with the zeros held: what is learned, over any ranks, killed and resumed, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from distprune import Unstructured
+from distprune.checkpoint import publish
+from distprune.jobs import FinetuneJob, PruneJob, run_finetune_job, run_prune_job, unfinished
+from distprune.jobs.masked_training import MaskedTraining
+from tests.hf_models import make_model, make_tokenizer
+from tests.jobs.test_one_shot import Killed
+from tests.jobs.test_prune import Heard, contents
+from tests.worlds import ProcessPool
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def pruned_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of the tiny Llama is zero, some of it -0.0, as other tools write it; and all of one norm is."""
+    folder = tmp_path_factory.mktemp("pruned") / "model"
+    run_prune_job(PruneJob(model=str(model_folder), output=str(folder), pattern=Unstructured(0.5)))
+    tensors = load_file(folder / WEIGHTS)
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    weight[weight == 0] = -0.0
+    tensors["model.layers.0.input_layernorm.weight"].zero_()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def job(pruned_folder: Path, text_file: Path, tmp_path: Path) -> FinetuneJob:
+    return FinetuneJob(
+        model=str(pruned_folder),
+        output=str(tmp_path / "out"),
+        data=str(text_file),
+        steps=6,
+        learning_rate=0.01,
+        batch_size=3,
+        sequence_length=16,
+        compute_dtype=torch.float32,
+    )
+
+
+def run_on_rank(_: int, job: FinetuneJob, dies_at: int | None = None) -> Any:
+    """Run this rank's job; return its losses, or the error as text. It may die in the step ``dies_at``."""
+    step = MaskedTraining.step
+    num_steps = 0
+
+    def dying(self: MaskedTraining, *arguments: float) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == dies_at:
+            raise Killed
+        step(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MaskedTraining, "step", dying)
+        try:
+            return run_finetune_job(job)["training"]["losses"]
+        except Killed:
+            return "killed"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def zeros(folder: str) -> dict[str, torch.Tensor]:
+    return {name: tensor == 0 for name, tensor in load_file(Path(folder) / WEIGHTS).items()}
+
+
+@pytest.mark.parametrize(("distilled", "compute_dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_it_learns_and_the_zeros_are_those_that_were(
+    job: FinetuneJob, model_folder: Path, text_file: Path, distilled: bool, compute_dtype: torch.dtype
+) -> None:
+    heard = Heard()
+    teacher = str(model_folder) if distilled else None
+    asked = dataclasses.replace(
+        job,
+        steps=30,
+        teacher=teacher,
+        compute_dtype=compute_dtype,
+        evaluate_on=(str(text_file),),
+        evaluation_length=16,
+    )
+    report = run_finetune_job(asked, watcher=heard)
+    before, after = zeros(job.model), zeros(job.output)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    training = report["training"]
+    assert training["num_zeros"] == sum(int(of.sum()) for of in before.values())
+    assert len(training["losses"]) == training["num_steps"] == 30
+    assert training["num_tokens"] == 30 * 3 * 16
+    assert sum(training["losses"][-5:]) < 0.9 * sum(training["losses"][:5])
+    assert report["perplexity_after"][str(text_file)] < report["perplexity_before"][str(text_file)]
+    assert heard.stages["training steps"] == [(step, 30) for step in range(1, 31)]
+    assert json.loads((Path(job.output) / "report.json").read_text())["training"] == training
+    card = ModelCard.load(Path(job.output) / "README.md")
+    method = "masked fine-tuning" + (", distilled from the dense model" if distilled else "")
+    assert f"| method | {method} |" in card.text
+    assert "| trained | 30 steps of 3 windows of 16 tokens of text.txt |" in card.text
+    assert "distprune finetune model --seed 0 --eval text.txt" in card.text
+    assert sorted(path.name for path in Path(job.output).parent.iterdir()) == ["out"]
+
+
+def test_weights_are_written_as_they_are_stored_or_as_asked(job: FinetuneJob, tmp_path: Path) -> None:
+    run_finetune_job(dataclasses.replace(job, dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in load_file(Path(job.output) / WEIGHTS).values()} == {torch.bfloat16}
+    again = dataclasses.replace(job, model=job.output, output=str(tmp_path / "again"))
+    run_finetune_job(again)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "again" / WEIGHTS).values()} == {torch.bfloat16}
+    assert all(torch.equal(of, zeros(job.model)[name]) for name, of in zeros(again.output).items())
+
+
+@pytest.mark.parametrize(("distilled", "batch_size"), [(False, 3), (True, 1)])  # one rank has one more, or none
+def test_two_ranks_do_what_one_does(
+    pool: ProcessPool, tmp_path: Path, model_folder: Path, job: FinetuneJob, distilled: bool, batch_size: int
+) -> None:
+    asked = dataclasses.replace(job, batch_size=batch_size, teacher=str(model_folder) if distilled else None)
+    alone = run_finetune_job(asked)["training"]["losses"]
+    spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
+    for losses in pool.run(2, run_on_rank, spread):
+        assert losses == pytest.approx(alone, rel=1e-4)
+    assert all(torch.equal(of, zeros(job.model)[name]) for name, of in zeros(spread.output).items())
+
+
+def test_a_batch_in_bfloat16_on_two_ranks(pool: ProcessPool, job: FinetuneJob) -> None:
+    exact = pool.run(2, run_on_rank, job)[0]
+    rounded = dataclasses.replace(job, compute_dtype=torch.bfloat16, overwrite=True)
+    losses = pool.run(2, run_on_rank, rounded)[0]
+    assert losses == pytest.approx(exact, rel=0.05)
+    assert losses != exact
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    expected = pool.run(2, run_on_rank, whole)
+    saving = dataclasses.replace(job, save_every=0.0)
+    assert pool.run(2, run_on_rank, saving, 3) == ["killed"] * 2
+    folder = tmp_path / ".out.unfinished"
+    assert sorted(path.name for path in folder.iterdir()) == ["journal.json", "state-2.safetensors"]
+    again = dataclasses.replace(saving, resume=True)
+    for error in pool.run(2, run_on_rank, saving):
+        assert error.startswith("FileExistsError: ")
+        assert "pass --resume" in error
+    others: list[dict[str, Any]] = [{"steps": 7}, {"learning_rate": 0.1}, {"seed": 1}, {"save_every": 9.0}]
+    for changed in others:
+        for error in pool.run(2, run_on_rank, dataclasses.replace(again, **changed)):
+            assert "cannot be resumed, the job was another" in error
+            assert f"--{next(iter(changed)).replace('_', '-')}: " in error
+    assert pool.run(2, run_on_rank, again, 2) == ["killed"] * 2
+    assert pool.run(2, run_on_rank, again) == expected
+    differs = {"README.md"}  # it names the options
+    ended, wanted = contents(Path(job.output)), contents(tmp_path / "whole")
+    assert {n: d for n, d in ended.items() if n not in differs} == {n: d for n, d in wanted.items() if n not in differs}
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["resumed_at"] == 3
+    assert not list(tmp_path.glob(".*"))
+    for error in pool.run(2, run_on_rank, again):
+        assert "nothing is left to resume" in error
+
+
+def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
+    expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole")))["training"]["losses"]
+    saving = dataclasses.replace(job, save_every=0.0)
+    assert pool.run(2, run_on_rank, saving, 4) == ["killed"] * 2
+    assert run_on_rank(0, dataclasses.replace(saving, resume=True)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_killed_after_the_output_has_appeared(
+    job: FinetuneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*arguments: Any, **more: Any) -> None:
+        publish(*arguments, **more)
+        raise Killed
+
+    saving = dataclasses.replace(job, save_every=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "publish", die)
+        with pytest.raises(Killed):
+            run_finetune_job(saving)
+    assert (tmp_path / "out" / "state-5.safetensors").exists()
+    run_finetune_job(dataclasses.replace(saving, overwrite=True))  # what is left is known to be ours
+    assert not list((tmp_path / "out").glob("state-*"))
+
+
+def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def tick() -> float:
+        clock[0] += 10.0  # once for the start, and once a step
+        return clock[0]
+
+    monkeypatch.setattr("distprune.jobs.steps.time", SimpleNamespace(perf_counter=tick))
+    timed = dataclasses.replace(job, steps=None, minutes=1.0, save_every=20.0)
+    assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 40 seconds
+    clock[0] = 0.0
+    heard = Heard()
+    training = run_finetune_job(dataclasses.replace(timed, resume=True), watcher=heard)["training"]
+    assert "going on after step 4" in heard.said
+    assert (training["num_steps"], training["seconds"]) == (6, 60.0)
+    assert heard.stages["training seconds"] == [(50, 60), (60, 60)]
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "state-2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (flip_a_bit, "state-2.safetensors is not as it was written; remove"),
+        (lambda folder: (folder / "state-2.safetensors").unlink(), "No such file"),
+        (lambda folder: (folder / "notes.txt").touch(), "notes.txt is not from this job"),
+        (lambda folder: os.truncate(folder / "journal.json", 100), "journal.json is damaged"),
+    ],
+)
+def test_a_damaged_state_is_refused(
+    job: FinetuneJob, tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    saving = dataclasses.replace(job, save_every=0.0, resume=True)
+    assert run_on_rank(0, saving, 3) == "killed"
+    spoil(tmp_path / ".out.unfinished")
+    assert message in run_on_rank(0, saving)
+    assert not Path(job.output).exists()
+
+
+def other_tokens(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+    shutil.copytree(job.model, tmp_path / "teacher")
+    path = tmp_path / "teacher" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"A":'))
+    return dataclasses.replace(job, teacher=str(tmp_path / "teacher"))
+
+
+def larger_vocabulary(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+    shutil.copytree(job.model, tmp_path / "teacher")
+    path = tmp_path / "teacher" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 80}))
+    return dataclasses.replace(job, teacher=str(tmp_path / "teacher"))
+
+
+def dense(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+    make_tokenizer(make_model(tmp_path / "dense"))
+    tensors = load_file(tmp_path / "dense" / WEIGHTS)
+    save_file({n: t + (t == 0) for n, t in tensors.items()}, tmp_path / "dense" / WEIGHTS, metadata={"format": "pt"})
+    return dataclasses.replace(job, model=str(tmp_path / "dense"))
+
+
+def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+    (tmp_path / "short.txt").write_text("a" * 15)
+    return dataclasses.replace(job, data=str(tmp_path / "short.txt"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_tokens, "has another tokenizer than"),
+        (larger_vocabulary, "or another vocabulary (80 tokens, and 67)"),
+        (dense, "the model is not pruned, there is nothing to hold: 0 of "),
+        (short_text, "holds 15 tokens, less than one window of 16"),
+        ({"data": "nowhere.txt"}, "there is no text file nowhere.txt"),
+        ({"teacher": "nowhere"}, "there is no model directory 'nowhere'"),
+        ({"steps": None}, "either steps or minutes are called for"),
+        ({"minutes": 1.0}, "either steps or minutes are called for"),
+        ({"steps": 0}, "steps=0 is not above 0"),
+        ({"learning_rate": math.inf}, "learning_rate=inf is not above 0, and finite"),
+        ({"sequence_length": 5000}, "sequences of 5000 tokens are longer than the model's"),
+        ({"compute_dtype": torch.float16}, "is neither bfloat16 nor float32"),
+        ({"learning_rate": 1e30}, "step 2: the loss is "),
+    ],
+)
+def test_bad_input_is_one_error_on_every_rank_and_nothing_is_written(
+    pool: ProcessPool, tmp_path: Path, job: FinetuneJob, change: Any, message: str
+) -> None:
+    asked = change(job, tmp_path) if callable(change) else dataclasses.replace(job, **change)
+    if "sequences of" in message:
+        (tmp_path / "long.txt").write_text(Path(job.data).read_text() * 20)
+        asked = dataclasses.replace(asked, data=str(tmp_path / "long.txt"))
+    for error in pool.run(2, run_on_rank, asked):
+        assert error.startswith(("ValueError: ", "FileNotFoundError: "))
+        assert message in error
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_a_loss_that_is_no_number_keeps_the_last_state(job: FinetuneJob, tmp_path: Path) -> None:
+    error = run_on_rank(0, dataclasses.replace(job, learning_rate=1e30, save_every=0.0))
+    assert error.startswith("ValueError: step 2: the loss is ")
+    assert error.endswith("the state after step 1 is kept")
+    assert (tmp_path / ".out.unfinished" / "state-1.safetensors").exists()
+
+
+def run_with_watcher(rank: int, job: FinetuneJob) -> str:
+    """Run the job; the second rank's watcher fails."""
+    try:
+        run_finetune_job(job, watcher=Heard("training" if rank == 1 else ""))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(pool: ProcessPool, job: FinetuneJob) -> None:
+    said = "the watcher failed: KeyError('the watcher broke at training')"
+    assert pool.run(2, run_with_watcher, job) == [f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}"]
+    assert not Path(job.output).exists()
