@@ -80,7 +80,7 @@ def perplexity(
         check_fit(windows, model)
     asked = [Continuation(window[:-1], window[1:]) for window in windows]
     scored = log_likelihoods(model, asked, group=comm, progress=progress, batch_tokens=batch_tokens)
-    mean = -float(scored[:, 0].sum()) / (num_windows * (sequence_length - 1))
+    mean = -math.fsum(of_window[0] for of_window in scored.tolist()) / (num_windows * (sequence_length - 1))
     return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
 
 

@@ -155,7 +155,7 @@ def fitting(walk: Walk, num_kept: int = 0) -> Iterator[None]:
         raise ValueError(
             "there is no memory left for the dense stream: with the pruned one, and what a block makes of it, it takes "
             f"{needs:.1f} GiB for this rank's {walk.num_samples} samples{way_out}. Or take fewer samples, more ranks, "
-            "or targets='own'"
+            f"or targets='own'. ({error})"
         ) from error
 
 

@@ -26,7 +26,7 @@ from distprune.selection import keep_highest_per_row
 __all__ = ["ADMM"]
 
 PENALTY = 1.0  # rho
-NUM_STEPS, NUM_CLOSING = 20, 15  # the mask moves in the first ones, and is complete after them
+NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them
 _SMALLEST_NORM = 1e-8
 _CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices are in memory
 
@@ -125,17 +125,21 @@ class _Descent:
         # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
         self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
         self._v, self._next = self._before.clone(), torch.empty_like(self._before)
-        self._gone = weight == 0
+        gone = weight == 0
+        self._gone = gone if bool(gone.any()) else None  # what was zero before
         self._dropped = torch.zeros_like(self._before)  # 1 or 0
 
     def sizes(self) -> torch.Tensor:
         """Return |V|, 0 where the weight was 0."""
-        return self._v.abs().masked_fill_(self._gone, 0)
+        sizes = self._v.abs()
+        return sizes if self._gone is None else sizes.masked_fill_(self._gone, 0)
 
     def step(self, keep: torch.Tensor | None) -> None:
         """Fit the weights once more, to the mask ``keep`` (bool), ``None``: as before."""
         if keep is not None:
-            torch.logical_not(keep, out=self._dropped).masked_fill_(self._gone, 1)
+            torch.logical_not(keep, out=self._dropped)
+            if self._gone is not None:
+                self._dropped.masked_fill_(self._gone, 1)
         dropped = torch.mul(self._v, self._dropped, out=self._next)
         target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
         fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
