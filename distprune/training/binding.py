@@ -16,7 +16,7 @@ from typing_extensions import override
 from distprune.masks import Fsdp2Params
 from distprune.models import NamePattern, find_shards
 from distprune.shards import LocalShard, Place, is_flattened, local_of, local_shard, places_of, private
-from distprune.training.held import Held
+from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 
 __all__ = ["Binding", "in_backward"]
@@ -51,6 +51,7 @@ class Binding:
         self._places: dict[int, tuple[object, list[tuple[Held, Place]]]] = {}  # by optimizer, with what they are of
         self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
+        self._versions = Versions()
         self.held: list[Held] = []
 
     def take(self, shards: Sequence[LocalShard]) -> None:
@@ -92,7 +93,7 @@ class Binding:
         return found
 
     def follow(self) -> None:
-        """Take up parameters that wrappers have replaced, before a forward. FSDP1's are taken up at the next step."""
+        """Take up parameters that were replaced or written to, before a forward. FSDP1's are taken up before a step."""
         replaced = [shard for shard in self._shards if _registered(shard) is not shard.tensor]
         fsdp2 = Fsdp2Params() if replaced else None
         moved: dict[str, LocalShard] = {}
@@ -105,6 +106,7 @@ class Binding:
                 moved[shard.name] = dataclasses.replace(now, module=shard.module, attribute=shard.attribute)
         if moved:
             self._bind([moved.get(shard.name, shard) for shard in self._shards])
+        Held.notice_writes(self.held)
 
     def _bind(self, shards: Sequence[LocalShard]) -> None:
         """Take ``shards`` as what is held, and remember how many weights of each were zero."""
@@ -113,7 +115,7 @@ class Binding:
         for shard in shards:
             if shard.local.is_meta:
                 continue
-            held, known = Held(shard), before.get(shard.name)
+            held, known = Held(shard, self._versions), before.get(shard.name)
             if known is not None and known.shard.geometry == shard.geometry:
                 held.num_held = known.num_held
             self.held.append(held)

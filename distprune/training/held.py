@@ -7,57 +7,96 @@ and after any wrapper, checkpoint or change of the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.masks import read_kept, settle_kept, zero_where_pruned
-from distprune.shards import LocalShard, Place, is_laid_out_like, local_of
+from distprune.masks import read_kept, seems_kept, settle_kept, zero_where_pruned
+from distprune.shards import LocalShard, Place, is_laid_out_like, local_of, on_host
 
-__all__ = ["Held"]
+__all__ = ["Held", "Versions"]
 
 # Per-element state of torch's optimizers that is no moment and no copy of the weight.
 _NO_MOMENTS = ("step_size",)
 
 
+class _Version:
+    """The version of a storage as masking left it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return self.number == tensor._version
+
+
+class Versions:
+    """The versions of gradients since they were masked: equal to theirs while nobody else writes to them.
+
+    All views of a storage count as one, and FSDP2 keeps the gradients of a group in one storage: those that are masked
+    one after the other share what is kept here, so that masking the next does not make the last look written to.
+    """
+
+    def __init__(self) -> None:
+        self._by_storage: WeakValueDictionary[int, _Version] = WeakValueDictionary()
+
+    def masked(self, gradient: torch.Tensor, before: int) -> _Version:
+        """Return the version of ``gradient``, which was ``before`` before it was masked."""
+        storage = gradient.untyped_storage().data_ptr()
+        version = self._by_storage.get(storage)
+        if version is None or version.number != before:
+            version = self._by_storage[storage] = _Version(before)
+        version.number = gradient._version
+        return version
+
+
 class Held:
     """The zeros of one shard."""
 
-    def __init__(self, shard: LocalShard) -> None:
+    def __init__(self, shard: LocalShard, versions: Versions) -> None:
         self.shard = shard
+        self._versions = versions
         # As bytes of numpy's: it asks for huge pages.
         host = torch.from_numpy(np.ones(shard.geometry.local_shape, dtype=np.bool_))
         self.kept = host.to(shard.local.device)
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
-        self._masked: tuple[int, int] | None = None  # the gradient masked since the last step, and its version
-        self._num_changed: torch.Tensor | int = 0
-        self._as_read: tuple[int, torch.Tensor] | None = None  # the version of the weights, and the counts
+        self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
+        self._counts = torch.zeros(2, dtype=torch.int64, device=self.kept.device)
+        self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
 
     def read(self) -> torch.Tensor:
-        """Read from the bits which weights are kept.
+        """Read from the bits which weights are kept, unless nobody has written to them since that was done.
 
         Return how many changed since :meth:`take`, and how many are held: int64, on the device.
         """
-        counts = read_kept(self.shard.local, self.kept)
-        counts[0] += self._num_changed
-        self._num_changed = counts[0]
-        self._as_read = self.shard.local._version, counts
-        return counts
+        if self._as_read != self._version():
+            counts = read_kept(self.shard.local, self.kept)
+            counts[0] += self._counts[0]
+            self._counts, self._as_read = counts, self._version()
+        return self._counts
 
-    def read_again(self) -> torch.Tensor:
-        """Do so before a step, unless nobody has written to the weights since they were read with their gradient."""
-        if self._as_read is not None and self._as_read[0] == self.shard.local._version:
-            return self._as_read[1]
-        return self.read()
+    def _version(self) -> tuple[int, int]:
+        """Return the versions of the parameter and of its local tensor: a ``DTensor`` counts apart from its own."""
+        local = self.shard.local
+        return (local if self.shard.tensor is None else self.shard.tensor)._version, local._version
+
+    @staticmethod
+    def notice_writes(held: Sequence[Held]) -> None:
+        """Have all be read anew if a sample shows a write that torch has not counted, as of those through ``data``."""
+        if not all(seems_kept(each.shard.local, each.kept) for each in held):
+            for each in held:
+                each._as_read = None
 
     def take(self, counts: torch.Tensor) -> None:
         """Take over the counts of :meth:`read`, which are on the host now."""
         num_changed, self.num_held = counts.tolist()
-        self._num_changed, self._as_read = 0, None
         if num_changed:
+            self._counts[0] = 0
             self.is_new, self._masked = True, None
 
     def mask_gradient(self, place: Place) -> None:
@@ -68,17 +107,18 @@ class Held:
         if gradient.is_sparse:
             gradient._values().mul_(self.kept[tuple(gradient._indices())].to(gradient.dtype))
         elif not isinstance(gradient, DTensor) or is_laid_out_like(gradient, cast(DTensor, place.parameter)):
+            local = local_of(gradient)
+            before = local._version
             zero_where_pruned(place.part_of(gradient), self.kept)
-            self._masked = id(gradient), local_of(gradient)._version
+            self._masked = id(gradient), self._versions.masked(local, before)
         # A partial sum stays: the optimizer reduces it itself, and what it writes is settled.
 
     def mask_gradient_again(self, place: Place) -> None:
         """Do so before a step, unless nobody has touched the gradient since that was done."""
         gradient, masked = place.parameter.grad, self._masked
-        self._masked = None  # the next gradient may have the same id
-        if gradient is None or gradient.is_sparse or masked != (id(gradient), local_of(gradient)._version):
+        if gradient is None or masked is None or masked[0] != id(gradient) or not masked[1].is_of(local_of(gradient)):
             self.mask_gradient(place)
-            self._masked = None
+        self._masked = None  # the next gradient may have the same id
 
     def clean(self, place: Place, state: dict[str, object]) -> None:
         """Write zeros into an optimizer's per-element ``state`` where weights are held, if the mask has changed."""
@@ -93,4 +133,8 @@ class Held:
 
     def settle(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
-        settle_kept(self.shard.local, self.kept)
+        local = self.shard.local
+        settle_kept(local, self.kept)
+        # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
+        is_counted = on_host(local.device) and self.shard.tensor is not None
+        self._as_read = self._version() if is_counted else None

@@ -71,7 +71,8 @@ def hold_zeros(
     The zeros are the mask: what is pruned later, or comes with a checkpoint, is held from the next step on. Nothing is
     stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
     written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called before or after the model
-    and the optimizer are wrapped or loaded.
+    and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
+    of about 100 of a parameter shows one that it does not count, such as through ``data``.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
@@ -226,7 +227,8 @@ class Hold:
         num_before = sum(each.num_held for each in held)
         is_due, self._check_due = self._check_due and not in_backward(), False
         with together(self._comm) if is_due else nullcontext():
-            counts = fetched([each.read_again() for each in held])
+            Held.notice_writes(held)
+            counts = fetched([each.read() for each in held])
             if num_before and not sum(int(num_held) for _, num_held in counts):
                 raise ValueError(
                     f"{num_before} weights that were held at zero are not zero any more: a dense checkpoint was "

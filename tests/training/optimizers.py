@@ -22,6 +22,7 @@ __all__ = [
     "TORCHS",
     "UNABLE",
     "check_moments",
+    "held_bits",
     "make_optimizer",
     "optimizer_table",
     "targets",
@@ -131,6 +132,11 @@ NUM_RANKS = {
 def targets(model: nn.Module) -> list[LocalShard]:
     """Return what is held: the weights of two dims or more in the layers, biases and norms left out."""
     return find_shards(model, INCLUDE).shards
+
+
+def held_bits(model: nn.Module) -> list[torch.Tensor]:
+    """Return where this rank's targets are held."""
+    return [shard.local.view(torch.int32) == 0 for shard in targets(model)]
 
 
 # Adamax adds a constant to the one; Rprop's steps are no moments.

@@ -19,7 +19,17 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
 from distprune.training import SparseTraining, constant, hold_zeros
-from tests.training.optimizers import INCLUDE, NUM_RANKS, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer, targets
+from tests.training.optimizers import (
+    INCLUDE,
+    NUM_RANKS,
+    OTHERS,
+    TORCHS,
+    UNABLE,
+    check_moments,
+    held_bits,
+    make_optimizer,
+    targets,
+)
 from tests.worlds import ProcessPool
 from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
@@ -70,10 +80,6 @@ def train(optimizer: torch.optim.Optimizer, wrapped: Wrapped | Pipelined, tokens
     else:
         closure()
         optimizer.step()
-
-
-def held_bits(model: nn.Module) -> list[torch.Tensor]:
-    return [shard.local.view(torch.int32) == 0 for shard in targets(model)]
 
 
 def hold_on_rank(_: int, layout: str, name: str) -> int:
