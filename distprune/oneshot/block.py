@@ -21,7 +21,7 @@ from distprune.calibration import (
     learn_order,
     listening,
 )
-from distprune.collectives import Communicator
+from distprune.collectives import Communicator, together
 from distprune.models import LinearMap
 from distprune.oneshot.block_maps import BlockMaps, unreached
 from distprune.oneshot.driver import prune_rows
@@ -124,7 +124,9 @@ class BlockPruner:
         before = [hidden.clone() for hidden in walk.dense]
         if self._manner.has_targets:
             walk.advance(index, comm, dense=True)
-        if not restore():
+        with together(comm):
+            is_done = restore()
+        if not is_done:
             walk.dense = before
             return False
         if index + 1 < len(walk.blocks):

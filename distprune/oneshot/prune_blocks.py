@@ -85,20 +85,22 @@ def prune_blocks(
         target_share: how much of that way, above 0 and at most 1.
         offload: keep activations on the CPU between blocks.
         finished: called with the number of each block in turn, on every rank, until it returns False, the same on
-            all: it writes the weights that an earlier call came to into the block and returns True, or leaves it.
+            all: it writes the weights that an earlier call came to into the block and returns True, or leaves it. For
+            what it raises ``on_block``'s rules hold.
         on_block: called with the number of a block and its report after each block, before the next one is touched,
             for instance to write it, on the ranks that pass it; the walk has then run it once more, pruned. What it
             raises on one rank is raised on all; one that communicates handles its own failures.
 
-    Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's
-    shards: this rank's share of one block's activations (with dense targets twice that, and what its layers are given
-    and add to, or are given alone), one block's statistics (and of SparseGPT's factors and
-    float32 rows those that this rank works on, at most twice its share) and one block as its forward needs it:
-    unsharded by FSDP2, cut by tensor parallelism.
+    Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's shards: this
+    rank's share of the activations between two blocks, with dense targets twice, and of one block what its layers are
+    given or add to in the dense model (about four times as much in a Llama); the statistics of the layers that are
+    pruned at once (and of factors and float32 rows those that this rank works on, at most twice its share); and one
+    block as its forward needs it: unsharded by FSDP2, cut by tensor parallelism.
     Rounds: 8 for the whole (4 more where ranks hold different parameters), and those of ``RootParameters`` under
-    FSDP2 alone, 3 for each of this rank's samples and each embedding; for a block 1, with ``on_block`` 2, and those
-    of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
-    SparseGPT under tensor parallelism gathers the inputs of row-wise maps, one round a sample each; Wanda does not.
+    FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of block, to learn in which order
+    it runs its layers, where that is asked for; for a block 1, with dense targets 2, with ``on_block`` 1 more; and for
+    the layers that are pruned at once those of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
+    Under tensor parallelism inputs of row-wise maps are gathered, one round a sample each, but for what Wanda needs.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
