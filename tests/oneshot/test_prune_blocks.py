@@ -20,8 +20,10 @@ from distprune.scores import Wanda
 from tests import oneshot_oracle as oracle, solver_oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 from tests.oneshot.alike import (
+    BLOCKS,
     CASES,
     FEW,
+    TARGETS,
     TOKENS,
     Case,
     Pruned,
@@ -56,9 +58,11 @@ def test_wanda_is_the_papers(architecture: str, pattern: Pattern) -> None:
     check_counts(model, report, "wanda", pattern)
 
 
-MANNERS = [  # of those in which weights that stay move, every one with some pattern
+PAPERS = [  # of the manners in which weights that stay move, those that are the defaults
     *(("block own sparsegpt", pattern) for pattern in PATTERNS),
     *(("map dense admm", pattern) for pattern in PATTERNS),
+]
+OTHERS = [
     ("map own sparsegpt", Unstructured(0.5)),
     ("block dense sparsegpt", NByM(2, 4)),
     ("map dense sparsegpt", Unstructured(0.5)),
@@ -70,8 +74,14 @@ MANNERS = [  # of those in which weights that stay move, every one with some pat
 ]
 
 
-@pytest.mark.parametrize(("method", "pattern"), MANNERS, ids=str)
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "method", "pattern"),
+    [
+        *((architecture, *manner) for architecture in ONE_SHOT_ARCHITECTURES for manner in PAPERS),
+        *((architecture, *manner) for architecture in ("llama", "gpt_neox", "qwen2_moe") for manner in OTHERS),
+    ],
+    ids=str,
+)
 def test_updated_weights_are_the_papers(architecture: str, method: str, pattern: Pattern) -> None:
     model, plain = tiny_model(architecture), tiny_model(architecture)
     oracle.prune_model(plain, TOKENS, pattern=PATTERNS[pattern], **manner(method))
@@ -110,7 +120,10 @@ def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int,
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_do_what_one_does(pool: ProcessPool, world_size: int, architecture: str) -> None:
-    cases = CASES if architecture in ("llama", "gpt2", "mixtral") and world_size == 2 else FEW
+    if world_size == 2 and architecture in ("llama", "gpt2", "mixtral"):
+        cases = CASES if architecture == "llama" else [*FEW, *TARGETS, ("wanda", BLOCKS)]
+    else:
+        cases = FEW
     everywhere = pool.run(world_size, on_rank, architecture, cases, None)
     check_ranks(everywhere, partial(tiny_model, architecture), cases)
 

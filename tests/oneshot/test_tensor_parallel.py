@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distprune import NByM, PerRow
 from distprune.models import decoder_blocks
 from tests.architectures import samples, tiny_model
-from tests.oneshot.alike import BLOCKS, CASES, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
+from tests.oneshot.alike import BLOCKS, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
 from tests.worlds import ProcessPool
 
 ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
@@ -84,7 +84,7 @@ SMALL = [plan for plan in PLANS if plan != "llama-wide"]
 
 @pytest.mark.parametrize("plan", SMALL)
 def test_tensor_parallel(pool: ProcessPool, plan: str) -> None:
-    cases = CASES if plan == "llama" else FEW
+    cases = LAYOUT if plan == "llama" else FEW
     check_ranks(pool.run(2, on_rank, "tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 
 
