@@ -37,6 +37,7 @@ METHODS = {
     "Wanda": "--method wanda",
     REFERENCE: "--method sparsegpt",
     "ADMM": "--method admm",
+    "ADMM, uniform": "--method admm --allocation uniform",
 }
 PATTERNS = {
     "50 %": "--pattern unstructured --sparsity 0.5",
@@ -67,7 +68,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         for pattern in PATTERNS:
             for seed in arguments.seeds:
                 for method in METHODS:
-                    if arguments.only in method:
+                    # Below 60 % ADMM is uniform by itself.
+                    if arguments.only in method and ("uniform" not in method or pattern == "60 %"):
                         for ranks in arguments.ranks:
                             yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
 

@@ -32,8 +32,10 @@ process until it is 32 MiB larger than after the first block, because every page
 Beside them sizes: the statistics of one block (float64), one block's weights whole (float32), the rank's
 share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers the first block into a
 buffer and copies it out of it, to learn how blocks are called, so it is there twice for a moment. SparseGPT's
-factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32, too. Blocks of
-SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH} tokens.
+factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32, too. ADMM prunes
+layer by layer, towards the dense model's outputs: of its activations there are two streams, and four times as much of
+what the layers of a block are given and add to. Blocks of SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH}
+tokens.
 
 """
 
@@ -72,10 +74,14 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> 
             pattern=Unstructured(0.5),
             offload=offload,
         )
-    words = 8 * (3 * min(inputs) ** 2 + max(inputs) ** 2) if method == "sparsegpt" else 0
+    words = {
+        "wanda": 0,
+        "sparsegpt": 3 * min(inputs) ** 2 + max(inputs) ** 2,
+        "admm": max(inputs) ** 2 + max(inputs) * min(inputs),  # of the last layer: its inputs, and its targets
+    }
     return {
         "peak": peak.num_bytes,
-        "statistics": words,
+        "statistics": 8 * words[method],
         "block": block,
         "activations": 4 * NUM_SAMPLES // num_ranks * LENGTH * SIZE,
         "shard": 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks,
@@ -87,7 +93,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[tuple[Any, ...]] = []
-    for method in ("wanda", "sparsegpt"):
+    for method in ("wanda", "sparsegpt", "admm"):
         for num_ranks in (1, 2):
             for num_blocks in NUM_BLOCKS:
                 what = num_ranks, run, num_ranks, method, num_blocks, False
