@@ -226,6 +226,8 @@ def _prune(
         finished=finished,
         on_block=on_block,
     )
+    if not resumed_at:
+        run.told.say(f"going on at block {len(blocks)} of {len(blocks)}")
     first = resumed_at[0] if resumed_at else len(blocks)
     asked = {"pattern": repr(pattern), "allocation": "uniform" if shares is None else "gradients"}
     return {**report.to_dict(), **asked, "blocks": unfinished.blocks, "resumed_at": first}

@@ -22,7 +22,7 @@ from tests.cli.test_launches import by_hand
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
 
-pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
+pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("kills")]
 
 NUM_BLOCKS = 8
 SECONDS = 120  # for a start that nobody kills, on a busy machine
@@ -41,7 +41,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = make_model(folder / "model", num_hidden_layers=NUM_BLOCKS)
     make_tokenizer(model)
     (folder / "text.txt").write_text(TEXT * 8)
-    line = "--pattern unstructured --sparsity 0.5 --samples 240 --sequence-length 64 --timeout 20"
+    line = "--pattern unstructured --sparsity 0.5 --samples 60 --sequence-length 64 --timeout 20"
     text = str(folder / "text.txt")
     more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
     return ["prune", str(model), *line.split(), *more]
