@@ -103,8 +103,8 @@ def admm(
     *,
     damping: float = 0.1,
     penalty: float = 1.0,
-    num_steps: int = 20,
-    num_closing: int = 15,
+    num_steps: int = 8,
+    num_closing: int = 6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the new weight, what stays), both (out, in); ``products`` is X^T X. In the dtype of ``products``."""
     num_in = weight.shape[1]
