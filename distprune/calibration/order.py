@@ -98,15 +98,16 @@ def _merged(maps: Mapping[str, LinearMap], told: Sequence[Any]) -> BlockOrder:
             adding[name] = adding[name] and name in added
         for name, num in calls.items():
             num_calls[name] = max(num_calls[name], num)
+    called_once = _called_once(maps, num_calls)
     found = [tuple(name for name in maps if _kind(name) in stage) for stage in stages]
     unheard = tuple(name for name in maps if not any(name in stage for stage in found))
-    kept = frozenset(name for name in maps if not adding[name])
+    kept = frozenset(name for name in maps if not adding[name] or name not in called_once)
     shifted = kept.union(*(names for names in sharing if names & kept))
     return BlockOrder(
         tuple(found) + ((unheard,) if unheard else ()),
         frozenset(maps) - kept,
         shifted & frozenset(maps),
-        _called_once(maps, num_calls),
+        called_once,
     )
 
 

@@ -43,7 +43,7 @@ class DenseSample:
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
-        if name not in self.inputs:  # no token was routed there
+        if name not in self.inputs:  # no token was routed there, or it is not known which
             return torch.zeros(x.shape, device=x.device)
         dense, dense_tokens = self.inputs[name]
         if tokens is None or dense_tokens is None:
@@ -89,7 +89,8 @@ class Targets:
         self._kept = []
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
-        if name not in self.order.shifted:
+        # Of a module that runs several times, or not always, it is not known which inputs belong together.
+        if name not in self.order.shifted or name not in self.order.called_once:
             return
         version = 0 if x.is_inference() else x._version
         for other, other_version, kept in self._kept:

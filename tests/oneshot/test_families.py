@@ -33,6 +33,7 @@ SAMPLE = (
     "xlnet",  # no limit to positions; parameters that are no linear layer's weight
     "zamba",  # two blocks share their weights
     "zaya",  # blocks that hand over more than hidden states
+    "prophetnet",  # runs a map several times in a block
 )
 TOKENS = tokens()
 WARNED = ("does not fit", "that this library knows", "in groups", "no token reached")
