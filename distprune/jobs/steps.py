@@ -32,8 +32,9 @@ def begin(job: FinetuneJob, run: Run, training: MaskedTraining, unfinished: Unfi
     if not unfinished.blocks:
         if job.resume:
             run.told.say("nothing was saved yet: starting at the first step")
-        before = None if job.evaluate_on is None else run.evaluate(run.load(), "before")
-        unfinished.entries["before"] = before
+        # As it is stored; it is loaded only if there is anything to evaluate on.
+        model = run.load() if job.evaluate_on or job.tasks else training.model
+        unfinished.entries["before"] = run.evaluate(model, "before")
         return 0
     num_steps: int = unfinished.blocks[-1]["num_steps"]
     path = unfinished.state(num_steps)
