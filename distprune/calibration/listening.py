@@ -7,6 +7,7 @@ factor comes in between (Gemma 2, Granite), they do not.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -28,10 +29,10 @@ _ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, t
 class Listener(Protocol):
     """Is told, in the order in which a block does it; what it raises ends the run."""
 
-    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``.
 
-        Where these are not known, there are none.
+        Where these are not known, there are none. ``first`` is the first map that was given the same ``x``.
         """
 
     def passed(self, name: str) -> None:
@@ -51,11 +52,12 @@ def listening(
     that add to hidden states, or a sum of two of them would not be told from one with hidden states. Local.
     """
     with ExitStack() as stack:
+        seen = _Seen()
         for name, module in first_maps(maps).items():
             # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
             # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
             is_linear = maps[name].expert is None
-            hook = _hook(name, maps, listener)
+            hook = _hook(name, maps, listener, seen)
             stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
         if adding:
             sums = stack.enter_context(_Sums(listener))
@@ -72,19 +74,37 @@ def first_maps(maps: Mapping[str, LinearMap]) -> dict[str, nn.Module]:
     return {name: module for module, name in first.items()}
 
 
-def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener) -> Callable[..., None]:
+class _Seen:
+    """Which tensors maps were given. One that was written to in between is another."""
+
+    def __init__(self) -> None:
+        self._refs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # with version
+
+    def first(self, name: str, x: torch.Tensor) -> str:
+        """Return the first map that was given ``x``, which map ``name`` is given now."""
+        version = 0 if x.is_inference() else x._version
+        self._refs = [(other, ref, v) for other, ref, v in self._refs if ref() is not None]
+        for other, ref, v in self._refs:
+            if ref() is x and v == version:
+                return other
+        self._refs.append((name, weakref.ref(x), version))
+        return name
+
+
+def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener, seen: _Seen) -> Callable[..., None]:
     """Return the pre-hook of the module that holds map ``name``."""
     linear = maps[name]
     prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if linear.expert is None:
-            listener.given(name, args[0] if args else kwargs["input"], None)
+            x = args[0] if args else kwargs["input"]
+            listener.given(name, x, None, seen.first(name, x))
             listener.passed(name)
             return
         for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
             if prefix + of_expert in maps:
-                listener.given(prefix + of_expert, routed, tokens)
+                listener.given(prefix + of_expert, routed, tokens, seen.first(prefix + of_expert, routed))
         listener.passed(name)
 
     return hook

@@ -44,17 +44,12 @@ class _Heard:
 
     width: int  # of hidden states
     maps: Mapping[str, LinearMap]
-    inputs: list[tuple[torch.Tensor, int, list[str]]] = field(default_factory=list)  # with version and the maps
+    inputs: dict[str, list[str]] = field(default_factory=dict)  # the maps that share one, by the first
     num_calls: dict[str, int] = field(default_factory=dict)
     adding: list[str] = field(default_factory=list)
 
-    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:  # noqa: ARG002
-        version = 0 if x.is_inference() else x._version
-        for other, other_version, names in self.inputs:
-            if other is x and other_version == version:
-                names.append(name)
-                return
-        self.inputs.append((x, version, [name]))
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:  # noqa: ARG002
+        self.inputs.setdefault(first, []).append(name)
 
     def passed(self, name: str) -> None:
         self.num_calls[name] = self.num_calls.get(name, 0) + 1
@@ -76,7 +71,7 @@ def learn_order(comm: Communicator, walk: Walk, index: int, maps: Mapping[str, L
     heard = _Heard(walk.hidden[0].shape[-1], maps)
     with together(comm), listening(maps, heard, heard.candidates()), walk.block(index) as run:
         run(0)
-    told = [[names for _, _, names in heard.inputs], heard.adding, heard.num_calls]
+    told = [list(heard.inputs.values()), heard.adding, heard.num_calls]
     return _merged(maps, comm.gather(told))
 
 

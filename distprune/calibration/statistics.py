@@ -21,7 +21,6 @@ rank comes to, bit by bit.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,7 +88,6 @@ class InputStatistics:
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of maps that add to hidden states
     _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first map of those that share
     _first_of: dict[str, str] = field(default_factory=dict)  # map -> the first of those that share its input
-    _seen: list[tuple[str, weakref.ref[torch.Tensor], int]] = field(default_factory=list)  # in this sample
     _num_calls: dict[str, int] = field(default_factory=dict)
     _counts: bool = False
     _num_begun: int = 0  # samples
@@ -98,7 +96,7 @@ class InputStatistics:
 
     def begin_sample(self, *, counts: bool = True) -> None:
         """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
-        self._seen, self._counts, self._signs, self._inputs = [], counts, {}, {}
+        self._counts, self._signs, self._inputs = counts, {}, {}
         self._dense = self.targets.samples[self._num_begun] if self.targets is not None and counts else None
         self._awaited = {*first_maps({name: self.maps[name] for name in self.awaited})}
         if self.targets is not None:
@@ -117,15 +115,12 @@ class InputStatistics:
         except Exception as error:
             self._error = self._error or error
         finally:
-            self._seen.clear()
             self._inputs.clear()
 
-    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
-        """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it."""
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
+        """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it; ``first`` is one."""
         if not self._counts:
             return
-        version = 0 if x.is_inference() else x._version  # written to in between, it is another input
-        first = next((other for other, ref, v in self._seen if ref() is x and v == version), name)
         num_in = self.maps[name].num_in
         start, stop = self.crew.features(num_in)
         is_cut = _width(x) != num_in
@@ -142,8 +137,6 @@ class InputStatistics:
                 f"{name!r} has the input of {self._first_of[name]!r} in one sample and that of {first!r} in another"
             )
             return
-        if first == name:
-            self._seen.append((name, weakref.ref(x), version))
         x = local_of(x.detach())
         x = x.reshape(-1, x.shape[-1])
         own = x if is_cut else x[:, start:stop]

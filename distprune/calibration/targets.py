@@ -77,7 +77,6 @@ class Targets:
     maps: Mapping[str, LinearMap]  # all of the block
     crew: Crew
     samples: list[DenseSample] = field(default_factory=list)
-    _kept: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)  # what came, with version
 
     @property
     def adding(self) -> dict[str, LinearMap]:
@@ -86,34 +85,27 @@ class Targets:
 
     def begin_sample(self) -> None:
         self.samples.append(DenseSample())
-        self._kept = []
 
-    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> None:
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         # Of a module that runs several times, or not always, it is not known which inputs belong together.
         if name not in self.order.shifted or name not in self.order.called_once:
             return
-        version = 0 if x.is_inference() else x._version
-        for other, other_version, kept in self._kept:
-            if other is x and other_version == version:
-                self.samples[-1].inputs[name] = kept, tokens
-                return
+        inputs = self.samples[-1].inputs
+        if first in inputs:
+            inputs[name] = inputs[first][0], tokens
+            return
         num_in = self.maps[name].num_in
         start, stop = self.crew.features(num_in)
         own = local_of(x.detach())
         own = own.reshape(-1, own.shape[-1])
         own = own[:, start:stop] if own.shape[1] == num_in else own
-        self._kept.append((x, version, self._copy(own)))
-        self.samples[-1].inputs[name] = self._kept[-1][2], tokens
+        inputs[name] = self._copy(own), tokens
 
     def passed(self, name: str) -> None: ...
 
     def added(self, name: str, total: torch.Tensor) -> None:
         total = local_of(total.detach())
         self.samples[-1].totals[name] = self._copy(total.reshape(-1, total.shape[-1]))
-
-    def end(self) -> None:
-        """Let go of what only serves to tell inputs apart."""
-        self._kept = []
 
     def _copy(self, values: torch.Tensor) -> torch.Tensor:
         with fitting(self.walk, self.samples[0].num_bytes):

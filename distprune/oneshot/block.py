@@ -146,7 +146,6 @@ class BlockPruner:
         targets = Targets(self._walk, order, maps, self._crew)
         with listening(maps, targets, targets.adding):
             self._walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
-        targets.end()
         return targets
 
     def _run(

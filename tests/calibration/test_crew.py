@@ -103,7 +103,7 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
     wanted = InputStatistics(linear_maps(block), of)
     wanted.begin_sample()
     for x in inputs:
-        wanted.given("0", x, None)
+        wanted.given("0", x, None, "0")
     comm, mesh = communicator(), init_device_mesh("cpu", (3,))
     crew = Crew(0, 1, rank, 3, mesh.get_group())
     start, stop = crew.features(7)
@@ -116,7 +116,7 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
             given = x
         else:
             given = distribute_tensor(x, mesh, [Shard(1) if how == "cut" else Replicate()], src_data_rank=None)
-        statistics.given("0", given, None)
+        statistics.given("0", given, None, "0")
     # Only X^T X of inputs that are cut needs them whole: the features and a round for each sample.
     gathers = of == "pairs" and how in ("plain", "cut")
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, 2 * 5 * 9 * 4) if gathers else (0, 0))
@@ -143,7 +143,7 @@ def wrong_inputs_on_rank(_: int, how: str) -> None:
     statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
     statistics.begin_sample()
     x = torch.ones(4, 8)
-    statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None)
+    statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None, "0")
     statistics.reduce(comm)
 
 
