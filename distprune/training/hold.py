@@ -72,7 +72,9 @@ def hold_zeros(
     stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
     written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called before or after the model
     and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
-    of about 100 of a parameter shows one that it does not count, such as through ``data``.
+    of about 100 of a parameter shows one that it does not count, such as through ``data``. So -0.0 counts as kept:
+    masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does
+    not.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
