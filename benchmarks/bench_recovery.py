@@ -72,7 +72,9 @@ def main() -> None:
         f"the Union speech since 1990; perplexity is of 8,192 tokens of the others, in windows of {LENGTH}. Zeros are "
         "those of all parameters."
     )
-    text = heading("Recovery by training with zeros held", "python -m benchmarks.bench_recovery")
+    patterns = " ".join(f'"{pattern}"' for pattern in arguments.patterns)
+    asked = f"--method {arguments.method} --patterns {patterns} --minutes {arguments.minutes:g}"
+    text = heading("Recovery by training with zeros held", f"python -m benchmarks.bench_recovery {asked}")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
     text += table(("pattern", "trained on", "dense", "before", "after", "steps", "zeros"), rows)
     print(text)
