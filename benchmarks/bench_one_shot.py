@@ -4,7 +4,7 @@ Runs what RESULTS.jsonl lacks, appends every run to it as one line, and shows th
 that was interrupted goes on by the same command, and what is not to be timed may run side by side on one file.
 
     python -m benchmarks.bench_one_shot RESULTS.jsonl --output benchmarks/results/one_shot_HARDWARE_DATE.md
-    python -m benchmarks.bench_one_shot RESULTS.jsonl --ranks 1 --samples 64 --only ADMM
+    python -m benchmarks.bench_one_shot RESULTS.jsonl --ranks 1 --samples 64 --methods ADMM
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ def options(method: str, pattern: str) -> str:
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Yield what is asked for; the runs that are compared with each other follow each other."""
     for samples in arguments.samples:
-        for pattern in PATTERNS:
+        for pattern in arguments.patterns:
             for seed in arguments.seeds:
-                for method in METHODS:
-                    # Below 60 % ADMM is uniform by itself.
-                    if arguments.only in method and ("uniform" not in method or pattern == "60 %"):
+                for method in arguments.methods:
+                    if "uniform" not in method or pattern == "60 %":  # elsewhere ADMM is uniform by itself
                         for ranks in arguments.ranks:
                             yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
 
@@ -170,7 +169,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", default="", help="run methods with this in their names")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     measure(list(cases(arguments)), arguments.results)
