@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -22,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run whole contracts where CI runs a sample")
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays, and need not be looked at
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
@@ -36,6 +42,12 @@ def _process_wide_settings() -> Iterator[None]:
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     assert left == torch.float32
+
+
+@pytest.fixture(scope="session")
+def runs_whole(pytestconfig: pytest.Config) -> bool:
+    """Whether whole contracts run, and not a sample."""
+    return bool(pytestconfig.getoption("--whole"))
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,9 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
     ("layout", "world_size"),
     [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes],
 )
-def test_equals_single_process(layout: Layout, world_size: int) -> None:
+def test_equals_single_process(runs_whole: bool, layout: Layout, world_size: int) -> None:
+    if not (runs_whole or layout.is_sampled(world_size)):
+        pytest.skip("run with --whole")
     cases = []
     kinds = list(itertools.product(DTYPES, KINDS))
     if world_size > 3:  # each dtype and each kind, not all pairs

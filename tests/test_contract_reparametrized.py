@@ -88,7 +88,9 @@ NAMES = {layout for column in REPARAMETRIZED for layout in COLUMNS[column]}
         for n in layout.world_sizes
     ],
 )
-def test_equals_single_process(layout: Layout, world_size: int) -> None:
+def test_equals_single_process(runs_whole: bool, layout: Layout, world_size: int) -> None:
+    if not (runs_whole or layout.is_sampled(world_size)):
+        pytest.skip("run with --whole")
     cases(with_scalars=layout.name != "last-half", world_size=world_size)  # once, before the ranks share it
     run_threads(world_size, check_rank, layout, world_size)
 

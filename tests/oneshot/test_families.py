@@ -40,8 +40,8 @@ WARNED = ("does not fit", "that this library knows", "in groups", "no token reac
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_is_pruned_or_named(family: str, pytestconfig: pytest.Config) -> None:
-    if family not in SAMPLE and not pytestconfig.getoption("--whole"):
+def test_every_weight_is_pruned_or_named(family: str, runs_whole: bool) -> None:
+    if family not in SAMPLE and not runs_whole:
         pytest.skip("run with --whole")
     if family in NOT_BUILT:
         with pytest.raises(Exception):  # noqa: B017, PT011

@@ -96,8 +96,9 @@ def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int) -> None
 
 
 @pytest.mark.parametrize("plan", SMALL)
-def test_fsdp_and_tensor_parallel(pool: ProcessPool, plan: str) -> None:
-    cases = LAYOUT if plan == "llama" else FEW
+def test_fsdp_and_tensor_parallel(pool: ProcessPool, runs_whole: bool, plan: str) -> None:
+    # Without --whole most is tried under tensor parallelism alone.
+    cases = (LAYOUT if runs_whole else [*FEW, *TARGETS[:2]]) if plan == "llama" else FEW
     check_ranks(pool.run(4, on_rank, "fsdp-tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 
 

@@ -81,7 +81,9 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Made]) ->
     ("layout", "world_size"),
     [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes],
 )
-def test_equals_the_plain_answer(layout: Layout, world_size: int) -> None:
+def test_equals_the_plain_answer(runs_whole: bool, layout: Layout, world_size: int) -> None:
+    if not (runs_whole or layout.is_sampled(world_size)):
+        pytest.skip("run with --whole")
     run_threads(world_size, check_rank, layout, world_size, made())
 
 

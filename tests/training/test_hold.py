@@ -107,16 +107,16 @@ WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
 
 # What runs in other layouts unless pytest is run with --whole: they add how weights lie, and these no new optimizer.
-SAMPLED = ("SGD", "AdamW fused")
-WHOLE = ("plain", "ddp", "fsdp2")
+SAMPLED = ("SGD", "AdamW fused", "ZeRO")
+WHOLE = ("plain", "fsdp2")
 
 
 @pytest.mark.parametrize("name", [*TORCHS, *OTHERS])
 @pytest.mark.parametrize("layout", NUM_RANKS)
-def test_zeros_stay(pool: ProcessPool, pytestconfig: pytest.Config, layout: str, name: str) -> None:
+def test_zeros_stay(pool: ProcessPool, runs_whole: bool, layout: str, name: str) -> None:
     if name in UNABLE[layout]:
         pytest.skip("torch cannot step it")
-    if layout not in WHOLE and name not in SAMPLED and not pytestconfig.getoption("--whole"):
+    if layout not in WHOLE and name not in SAMPLED and not runs_whole:
         pytest.skip("run with --whole")
     num_moments = pool.run(NUM_RANKS[layout], hold_on_rank, layout, name)
     assert any(num_moments) or name in WITHOUT_MOMENTS

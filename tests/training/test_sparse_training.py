@@ -84,10 +84,8 @@ LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
-def test_equals_one_process(
-    pool: ProcessPool, pytestconfig: pytest.Config, layout: str, num_ranks: int, kind: str
-) -> None:
-    if (layout, num_ranks) not in WHOLE and kind not in SAMPLED and not pytestconfig.getoption("--whole"):
+def test_equals_one_process(pool: ProcessPool, runs_whole: bool, layout: str, num_ranks: int, kind: str) -> None:
+    if (layout, num_ranks) not in WHOLE and kind not in SAMPLED and not runs_whole:
         pytest.skip("run with --whole")
     clips = layout in CLIPPED
     expected = alone(pool, kind, clips)
