@@ -215,7 +215,7 @@ def prune_requested(group: Group, request: Request, *, in_place: bool) -> PruneR
     shards = [scores.shard for scores in ranked.scores]
     if in_place:  # The last collective is done: an error from here on leaves no other rank waiting.
         for shard, each in zip(shards, chosen, strict=True):
-            if each.num_pruned > each.num_gone:
+            if each.num_pruned:
                 zero_where_pruned(shard.local, each.mask)
     used = comm.traffic - traffic
     return PruneReport(

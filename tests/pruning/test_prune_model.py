@@ -224,3 +224,15 @@ def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pat
         assert type(error) is ValueError
         assert f"of the 8 elements of 'w' the ranks {said}" in str(error)
     assert all(bool(part.all()) for part in held)
+
+
+def test_pruned_weights_are_plus_zero_whatever_else_their_rank_prunes() -> None:
+    weights = torch.tensor([[-0.0, -0.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+
+    def on_rank(rank: int) -> torch.Tensor:
+        row = weights[rank : rank + 1].clone()
+        place = Geometry.rows((2, 4), rank, rank + 1)
+        prune_shards([LocalShard("w", row, place, owned=True, num_replicas=1)], pattern="2:4")
+        return row
+
+    assert not torch.cat(run_threads(2, on_rank))[:, :2].signbit().any()
