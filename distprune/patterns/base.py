@@ -29,6 +29,7 @@ from distprune.shards import Matrix
 __all__ = [
     "Choice",
     "Pattern",
+    "Place",
     "Ranked",
     "Scope",
     "check_share",
@@ -40,6 +41,7 @@ __all__ = [
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
+Place = Callable[[int], tuple[int, int]]  # of a member: its competition, and its first position there
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Ranked:
 
     ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
     of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
-    that the ranks' shards fit together.
+    that the ranks' shards fit together. ``streams``: the caller decides its shards, which lie on the host and cut no
+    unit, piece by piece, by ``Choice.decide`` alone: no mask of a whole shard is made.
     """
 
     comm: Communicator
@@ -57,6 +60,7 @@ class Ranked:
     make_scores: Callable[[], Sequence[LocalScores]]
     of_left: bool = False
     checks: bool = True
+    streams: bool = False
 
     @cached_property
     def scores(self) -> Sequence[LocalScores]:
@@ -91,10 +95,14 @@ class Choice:
     ``thresholds``: by member, the highest score that is pruned; ``None`` where nothing new is pruned, or where each
     group or row has its own. ``settle`` returns a :class:`Chosen` for each of this rank's scores. It is local; the
     caller runs it within its next round and sums ``num_nans``, which must be 0.
+
+    ``decide`` returns what is chosen of a piece of one of this rank's shards, given the scores of that piece: local.
+    The piece cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
     """
 
     thresholds: list[float | int | None]
     settle: Callable[[], list[Chosen]]
+    decide: Callable[[LocalScores], Chosen] | None = None  # of a pattern that has no unit
 
 
 class Pattern(ABC):
@@ -140,6 +148,14 @@ class Pattern(ABC):
     @override
     def __str__(self) -> str:
         """Return the text form, without the share that is pruned."""
+
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        """Return how many rows and inputs of ``matrix`` are decided together, at multiples of these.
+
+        Raises:
+            NotImplementedError: the pattern decides whole parameters alone, not pieces of them.
+        """
+        raise NotImplementedError(f"{self!r} is not decided piece by piece; load the model to prune by it")
 
     def check_fits(self, name: str, matrix: Matrix) -> None:  # noqa: B027
         """Check that the pattern divides ``matrix``, the weights of parameter ``name``. Local.
@@ -260,13 +276,15 @@ def compete(
     numels: Sequence[int],
     num_gone: Sequence[int],
     order: Callable[[Sequence[int]], Order],
-    make_entries: Callable[[Callable[[int], tuple[int, int]]], list[Entry]],
+    make_entries: Callable[[Place, Sequence[LocalScores]], list[Entry]],
+    *,
+    writes: bool = True,
 ) -> Choice:
     """Choose the ``share`` lowest of each member, or of all together. Every rank must call it.
 
     ``numels`` and ``num_gone`` count by member what competes: elements, or blocks. ``order`` returns the order of some
-    members. ``make_entries`` takes a function of a member that returns its competition and its first position there.
-    Rounds and errors are those of :func:`select_lowest`.
+    members. ``make_entries`` takes a function of a member that returns its competition and its first position there,
+    and scores. ``writes``, rounds and errors are those of :func:`select_lowest`.
     """
     names = [member.name for member in ranked.roster.members]
     firsts = list(itertools.accumulate(numels, initial=0))
@@ -283,5 +301,6 @@ def compete(
         wanted = num_lowest(share, [names[i] for i in members], num, gone, of_left=ranked.of_left)
         name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
         competitions.append(Competition(name, order(members), num, wanted))
-    selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place))
-    return Choice([selection.thresholds[place(i)[0]] for i in range(len(names))], selection.settle)
+    selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place, ranked.scores), writes=writes)
+    thresholds = [selection.thresholds[place(i)[0]] for i in range(len(names))]
+    return Choice(thresholds, selection.settle, lambda scores: selection.decide(*make_entries(place, [scores])))

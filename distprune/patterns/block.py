@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import final
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import sum_together
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, compete
+from distprune.patterns.base import Choice, Pattern, Place, Ranked, Scope, Shares, check_scope, check_share, compete
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import Inquiry, Question, home_of
 from distprune.patterns.units import (
@@ -76,6 +76,10 @@ class Block(Pattern):
         return self.size
 
     @override
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        return self.size, self.size
+
+    @override
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.size or matrix.num_out % self.size:
             raise ValueError(
@@ -109,7 +113,7 @@ class Block(Pattern):
             num_left = sum_together(comm, (len(members),), own.count_left).tolist()
             num_gone = [num - left for num, left in zip(own.numels, num_left, strict=True)]
 
-        def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
+        def make_entries(place: Place, _: Sequence[LocalScores]) -> list[Entry]:
             return [
                 Entry(keys.name, keys, keys.geometry, owned, *place(member))
                 for member, keys, owned in own.competitors()
@@ -119,7 +123,7 @@ class Block(Pattern):
         choice = compete(ranked, self.sparsity, self.scope, own.numels, num_gone, lambda _: order, make_entries)
         thresholds = [_threshold(key, scale, score) for key, scale in zip(choice.thresholds, own.scales, strict=True)]
         if not any(census.num_cut):
-            return Choice(thresholds, lambda: own.spread(choice.settle(), None))
+            return Choice(thresholds, lambda: own.spread(choice.settle(), None), own.deciding(choice.settle))
         chosen: list[Chosen] = []
 
         def answers() -> list[list[bytes]]:
@@ -127,7 +131,7 @@ class Block(Pattern):
             return own.answers(chosen)
 
         answered = own.inquiry.answer(answers)
-        return Choice(thresholds, lambda: own.spread(chosen, answered()))
+        return Choice(thresholds, lambda: own.spread(chosen, answered()), own.deciding(lambda: chosen))
 
 
 class _ShardBlocks(ShardUnits):
@@ -256,6 +260,21 @@ class _OwnBlocks:
         stays = np.concatenate([np.empty(0, dtype=np.bool_), *masks])[self._decided[1]]
         ends = np.cumsum([len(rows) for rows in self._asked])
         return [[answer.tobytes()] for answer in np.split(stays, ends[:-1])]
+
+    def deciding(self, settle: Callable[[], list[Chosen]]) -> Callable[[LocalScores], Chosen]:
+        """Return ``Choice.decide``, of shards that hold whole blocks alone; what is settled is kept."""
+
+        @cache
+        def stays() -> dict[int, torch.Tensor]:
+            return dict(zip(self._parts, (each.mask for each in settle()), strict=False))
+
+        def decide(scores: LocalScores) -> Chosen:
+            member, piece = self._ranked.place[scores.shard.name], _ShardBlocks(scores, self._size)
+            at = torch.from_numpy(np.searchsorted(self._parts[member].ids, piece.ids))
+            mask, counts = piece.spread(stays()[member][at])
+            return Chosen.all_of([mask], [counts])[0]
+
+        return decide
 
     def spread(self, chosen: list[Chosen], answered: list[BoolArray] | None) -> list[Chosen]:
         """Return the masks of all of this rank's shards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 import torch
@@ -24,7 +25,7 @@ from distprune.patterns.units import (
 )
 from distprune.scores import LocalScores
 from distprune.selection import Chosen, Order, raise_nans
-from distprune.shards import Geometry, fetched
+from distprune.shards import Geometry, Matrix, fetched
 
 __all__ = ["Channels"]
 
@@ -92,7 +93,8 @@ class Channels(Pattern):
             if not score.scores_units:
                 extremes = self._extremes(ranked, num_channels, sign)
 
-        def settle() -> list[Chosen]:
+        @cache
+        def stays() -> list[torch.Tensor]:
             if score.scores_units:
                 values = [score.of_units(m.name, torch.arange(n)) for m, n in zip(members, num_channels, strict=True)]
             elif extremes is None:
@@ -102,11 +104,17 @@ class Channels(Pattern):
                 values = [bits.keys(each) for each in torch.split(extremes * sign, num_channels)]
             keys = [unit_order(score).keys(of_member) for of_member in values]
             left = [table[:, NUM_GONE] < size for table, size in zip(tables, sizes, strict=False)]
-            keep = self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
-            found = [_channels(s, self.dim).spread(keep[ranked.place[s.shard.name]]) for s in ranked.scores]
+            return self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
+
+        def spread(scores: Sequence[LocalScores]) -> list[Chosen]:
+            found = [_channels(s, self.dim).spread(stays()[ranked.place[s.shard.name]]) for s in scores]
             return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
-        return Choice([None] * len(members), settle)
+        return Choice([None] * len(members), lambda: spread(ranked.scores), lambda piece: spread([piece])[0])
+
+    @override
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        return 1, 1  # the sums of a channel are those over all ranks, wherever it is cut
 
     def _keep(self, ranked: Ranked, keys: list[torch.Tensor], left: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return which channels stay, by member. Of equal ones the first is pruned first. The same on every rank."""

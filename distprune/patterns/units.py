@@ -96,7 +96,7 @@ class ShardUnits:
             if (gone := scores.is_gone(at)) is not None:
                 chunk.logical_and_(~gone)
                 counts[0] += gone.sum()
-        counts[1] = mask.numel() - mask.sum()
+        counts[1] = mask.numel() - torch.count_nonzero(mask)  # its sum takes ten times as long
         return mask, counts
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, compete
+from distprune.patterns.base import Choice, Pattern, Place, Ranked, Scope, Shares, check_scope, check_share, compete
 from distprune.patterns.census import Census, take_census
 from distprune.patterns.within_rows import PerRow
+from distprune.scores import LocalScores
 from distprune.selection import Entry
+from distprune.shards import Matrix
 
 __all__ = ["Unstructured"]
 
@@ -56,13 +58,26 @@ class Unstructured(Pattern):
         if ranked.checks:
             census = take_census(ranked, counts_gone=ranked.of_left)
 
-        def make_entries(place: Callable[[int], tuple[int, int]]) -> list[Entry]:
+        def make_entries(place: Place, scores: Sequence[LocalScores]) -> list[Entry]:
             return [
                 Entry(s.shard.name, s, s.shard.geometry, bool(s.shard.owned), *place(ranked.place[s.shard.name]))
-                for s in ranked.scores
+                for s in scores
             ]
 
-        return compete(ranked, self.sparsity, self.scope, ranked.numels, census.num_gone, ranked.order, make_entries)
+        return compete(
+            ranked,
+            self.sparsity,
+            self.scope,
+            ranked.numels,
+            census.num_gone,
+            ranked.order,
+            make_entries,
+            writes=not ranked.streams,
+        )
+
+    @override
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        return 1, 1
 
     @override
     def by_row(self) -> Pattern:

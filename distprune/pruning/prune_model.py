@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from distprune.collectives import Group, communicator, sum_together
+from distprune.collectives import Communicator, Group, communicator, sum_together
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
@@ -18,11 +18,21 @@ from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
-from distprune.scores import Evidence, Random, Score, ScoreLike, as_score, count_unread_nans, local_scores
+from distprune.scores import (
+    Evidence,
+    LocalScores,
+    Random,
+    Score,
+    ScoreLike,
+    as_score,
+    count_unread_nans,
+    local_scores,
+)
 from distprune.selection import Chosen, raise_nans
 from distprune.shards import LocalShard, gradients_of, local_part
 
 __all__ = [
+    "Choosing",
     "GivenEvidence",
     "Request",
     "compute_masks",
@@ -151,9 +161,9 @@ def compute_masks(
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call. ``of``: the model, or the shards that a caller spread by hand."""
+    """The arguments of a call. ``of``: the model, what was found in one, or shards that a caller spread by hand."""
 
-    of: nn.Module | Sequence[LocalShard]
+    of: nn.Module | Sequence[LocalShard] | Found
     sparsity: float | Mapping[str, float] | None
     score: ScoreLike
     pattern: Pattern | str | None
@@ -168,6 +178,8 @@ class Request:
         """Return this rank's parameters. Local."""
         if isinstance(self.of, nn.Module):
             return find_shards(self.of, self.include, self.exclude)
+        if isinstance(self.of, Found):
+            return self.of
         return Found(list(self.of), [], by_default=False, has_blocks=False)
 
     def facts(self) -> dict[str, object]:
@@ -192,47 +204,70 @@ class Request:
 
 def prune_requested(group: Group, request: Request, *, in_place: bool) -> PruneReport:
     """Find, agree, choose, and apply if ``in_place``. Every rank must call it."""
-    started, comm = time.perf_counter(), communicator(group)
-    traffic = comm.traffic.copy()
-
-    def look() -> tuple[Found, Facts, Score, Pattern]:
-        score, pattern = request.checked()
-        found = request.find()
-        shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-        return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
-
-    agreed, pattern = agree_on(comm, look)
-    agreed.check_found()
-    score = agreed.score
-    ranked = Ranked(
-        comm,
-        agreed.roster,
-        score,
-        lambda: local_scores(score, shards := agreed.shards(), _evidence(request, shards, score.needs), in_place=True),
-    )
-    choice = pattern.choose(ranked)
-    chosen, counts = settled(ranked, choice)
+    comm = communicator(group)
+    choosing = Choosing(comm, request)
+    ranked = choosing.ranked
+    chosen, counts = settled(ranked, choosing.choice)
     shards = [scores.shard for scores in ranked.scores]
     if in_place:  # The last collective is done: an error from here on leaves no other rank waiting.
         for shard, each in zip(shards, chosen, strict=True):
             if each.num_pruned:
                 zero_where_pruned(shard.local, each.mask)
-    used = comm.traffic - traffic
-    return PruneReport(
-        score.name,
-        repr(pattern),
-        score.seed if isinstance(score, Random) else None,
-        tuple(
-            ParameterReport(member.name, numel, num_zeros - num_gone, num_zeros, threshold)
-            for member, numel, (num_zeros, num_gone), threshold in zip(
-                agreed.roster.members, ranked.numels, counts, choice.thresholds, strict=True
-            )
-        ),
-        used.num_rounds,
-        used.num_bytes,
-        time.perf_counter() - started,
-        Masks(comm, agreed.roster, shards, [each.mask for each in chosen]),
-    )
+    return choosing.report(counts, Masks(comm, ranked.roster, shards, [each.mask for each in chosen]))
+
+
+class Choosing:
+    """What a call has found, agreed on and chosen. Every rank must make one.
+
+    ``place`` returns a parameter that was found, and that the pattern fits, where this rank has its values; by default
+    it is there. ``streams``: as in ``Ranked``; then ``place`` sees to it that the ranks' shards fit together.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        request: Request,
+        place: Callable[[Pattern, LocalShard], LocalShard] = lambda _, shard: shard,
+        *,
+        streams: bool = False,
+    ) -> None:
+        self._started, self._comm, self._traffic = time.perf_counter(), comm, comm.traffic.copy()
+
+        def look() -> tuple[Found, Facts, Score, Pattern]:
+            score, pattern = request.checked()
+            found = request.find()
+            shards = [place(pattern, fitted(pattern, shard, shard.name)) for shard in found.shards]
+            return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
+
+        def make_scores() -> list[LocalScores]:
+            shards = agreed.shards()
+            return local_scores(self.score, shards, _evidence(request, shards, self.score.needs), in_place=True)
+
+        agreed, self.pattern = agree_on(comm, look)
+        agreed.check_found()
+        self.score = agreed.score
+        self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=not streams, streams=streams)
+        self.choice = self.pattern.choose(self.ranked)
+
+    def report(self, counts: Sequence[Sequence[int]], masks: Masks) -> PruneReport:
+        """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local."""
+        used = self._comm.traffic - self._traffic
+        members, numels = self.ranked.roster.members, self.ranked.numels
+        return PruneReport(
+            self.score.name,
+            repr(self.pattern),
+            self.score.seed if isinstance(self.score, Random) else None,
+            tuple(
+                ParameterReport(member.name, numel, num_zeros - num_gone, num_zeros, threshold)
+                for member, numel, (num_zeros, num_gone), threshold in zip(
+                    members, numels, counts, self.choice.thresholds, strict=True
+                )
+            ),
+            used.num_rounds,
+            used.num_bytes,
+            time.perf_counter() - self._started,
+            masks,
+        )
 
 
 def settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int]]]:

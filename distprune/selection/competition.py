@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,11 @@ class Undecided:
         """Leave no choice of positions where none has to be made: all that tie with the k-th go, or nothing does."""
         if self.only_gone or self.num_before + self.num_within == self.competition.num_lowest:
             self.positions = Range(self.positions.high, self.positions.high)
+
+    def settled(self) -> Undecided:
+        """Return the state of a competition that is over as one with a last element that goes, gone or not."""
+        gone = self.competition.order.gone
+        return dataclasses.replace(self, keys=Range(gone, gone), only_gone=False) if self.only_gone else self
 
     def narrow(self, within: Range, bins: Words) -> Range:
         """Return the bin of ``within`` that holds the k-th, and pass over the elements before it."""

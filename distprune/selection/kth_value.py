@@ -60,21 +60,27 @@ class Chosen:
 @dataclass(frozen=True)
 class Selection:
     """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where only those go that
-    were gone before. ``settle`` writes the masks: local; the caller runs it within its own next round."""
+    were gone before. ``settle`` writes the masks: local; the caller runs it within its own next round. ``decide``
+    returns what is chosen of some elements of the host, part of an entry or not: local, one read of their scores."""
 
     thresholds: list[float | int | None]
     settle: Callable[[], list[Chosen]]  # by entry
+    decide: Callable[[Entry], Chosen]
 
 
 def select_lowest(
-    comm: Communicator, competitions: Sequence[Competition], make_entries: Callable[[], Sequence[Entry]]
+    comm: Communicator,
+    competitions: Sequence[Competition],
+    make_entries: Callable[[], Sequence[Entry]],
+    *,
+    writes: bool = True,
 ) -> Selection:
     """Return the masks that prune, in every competition, exactly the ``num_lowest`` lowest elements.
 
     Elements are ordered by (score, position): of equal scores the lowest position is pruned first. All that is gone is
     pruned, even if that is more than ``num_lowest``. Every rank of ``comm`` must call it with the same
     ``competitions``. ``make_entries`` returns the rank's own entries, with replicas. Every element must be owned by
-    exactly one rank.
+    exactly one rank. Without ``writes`` no masks are made, of entries on the host, and only ``decide`` has them.
 
     Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
     64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
@@ -100,9 +106,16 @@ def select_lowest(
     states = [
         Undecided(c, Range(c.order.first, c.order.last), Range(0, max(c.num_positions - 1, 0))) for c in competitions
     ]
-    own = _OwnPart(states, make_entries)
+    own = _OwnPart(states, make_entries, writes)
+
+    def decide(entry: Entry) -> Chosen:
+        tally = Tally(entry, states[entry.competition].settled(), Keep())
+        tally.settle_positions()
+        num_nans, num_gone, num_pruned = tally.counts().tolist()
+        return Chosen(tally.mask, num_gone, num_pruned, num_nans)
+
     if not competitions:
-        return Selection([], own.settle)
+        return Selection([], own.settle, decide)
     batched = len(competitions) > 1
     num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
     num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
@@ -119,14 +132,15 @@ def select_lowest(
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
     thresholds = [None if s.only_gone else s.competition.order.value(s.keys.low) for s in states]
-    return Selection(thresholds, own.settle)
+    return Selection(thresholds, own.settle, decide)
 
 
 class _OwnPart:
     """What this rank counts. Its methods run within a round: what they raise is raised on all ranks."""
 
-    def __init__(self, states: Sequence[Undecided], make_entries: Callable[[], Sequence[Entry]]) -> None:
+    def __init__(self, states: Sequence[Undecided], make_entries: Callable[[], Sequence[Entry]], writes: bool) -> None:
         self._states = states
+        self._writes = writes
         self._make_entries = make_entries
         self._keep = Keep()
 
@@ -137,7 +151,7 @@ class _OwnPart:
     @cached_property
     def tallies(self) -> list[Tally | DeviceTally]:
         return [
-            Tally(entry, self._states[entry.competition], self._keep)
+            Tally(entry, self._states[entry.competition], self._keep, writes=self._writes)
             if on_host(entry.scores.device)
             else DeviceTally(entry, self._states[entry.competition])
             for entry in self.entries

@@ -32,15 +32,22 @@ class Keep:
 class Tally:
     """Counts of one entry on the CPU. Survivors are set aside where they are few, else found anew when needed."""
 
-    def __init__(self, entry: Entry, state: Undecided, keep: Keep) -> None:
+    def __init__(self, entry: Entry, state: Undecided, keep: Keep, *, writes: bool = True) -> None:
         self.entry = entry
         self._num_nans = self._num_gone = self._num_pruned = 0
         # numpy asks for huge pages: the first write to a small one takes as long as the rest of the scan.
-        self.mask = torch.from_numpy(np.empty(entry.geometry.local_shape, dtype=np.bool_))
+        self._mask = torch.from_numpy(np.empty(entry.geometry.local_shape, dtype=np.bool_)) if writes else None
         self._state = state
         self._keep = keep
         self._survivors: Survivors | None = None
         self._positions: torch.Tensor | None = None
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """What was chosen, once it is settled; only of a tally that ``writes``."""
+        if self._mask is None:
+            raise RuntimeError(f"no mask of {self.entry.name!r} was asked for")
+        return self._mask
 
     def counts(self) -> torch.Tensor:
         """Return NaNs, gone and pruned (gone ones included), int64, of all local elements."""
@@ -61,7 +68,7 @@ class Tally:
     def _scan_keys(self, row: torch.Tensor) -> Words:
         total = np.zeros(NUM_COUNTS, dtype=np.int64)
         kept: list[Survivors] | None = []
-        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self.mask):
+        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self._mask):
             total += counts
             if kept is not None and self._keep.take(_num_bytes(found)):
                 kept.append(found)
@@ -113,10 +120,13 @@ class Tally:
         if self._survivors is not None:
             self._prune_up_to(self._survivors.offsets)
             return
+        total = np.zeros(NUM_COUNTS, dtype=np.int64)
         self._num_pruned = 0
-        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self.mask):
-            self._num_pruned += int(counts[NUM_BELOW])
+        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self._mask):
+            total += counts
             self._prune_up_to(found.offsets)
+        self._num_nans, self._num_gone = total[[NUM_NANS, NUM_GONE]].tolist()
+        self._num_pruned += int(total[NUM_BELOW])
 
     def _prune_up_to(self, offsets: Words) -> None:
         self._prune(offsets[(self._positions_of(offsets) <= self._state.positions.low).numpy()])
@@ -141,7 +151,8 @@ class Tally:
 
     def _prune(self, offsets: Words) -> None:
         self._num_pruned += len(offsets)
-        self.mask.view(-1).numpy()[offsets] = False  # a third of the time that torch's indexing takes
+        if self._mask is not None:
+            self._mask.view(-1).numpy()[offsets] = False  # a third of the time that torch's indexing takes
 
 
 def _num_bytes(survivors: Survivors) -> int:

@@ -15,6 +15,7 @@ from distprune.shards.layouts import (
 )
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.pieces import grain_of, pieces_of, share_of
 from distprune.shards.place import Place, gradients_of, places_of
 from distprune.shards.torch_private import Inside, private
 
@@ -38,6 +39,7 @@ __all__ = [
     "flat_chunk",
     "flat_chunks",
     "gradients_of",
+    "grain_of",
     "in_order",
     "is_flattened",
     "is_held",
@@ -46,9 +48,11 @@ __all__ = [
     "local_part",
     "local_shard",
     "on_host",
+    "pieces_of",
     "places_of",
     "private",
     "runs_of_splits",
     "sent",
+    "share_of",
     "splits_of",
 ]
