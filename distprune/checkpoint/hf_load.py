@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors, names_by_tensor
+from distprune.checkpoint.naming import check_tensors, different_values, names_by_tensor
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
@@ -107,7 +107,4 @@ def _fill(model: nn.Module, directory: HfDirectory, names: dict[str, str], progr
     for shard, entry, slices in stored_slices(stored_again):
         for target, part in slices:
             if not torch.equal(target, part.to(target)):
-                raise ValueError(
-                    f"{directory.path} holds {shard.name!r} and {entry.name!r} with different values, and its "
-                    'config ties them; set "tie_word_embeddings" to false in its config.json'
-                )
+                raise different_values(directory.path, shard.name, entry.name)

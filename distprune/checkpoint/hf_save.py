@@ -7,7 +7,6 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import nn
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import check_tensors
-from distprune.checkpoint.output_files import allocate, check_space, planned, write_small_files
+from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together
@@ -83,12 +82,7 @@ class ModelWriter:
         """
         with together(self.comm):
             if self.comm.rank == 0:
-                check_space(self._target, self.files)
-                # Of weights that only their owner may read, the copy is such, too.
-                self._target.chmod(self._target.stat().st_mode & self._source.path.stat().st_mode | stat.S_IRWXU)
-                for file, read in zip(self.files, self._source.weight_files, strict=True):
-                    allocate(file, read.path)
-                write_small_files(self._source, self.files, self._target, self._tensors)
+                allocate_directory(self._source, self.files, self._target, self._tensors)
 
     def write(
         self, prefixes: Sequence[str] | None = None, *, updated: Collection[str] = (), progress: Progress = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory
 
-__all__ = ["check_tensors", "model_names", "names_by_tensor"]
+__all__ = ["check_tensors", "different_values", "model_names", "names_by_tensor"]
 
 
 def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
@@ -67,6 +68,14 @@ def names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return list(names.values())
+
+
+def different_values(path: Path, first: str, other: str) -> ValueError:
+    """Return what is raised where two tensors that the config ties are not the same."""
+    return ValueError(
+        f"{path} holds {first!r} and {other!r} with different values, and its config ties them; "
+        'set "tie_word_embeddings" to false in its config.json'
+    )
 
 
 def _renamed(model: Any, stored: str, state: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["allocate", "check_space", "planned", "write_small_files"]
+__all__ = ["allocate", "allocate_directory", "check_space", "planned", "write_small_files"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
@@ -51,6 +51,24 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def allocate_directory(
+    source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
+) -> None:
+    """Make ``files`` at their full size in ``target``, and copy what is not weights. Local; for one rank.
+
+    Of weight files that are there the weights stay; headers and small files are written anew.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    check_space(target, files)
+    # Of weights that only their owner may read, the copy is such, too.
+    target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
+    for file, read in zip(files, source.weight_files, strict=True):
+        allocate(file, read.path)
+    write_small_files(source, files, target, tensors)
 
 
 def check_space(target: Path, files: list[WeightFile]) -> None:

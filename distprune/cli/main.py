@@ -23,9 +23,11 @@ from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
     PruneJob,
+    StreamedJob,
     run_finetune_job,
     run_one_shot_job,
     run_prune_job,
+    run_streamed_job,
 )
 from distprune.oneshot import Allocation, OneShotMethod, Sequential, TargetsOf
 from distprune.patterns import Scope, as_pattern
@@ -145,7 +147,13 @@ def prune(
     ] = None,
     target_share: Annotated[float, typer.Option(help="How much of the way to the dense model's output.")] = 0.5,
     offload: Annotated[bool, typer.Option(help="Keep activations on the CPU between blocks.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on where a calibration job that was killed has stopped.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on where a job with --calibration or --streamed that was killed has stopped.")
+    ] = False,
+    streamed: Annotated[
+        bool,
+        typer.Option("--streamed", help="Build no model: stream the weights from file to file, whatever their size."),
+    ] = False,
     timeout: Timeout = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
@@ -159,12 +167,23 @@ def prune(
         method = method or "magnitude"
         if method not in ("magnitude", "random"):
             raise typer.BadParameter(f"--method {method} needs --calibration, a text to run through the model")
-        if resume:
-            raise typer.BadParameter("--resume goes with --calibration")
+        if resume and not streamed:
+            raise typer.BadParameter("--resume goes with --calibration or --streamed")
+        if streamed and device == "cuda":
+            raise typer.BadParameter("--streamed runs on the CPU; leave out --device")
         if allocation is not None:
             raise typer.BadParameter("--allocation goes with --calibration")
-        job = PruneJob(**common, method=method, scope=scope, include=tuple(include or ()), exclude=tuple(exclude or ()))
+        named: dict[str, Any] = {
+            "method": method,
+            "scope": scope,
+            "include": tuple(include or ()),
+            "exclude": tuple(exclude or ()),
+        }
+        job = StreamedJob(**common, **named, resume=resume) if streamed else PruneJob(**common, **named)
+        device = "cpu" if streamed else device
     else:
+        if streamed:
+            raise typer.BadParameter("--streamed does not go with --calibration, which needs a model")
         if include or exclude or scope is not None:
             raise typer.BadParameter("--scope, --include and --exclude do not go with --calibration")
         job = OneShotJob(
@@ -316,7 +335,9 @@ def _work(request: Request, launch: Launch) -> int:
     try:
         device = launch.start(request.device, request.timeout)
         display = Display(visible=launch.rank == 0)
-        if isinstance(request.job, PruneJob):
+        if isinstance(request.job, StreamedJob):
+            report = run_streamed_job(request.job, watcher=display)
+        elif isinstance(request.job, PruneJob):
             report = run_prune_job(request.job, device=device, watcher=display)
         elif isinstance(request.job, FinetuneJob):
             report = run_finetune_job(request.job, device=device, watcher=display)

@@ -20,7 +20,7 @@ from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
-from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
+from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
 from distprune.collectives.tensors import (
     broadcast_tensor,
     exchange,
@@ -51,6 +51,7 @@ __all__ = [
     "is_raised_together",
     "lookup_rows",
     "max_together",
+    "natural_order",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

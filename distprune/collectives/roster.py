@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["Member", "Roster", "roster_of_all", "roster_of_one"]
+__all__ = ["Member", "Roster", "natural_order", "roster_of_all", "roster_of_one"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _merged_order(lists: list[list[str]]) -> list[str]:
     try:
         sorter.prepare()
     except CycleError as error:
-        stuck = sorted(set(error.args[1]), key=_natural)
+        stuck = sorted(set(error.args[1]), key=natural_order)
         raise ValueError(
             f"ranks list the same parameters in different orders, {stuck[:4]} among them; "
             "build the model and the list in the same way on every rank"
@@ -104,14 +104,14 @@ def _merged_order(lists: list[list[str]]) -> list[str]:
     order: list[str] = []
     while sorter.is_active():
         for name in sorter.get_ready():
-            heapq.heappush(ready, (_natural(name), name))
+            heapq.heappush(ready, (natural_order(name), name))
         order.append(heapq.heappop(ready)[1])
         sorter.done(order[-1])
     return order
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that reads numbers as numbers: ``layers.2`` before ``layers.10``."""
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that reads numbers as numbers: ``layers.2`` before ``layers.10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 

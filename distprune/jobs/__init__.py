@@ -11,6 +11,7 @@ from distprune.jobs.finetune import run_finetune_job
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.prune import PruneJob, run_prune_job
+from distprune.jobs.streamed import StreamedJob, run_streamed_job
 from distprune.jobs.watcher import Watcher
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Kind",
     "OneShotJob",
     "PruneJob",
+    "StreamedJob",
     "Watcher",
     "by_metric",
     "kinds_of",
@@ -25,4 +27,5 @@ __all__ = [
     "run_finetune_job",
     "run_one_shot_job",
     "run_prune_job",
+    "run_streamed_job",
 ]

@@ -67,13 +67,8 @@ def run_finetune_job(
         with together(run.comm):
             for read in (model, *([] if teacher is None else [teacher])):
                 check_fit(batches[0], read)
-            facts = {
-                **job.flags(),
-                "model files": run.directory.fingerprint(),
-                "model weights": run.directory.sample(),
-                "teacher weights": None if teacher_directory is None else teacher_directory.sample(),
-                "training tokens": batches.digest(),
-            }
+            teacher_weights = None if teacher_directory is None else teacher_directory.sample()
+            facts = run.facts(**{"teacher weights": teacher_weights, "training tokens": batches.digest()})
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(

@@ -113,13 +113,8 @@ def run_one_shot_job(
             group=run.comm,
         )
         with together(run.comm):
-            facts = {
-                **job.flags(),
-                "model files": run.directory.fingerprint(),
-                "model weights": run.directory.sample(),
-                "calibration tokens": hashlib.sha256(samples.numpy().tobytes()).hexdigest(),
-                "ranks": run.comm.size,
-            }
+            tokens = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
+            facts = run.facts(**{"calibration tokens": tokens, "ranks": run.comm.size})
         with open_unfinished(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:

@@ -168,6 +168,11 @@ class Run:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
 
+    def facts(self, **more: object) -> dict[str, object]:
+        """Return what a job that goes on must have in common with the one that began: the job, and its model. Local."""
+        files = {"model files": self.directory.fingerprint(), "model weights": self.directory.sample()}
+        return {**self.job.flags(), **files, **more}
+
     def report(self, before: dict[str, Any], after: dict[str, Any], **work: Mapping[str, Any]) -> dict[str, Any]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`. Local."""
         self.seconds["total"] = time.perf_counter() - self._started

@@ -37,13 +37,14 @@ _STATE = re.compile(r"state-\d+\.safetensors")
 
 
 class Unfinished:
-    """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk."""
+    """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk,
+    :attr:`digests` what was noted to know them by."""
 
     def __init__(self, comm: Communicator, folder: Path, journal: dict[str, Any]):
         self.comm, self.folder, self._journal = comm, folder, journal
         self.blocks: list[dict[str, Any]] = journal["blocks"]
         self.entries: dict[str, Any] = journal["entries"]
-        self._digests: list[str] = journal["digests"]
+        self.digests: list[str] = journal["digests"]
 
     @property
     def states(self) -> list[Path]:
@@ -70,7 +71,7 @@ class Unfinished:
         """
         with together(self.comm):
             named = [report.get("name") for report in self.blocks]
-            if named != list(names[: len(named)]) or len(named) != len(self._digests):
+            if named != list(names[: len(named)]) or len(named) != len(self.digests):
                 raise ValueError(f"{self.folder / JOURNAL_NAME} lists the blocks {named}; the model has others")
 
     def restore(self, writer: ModelWriter, number: int, name: str, block: nn.Module) -> bool:
@@ -82,12 +83,16 @@ class Unfinished:
         with together(self.comm):
             before = {key: value.clone() for key, value in _local_parts(block).items()}
             writer.read([name])
-        if self.digest(block) == self._digests[number]:
+        if self.digest(block) == self.digests[number]:
             return True
         for key, part in _local_parts(block).items():
             part.copy_(before[key])
-        del self.blocks[number:], self._digests[number:]
+        self.forget(number)
         return False
+
+    def forget(self, number: int) -> None:
+        """Take block ``number`` and all that follow for unwritten. Every rank must call it. Local."""
+        del self.blocks[number:], self.digests[number:]
 
     def digest(self, block: nn.Module) -> str:
         """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 32 bytes."""
@@ -105,12 +110,12 @@ class Unfinished:
         Raises:
             OSError: on every rank: it cannot be read.
         """
-        return file_digest(self.comm, state) == self._digests[-1]
+        return file_digest(self.comm, state) == self.digests[-1]
 
     def record(self, report: dict[str, Any], digest: str) -> None:
         """Note, on the first rank, that every rank has one more block on the disk. Local."""
         self.blocks.append(report)
-        self._digests.append(digest)
+        self.digests.append(digest)
         if self.comm.rank == 0:
             beside = self.folder / _NEW_JOURNAL
             with beside.open("w", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs
 from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
 from distprune.models.linear_maps import UNUSUAL, LinearMap, dense_weights, linear_maps
+from distprune.models.named_model import model_of_names
 from distprune.models.weights import expert_weights, matrix_of_weight
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "keeping_weights",
     "linear_maps",
     "matrix_of_weight",
+    "model_of_names",
     "other_blocks",
     "warn_of_other_blocks",
 ]

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from distprune.cli.main import run
-from distprune.jobs import PruneJob, run_prune_job
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
+from distprune.pruning import streamed
 from tests.cli.test_launches import by_hand
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import CONTEXT
@@ -87,14 +88,20 @@ def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
     run()
 
 
+def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be a rank whose stretches and pieces are so small that a tiny model takes a second or two."""
+    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 12_000, 20, 20
+    be_rank(variables, arguments, log)
+
+
 class Job:
     """Two ranks with the variables that a launcher sets, and no launcher that would end one after the other."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, be: Callable[..., None] = be_rank) -> None:
         self.unfinished = folder / ".out.unfinished"
         self._log = folder / "log.txt"
         self._log.write_text("")
-        self.ranks = [CONTEXT.Process(target=be_rank, args=(own, arguments, str(self._log))) for own in by_hand(2)]
+        self.ranks = [CONTEXT.Process(target=be, args=(own, arguments, str(self._log))) for own in by_hand(2)]
         for rank in self.ranks:
             rank.start()
 
@@ -211,3 +218,25 @@ def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) 
     assert f"going on after step {num_done}\n" in last.said()
     Job([*fine_tuning, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_streaming_killed_four_times_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
+    asked = ["prune", arguments[1], "--streamed", "--sparsity", "0.5", "--timeout", "20"]
+    asked += ["--output", str(tmp_path / "out")]
+    chance = random.Random(5)
+    num_done = -1
+    for number in range(4):
+        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_streaming_rank)
+        job.until(lambda: job.num_done() > num_done)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.1))
+        victims = chance.choice([[0], [1], [0, 1]])
+        job.kill(victims)
+        job.has_ended(victims)
+        assert not (tmp_path / "out").exists()
+        if number:
+            assert f"going on after {num_done} of " in job.said()
+        num_done = job.num_done()
+    Job([*asked, "--resume"], tmp_path, be_streaming_rank).succeeds()
+    run_streamed_job(StreamedJob(model=arguments[1], output=str(tmp_path / "whole"), sparsity=0.5))
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]

@@ -1,0 +1,106 @@
+"""The parameters of a checkpoint that no model is made of: their names, which are to be pruned, and their values.
+
+Where transformers knows the architecture, its model on the meta device, without memory, says which tensors are
+pruned, in which order, and which dims are inputs: so the same weights are meant as in the job that loads the model.
+Where it does not, or converts the tensors on loading (experts that are stored apart), names and shapes alone say it:
+see ``models/named_model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFile, open_weights, read_json
+from distprune.checkpoint.meta_model import build_on_meta
+from distprune.checkpoint.naming import check_tensors
+from distprune.checkpoint.pretrained import check_config
+from distprune.models import Found, find_shards, model_of_names
+
+__all__ = ["StoredParameters", "find_stored", "mapped_tensors"]
+
+# What quantizers store beside, or instead of, a weight (bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8).
+_QUANTIZED = (
+    *("absmax", "SCB", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+)
+
+
+@dataclass(frozen=True)
+class StoredParameters:
+    """``found``: the parameters to prune, on the meta device. ``stored``: the names of every one in the checkpoint, of
+    tied weights several. ``written``: all tensors that belong to the model. ``by_names``: names alone decided."""
+
+    found: Found
+    stored: dict[str, list[str]]
+    written: frozenset[str]
+    by_names: bool
+
+
+def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> StoredParameters:
+    """Return which tensors of ``directory`` are pruned; ``include``, ``exclude``: as of ``find_shards``. Local.
+
+    Raises:
+        NotImplementedError: the weights are quantized.
+        ValueError: transformers knows the architecture, and cannot make its model of the config, or tensors are
+            missing, unexpected, or of another shape than the config makes them.
+        ImportError: the extra ``hf`` is not installed.
+    """
+    check_config(directory.path)
+    known = _known_model(directory)
+    model, names = known or _named_model(directory)
+    state = model.state_dict(keep_vars=True)
+    stored: dict[int, list[str]] = {}
+    for name, own in names.items():
+        stored.setdefault(id(state[own]), []).append(name)
+    found = find_shards(model, include, exclude)
+    by_name = {shard.name: stored[id(shard.tensor)] for shard in found.shards}
+    return StoredParameters(found, by_name, frozenset(names), known is None)
+
+
+@contextmanager
+def mapped_tensors(files: Sequence[WeightFile]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield all tensors of ``files`` by name, mapped: memory holds of them what the system keeps of the files. Local.
+
+    Raises:
+        ValueError: a file is no safetensors file.
+    """
+    with ExitStack() as opened:
+        tensors = {}
+        for file in files:
+            handle = opened.enter_context(open_weights(file.path))
+            tensors.update({entry.name: handle.get_tensor(entry.name) for entry in file.tensors})
+        yield tensors
+
+
+def _known_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]] | None:
+    """Return transformers' model and its names of the tensors; ``None``: it has none that holds them as stored."""
+    kinds = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if read_json(directory.path / CONFIG_NAME).get("model_type") not in kinds:
+        return None
+    try:
+        model, names = build_on_meta(directory)
+    except NotImplementedError:  # not of quantized weights, which were refused before
+        return None
+    check_tensors(model.state_dict(keep_vars=True), directory, names)
+    return model, names
+
+
+def _named_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]]:
+    tensors = {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for name, (_, entry) in directory.tensors.items()
+    }
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        if last in _QUANTIZED or (last == "weight" and not tensor.is_floating_point()):
+            raise NotImplementedError(
+                f"tensor {name!r} of {directory.path} is of quantized weights, which cannot be pruned; take the model "
+                "they were quantized from, or dequantize them first"
+            )
+    return model_of_names(tensors), {name: name for name in tensors}

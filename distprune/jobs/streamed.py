@@ -1,0 +1,131 @@
+"""The job that prunes a checkpoint without its model: tensors are streamed from files to files, piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from distprune.checkpoint import locking, remove_files
+from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
+from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
+from distprune.collectives import together
+from distprune.jobs.model_card import write_card
+from distprune.jobs.prune import PruneJob
+from distprune.jobs.run import Run, check_unfinished, clock, write_report
+from distprune.jobs.stretches import StretchWriter
+from distprune.jobs.unfinished import Unfinished, open_unfinished
+from distprune.jobs.watcher import Watcher
+from distprune.pruning.prune_model import Request
+from distprune.pruning.streamed import StreamedPruning
+
+__all__ = ["StreamedJob", "run_streamed_job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedJob(PruneJob):
+    """:class:`PruneJob` for a checkpoint that may be larger than memory: the same bytes, and no model.
+
+    Nothing is evaluated, and dtypes stay as they are stored.
+
+    Args:
+        resume: go on with a job that was killed.
+    """
+
+    streamed: bool = True  # for the report and the card
+    resume: bool = False
+
+    @override
+    def check(self) -> None:
+        if self.evaluate_on or self.tasks:
+            raise ValueError("--streamed builds no model that --eval or --tasks could run; evaluate the output")
+        if self.dtype is not None:
+            raise ValueError(
+                f"--streamed leaves weights in the dtype they are stored in; leave out --dtype {self.dtype}"
+            )
+        check_unfinished(self, self.resume)
+        super().check()
+
+
+def run_streamed_job(
+    job: StreamedJob, *, group: dist.ProcessGroup | None = None, watcher: Watcher | None = None
+) -> dict[str, Any]:
+    """Run the job and return its report. The output is written whole, or not at all.
+
+    The files are read twice, once to choose and once to prune and write; once where groups (N:M) and rows are decided
+    by themselves. They are mapped, and each rank has a few pieces of its own share in memory. Where transformers knows
+    the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does not, names decide what
+    is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
+
+    What is written grows beside the output, with a journal of it. A job that was killed goes on with ``resume``: what
+    is recorded and on the disk as it was written is not written again; what is pruned is chosen again.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
+    Communicates what the choice does, and a round for each 256 MiB.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or
+            the model; the message says which.
+        FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
+    """
+    run = Run(job, group, "cpu", watcher)
+    comm = run.comm
+    with locking(comm, run.output), mapped_tensors(run.directory.weight_files) as tensors:
+        with together(comm):
+            stored = find_stored(run.directory, job.include, job.exclude)
+            facts = run.facts(ranks=comm.size)
+            values = {parameter: tensors[names[0]] for parameter, names in stored.stored.items()}
+            if stored.by_names:
+                kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
+                run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
+        with open_unfinished(
+            comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+        ) as unfinished:
+            request = Request(
+                stored.found,
+                job.sparsity,
+                job.method,
+                job.pattern,
+                job.scope,
+                job.seed,
+                None,
+                job.include,
+                job.exclude,
+            )
+            run.told.say("choosing what is pruned")
+            with clock(run.seconds, "choose"):
+                pruning = StreamedPruning(comm, request, values)
+            writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
+            with clock(run.seconds, "write"):
+                _write(job, run, writer, unfinished)
+            none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
+            report = run.report(none, none, pruning=pruning.report(writer.counts()).to_dict())
+            with together(comm):
+                if comm.rank == 0:
+                    write_report(report, unfinished.folder)
+                    write_card(report, unfinished.folder, run.told.say)
+            run.told.check()
+    return report
+
+
+def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfinished) -> None:
+    first = 0
+    if unfinished.blocks:
+        with together(run.comm):
+            unfinished.check_files(run.directory)
+        unfinished.check_blocks([f"stretch {number}" for number in range(len(writer.stretches))])
+    writer.allocate()
+    if unfinished.blocks:
+        with run.told.stage("checking what is written", "bytes"):
+            first = writer.num_as_written()
+    if job.resume:
+        run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
+    try:
+        with run.told.stage("pruning", "bytes") as progress:
+            writer.write(first, progress)
+    except ValueError:  # the weights are at fault: a job that goes on would get no further
+        if run.comm.rank == 0:
+            remove_files(unfinished.folder)
+        raise

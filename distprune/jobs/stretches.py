@@ -1,0 +1,228 @@
+"""A checkpoint written stretch by stretch: each is noted when every rank has it on the disk.
+
+Noun: a *stretch* is some tensors, or a part of one, of about 256 MiB over all ranks, in the order of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
+from distprune.checkpoint.naming import different_values
+from distprune.checkpoint.output_files import allocate_directory, planned
+from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
+from distprune.checkpoint.stored_slices import Progress
+from distprune.collectives import Communicator, sum_together, together
+from distprune.jobs.unfinished import Unfinished
+from distprune.pruning.streamed import StreamedPruning
+from distprune.selection import raise_nans
+from distprune.shards import Geometry, LocalShard, cut, pieces_of, share_of
+
+__all__ = ["StretchWriter"]
+
+_STRETCH_BYTES = 256 << 20
+_COPY_NUMEL = 4 << 20
+_NUM_DIGEST_WORDS = 4  # of 64 bits
+_NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Part ``number`` of ``num_parts`` of one tensor; ``parameter``: what is pruned in it, if anything."""
+
+    path: Path
+    entry: TensorEntry  # where it is written
+    parameter: str | None
+    number: int
+    num_parts: int
+
+    @property
+    def num_bytes(self) -> int:
+        """About so many, of all ranks together."""
+        return (self.entry.stop - self.entry.start) // self.num_parts
+
+
+class StretchWriter:
+    """Writes what ``pruning`` leaves of the ``values``, all tensors of ``source`` by name, into ``unfinished``."""
+
+    def __init__(
+        self,
+        source: HfDirectory,
+        stored: StoredParameters,
+        pruning: StreamedPruning,
+        values: Mapping[str, torch.Tensor],
+        unfinished: Unfinished,
+    ) -> None:
+        self._comm: Communicator = unfinished.comm
+        self._source, self._pruning, self._values, self._unfinished = source, pruning, values, unfinished
+        self._stored = stored.stored
+        self._parameter_of = {name: parameter for parameter, names in stored.stored.items() for name in names}
+        self._tensors = {name: _whole(name, values[name]) for name in values if name in stored.written}
+        self.files = [planned(unfinished.folder, file, self._tensors) for file in source.weight_files]
+
+    @cached_property
+    def stretches(self) -> list[list[_Part]]:
+        """All stretches, the same on every rank."""
+        found: list[list[_Part]] = [[]]
+        num_bytes = 0
+        for file in self.files:
+            for entry in file.tensors:
+                num_parts = max(1, -(-(entry.stop - entry.start) // _STRETCH_BYTES))
+                for number in range(num_parts):
+                    part = _Part(file.path, entry, self._parameter_of.get(entry.name), number, num_parts)
+                    if num_bytes + part.num_bytes > _STRETCH_BYTES and found[-1]:
+                        found.append([])
+                        num_bytes = 0
+                    found[-1].append(part)
+                    num_bytes += part.num_bytes
+        return found
+
+    def allocate(self) -> None:
+        """Make the files at their full size; what is there of the weights stays. Every rank must call it: one round.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+        """
+        with together(self._comm):
+            if self._comm.rank == 0:
+                allocate_directory(self._source, self.files, self._unfinished.folder, self._tensors)
+
+    def num_as_written(self) -> int:
+        """Return how many of the recorded stretches are on the disk as they were written, and forget the others.
+
+        Every rank must call it: a round of 40 bytes for each.
+        """
+        with mapped_tensors(self.files) as written:
+
+            def checksum(stretch: Sequence[_Part]) -> int:
+                found = 0
+                for part in stretch:
+                    for piece in self._pieces(part):
+                        found = _crc(_cut(written[part.entry.name], piece), found)
+                return found
+
+            for number, digest in enumerate(self._unfinished.digests):
+                if self._summed([], partial(checksum, self.stretches[number]))[0] != digest:
+                    self._unfinished.forget(number)
+                    break
+        return len(self._unfinished.digests)
+
+    def write(self, first: int, progress: Progress) -> None:
+        """Write the stretches from ``first`` on. Every rank must call it: a round for each, 24 bytes a parameter in it.
+
+        A stretch is recorded when the next one is written, which leaves the system time to put it on the disk.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+            ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
+        """
+        sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
+        done: tuple[dict[str, Any], str] | None = None
+        with ExitStack() as opened, ThreadPoolExecutor(1) as pool:
+            files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
+            synced: list[Future[None]] = []
+
+            def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> int:
+                checksum = 0
+                for part in stretch:
+                    checksum = self._write(part, files[part.path].fileno(), checksum, counts)
+                while synced:
+                    synced.pop().result()
+                descriptors = [files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)]
+                synced.extend(pool.submit(os.fsync, descriptor) for descriptor in descriptors)
+                return checksum
+
+            for number in range(first, len(self.stretches)):
+                stretch = self.stretches[number]
+                names = [*dict.fromkeys(part.parameter for part in stretch if part.parameter is not None)]
+                counts = {name: [0, 0, 0] for name in names}
+                digest, totals = self._summed([*counts.values()], partial(written, stretch, counts))
+                if any(num_nans for _, _, num_nans in totals):
+                    raise_nans(self._comm, {name: counts[name][2] for name in names})
+                if done is not None:
+                    self._unfinished.record(*done)
+                of_name = {name: [pruned, gone] for name, (pruned, gone, _) in zip(names, totals, strict=True)}
+                done = {"name": f"stretch {number}", "counts": of_name}, digest
+                if progress is not None:
+                    progress(sum(sizes[: number + 1]), sum(sizes))
+            with together(self._comm):
+                while synced:
+                    synced.pop().result()
+        if done is not None:
+            self._unfinished.record(*done)
+
+    def counts(self) -> list[list[int]]:
+        """Return, of every parameter, how many zeros it has and how many it had, of what is recorded. Local."""
+        totals = {name: [0, 0] for name in self._pruning.names}
+        for stretch in self._unfinished.blocks:
+            for name, counts in stretch["counts"].items():
+                totals[name] = [*map(sum, zip(totals[name], counts, strict=True))]
+        return [*totals.values()]
+
+    def _write(self, part: _Part, descriptor: int, checksum: int, counts: dict[str, list[int]]) -> int:
+        """Write this rank's pieces of ``part``, count what is pruned, and return the checksum continued."""
+        name, values = part.entry.name, self._values[part.entry.name]
+        for piece in self._pieces(part):
+            shard = LocalShard(name, _cut(values, piece), piece)
+            if part.parameter is not None:
+                first = self._stored[part.parameter][0]
+                pruned, chosen = self._pruning.pruned(part.parameter, piece)
+                if name == first:
+                    found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
+                    counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
+                elif not torch.equal(shard.local, _cut(self._values[first], piece)):
+                    raise different_values(self._source.path, first, name)
+                shard = pruned
+            for chunk, stretches in chunks_of(shard):
+                write_chunk(descriptor, part.entry, chunk, stretches)
+            checksum = _crc(shard.local, checksum)
+        return checksum
+
+    def _pieces(self, part: _Part) -> list[Geometry]:
+        """Return this rank's pieces of ``part``."""
+        if part.parameter is None:
+            share = share_of((math.prod(part.entry.shape),), (1,), self._comm.rank, self._comm.size)
+            pieces = [*pieces_of(share, (1,), _COPY_NUMEL)]
+        else:
+            pieces = [*self._pruning.pieces(part.parameter)]
+        start, stop = (len(pieces) * number // part.num_parts for number in (part.number, part.number + 1))
+        return pieces[start:stop]
+
+    def _summed(self, counts: Sequence[Sequence[int]], checksum: Callable[[], int]) -> tuple[str, list[list[int]]]:
+        """Return a digest of all ranks' ``checksum``, and the sum of ``counts``, which are read after it was called."""
+
+        def fill(words: torch.Tensor) -> None:
+            digest = hashlib.sha256(f"{self._comm.rank}:{checksum()}".encode()).digest()
+            words[:_NUM_DIGEST_WORDS] = torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
+            if counts:
+                words[_NUM_DIGEST_WORDS:] = torch.tensor([num for each in counts for num in each])
+
+        words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
+        digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
+        return digest, words[_NUM_DIGEST_WORDS:].view(-1, _NUM_COUNTS).tolist()
+
+
+def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:
+    """Return a piece of a whole tensor, or of it as one line."""
+    return cut(values.reshape(piece.global_shape), piece)
+
+
+def _crc(values: torch.Tensor, before: int) -> int:
+    return zlib.crc32(values.contiguous().view(-1).view(torch.uint8).numpy().data, before)
+
+
+def _whole(name: str, values: torch.Tensor) -> LocalShard:
+    return LocalShard(name, values, Geometry.whole(values.shape))

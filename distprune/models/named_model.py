@@ -1,0 +1,71 @@
+"""A model of which only the names and shapes of its tensors are known: its modules without their code.
+
+What names can tell: a dotted path of modules, and numbers in it are lists. Then the rules that hold for models
+(``find_shards``, ``decoder_blocks``) hold for it. What names cannot tell, and what is taken instead:
+
+- the order of parameters, which decides between equal scores: that of their names, with numbers read as numbers;
+- which modules are embeddings: those with ``emb`` in their name, and ``relative_attention_bias`` (T5);
+- which dims of a weight are inputs: of two dims the last. Of more it is not known, and patterns of rows refuse them;
+  a ``Conv1D`` (GPT-2), which keeps (in, out), is not told from a linear layer;
+- which of several towers reads text: the one with most weights;
+- that a tensor of two dims or more is a buffer: such a one, if floating, is taken for a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from distprune.collectives import natural_order
+
+__all__ = ["model_of_names"]
+
+_EMBEDDINGS = ("relative_attention_bias",)
+
+
+def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a model with ``tensors``, as parameters where they are floating, under their names. Local."""
+    root = nn.Module()
+    kinds = _kinds(tensors)
+    for name in sorted(tensors, key=natural_order):
+        module, path = root, ""
+        *parents, attribute = name.split(".")
+        for part in parents:
+            path = f"{path}.{part}" if path else part
+            if part not in module._modules:
+                module.add_module(part, kinds[path]())
+            module = module.get_submodule(part)
+        tensor = tensors[name]
+        if tensor.is_floating_point():
+            module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
+        else:
+            module.register_buffer(attribute, tensor)
+    return root
+
+
+class _Embedding(nn.Embedding):
+    """An embedding that has nothing yet."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def _kinds(names: Mapping[str, object]) -> dict[str, type[nn.Module]]:
+    """Return the class of every module on the way to a tensor, by its path."""
+    children: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".")[:-1]
+        for depth in range(len(parts)):
+            children.setdefault(".".join(parts[:depth]), set()).add(parts[depth])
+    paths = {f"{path}.{child}" if path else child for path, of in children.items() for child in of}
+    return {path: _kind(path.rpartition(".")[2], children.get(path, set())) for path in paths}
+
+
+def _kind(name: str, children: set[str]) -> type[nn.Module]:
+    if children and all(child.isdigit() for child in children):
+        return nn.ModuleList
+    if not children and ("emb" in name or name in _EMBEDDINGS):
+        return _Embedding
+    return nn.Module

@@ -1,0 +1,81 @@
+"""Prune parameters that lie in files, and that no rank ever holds: chosen over all of them, then piece by piece."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from distprune.collectives import Communicator
+from distprune.masks import zero_where_pruned
+from distprune.patterns import Pattern
+from distprune.pruning.masks import Masks
+from distprune.pruning.prune_model import Choosing, Request
+from distprune.pruning.report import PruneReport
+from distprune.scores import count_unread_nans, local_scores
+from distprune.selection import Chosen
+from distprune.shards import Geometry, LocalShard, cut, grain_of, pieces_of, share_of
+
+__all__ = ["StreamedPruning"]
+
+_PIECE_NUMEL = 1 << 20  # elements in memory at a time, several times over; they stay in a core's cache
+
+
+class StreamedPruning:
+    """Which elements of ``values`` go: by parameter name, each in its global shape, mapped from files.
+
+    Every rank of ``comm`` must make one, with the same files. Each has an even share of every parameter, which cuts no
+    row, group or block that is decided together, so no weight and no score travels. Communicates as ``prune_model``,
+    which says what ``request`` may ask for and what is raised; ``request.of`` was found on the meta device.
+
+    What is read to choose: nothing where groups and rows are decided by themselves; where elements compete, all of it
+    once; blocks and channels, twice. Memory beside the files: a few pieces; 40 bytes for each block of this rank.
+    """
+
+    def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self._grains: dict[str, tuple[int, ...]] = {}
+        self._comm = comm
+
+        def share(pattern: Pattern, shard: LocalShard) -> LocalShard:
+            unit = pattern.unit(shard.as_matrix())
+            shape, original = shard.shape, None
+            if unit == (1, 1):  # anywhere: as one line, which is read fastest
+                shape, original = (shard.geometry.global_numel,), shard.shape
+            grain = (1,) if original is not None else grain_of(shape, shard.as_matrix(), unit)
+            geometry = share_of(shape, grain, comm.rank, comm.size)
+            self._grains[shard.name] = grain
+            local = cut(values[shard.name].reshape(shape), geometry)
+            return dataclasses.replace(
+                shard, local=local, geometry=geometry, owned=True, num_replicas=1, original_shape=original, tensor=None
+            )
+
+        self._choosing = Choosing(comm, request, share, streams=True)
+        assert self._choosing.choice.decide is not None  # its pattern has units
+        self._decide = self._choosing.choice.decide
+        self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
+
+    def pieces(self, name: str) -> Iterator[Geometry]:
+        """Yield the pieces of this rank's part of parameter ``name``. Local."""
+        return pieces_of(self._shards[name].geometry, self._grains[name], _PIECE_NUMEL)
+
+    def pruned(self, name: str, piece: Geometry) -> tuple[LocalShard, Chosen]:
+        """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs."""
+        values = self._values[name].reshape(piece.global_shape)
+        copy = cut(values, piece).clone(memory_format=torch.contiguous_format)
+        shard = dataclasses.replace(self._shards[name], local=copy, geometry=piece)
+        (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
+        (num_unread,) = count_unread_nans([scores])
+        chosen = self._decide(scores)
+        zero_where_pruned(copy, chosen.mask)
+        return shard, dataclasses.replace(chosen, num_nans=chosen.num_nans + num_unread)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters, in the order that the ranks agreed on."""
+        return [member.name for member in self._choosing.ranked.roster.members]
+
+    def report(self, counts: Sequence[Sequence[int]]) -> PruneReport:
+        """Return what was done; ``counts``: of every one of :attr:`names`, zeros and zeros before. Without masks."""
+        return self._choosing.report(counts, Masks(self._comm, self._choosing.ranked.roster, [], []))

@@ -1,0 +1,273 @@
+"""A checkpoint without its model: the same bytes as the job that loads it, over any ranks, and all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
+from distprune.jobs.stretches import StretchWriter
+from distprune.pruning import streamed
+from tests.families import family_model
+from tests.hf_models import make_model
+from tests.jobs.test_prune import Heard, contents
+from tests.worlds import run_threads
+
+CASES: dict[str, dict[str, Any]] = {
+    "global": {"sparsity": 0.3},
+    "tensor": {"sparsity": 0.3, "scope": "tensor"},
+    "2:4": {"pattern": "2:4"},
+    "row": {"pattern": "row", "sparsity": 0.37},
+    "block": {"pattern": "block:2", "sparsity": 0.5},
+    "channels": {"pattern": "channels:1", "sparsity": 0.3},
+    "random": {"method": "random", "sparsity": 0.3},
+    "random 2:4": {"method": "random", "pattern": "2:4"},
+    "all": {"sparsity": 0.6, "include": ("*",), "exclude": ("*norm*",)},
+    "none": {"sparsity": 0.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut tiny tensors into pieces, and tiny files into stretches."""
+    monkeypatch.setattr(streamed, "_PIECE_NUMEL", 300)
+    monkeypatch.setattr(stretches, "_COPY_NUMEL", 300)
+    monkeypatch.setattr(stretches, "_STRETCH_BYTES", 4000)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of several files, whose tied head is stored; a GPT-2, which keeps (in, out); 3-D experts."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "llama", dtype=torch.bfloat16, max_shard_size="9KB")
+    index = json.loads((folder / "llama" / "model.safetensors.index.json").read_text())
+    embedded = index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(folder / "llama" / embedded)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "llama" / embedded, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = embedded
+    (folder / "llama" / "model.safetensors.index.json").write_text(json.dumps(index))
+    make_model(folder / "gpt2", "gpt2")
+    family_model("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(folder / "gpt_oss")
+    return folder
+
+
+def on_rank(_: int, job: StreamedJob) -> dict[str, Any]:
+    return run_streamed_job(job)
+
+
+def pruning_of(report: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in report["pruning"].items() if name not in ("seconds", "num_rounds", "num_bytes")
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [
+        *(("llama", case) for case in CASES),
+        *((model, case) for model in ("gpt2", "gpt_oss") for case in ("global", "2:4", "row", "block")),
+    ],
+)
+def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path, model: str, case: str) -> None:
+    arguments = {"model": str(models / model), **CASES[case]}
+    loaded = run_prune_job(PruneJob(**arguments, output=str(tmp_path / "loaded")))
+    expected = contents(tmp_path / "loaded")
+    del expected["README.md"]  # names the command
+    for num_ranks in (1, 2, 3, 4) if model == "llama" else (1, 3):
+        job = StreamedJob(**arguments, output=str(tmp_path / str(num_ranks)))
+        report = run_threads(num_ranks, on_rank, job)[0]
+        found = contents(tmp_path / str(num_ranks))
+        assert "--streamed" in found.pop("README.md").decode()
+        assert found == expected
+        assert pruning_of(report) == pruning_of(loaded)
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def experts_apart(folder: Path) -> Path:
+    """Return a Mixtral as it is stored: each expert's matrices by themselves, which transformers puts together."""
+    family_model("mixtral", num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+def test_names_decide_where_no_model_holds_the_tensors(tmp_path: Path) -> None:
+    model = experts_apart(tmp_path / "model")
+    with pytest.raises(NotImplementedError, match="stored in another form"):
+        run_prune_job(PruneJob(model=str(model), output=str(tmp_path / "loaded"), sparsity=0.5))
+    heard = Heard()
+    job = StreamedJob(model=str(model), output=str(tmp_path / "1"), sparsity=0.5)
+    report = run_streamed_job(job, watcher=heard)
+    assert any("their names decide" in said for said in heard.said)
+    run_threads(3, on_rank, dataclasses.replace(job, output=str(tmp_path / "3")))
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "1"))
+    pruned = {parameter["name"] for parameter in report["pruning"]["parameters"]}
+    assert pruned == {name for name, tensor in before.items() if ".layers." in name and tensor.ndim == 2}
+    weights = torch.cat([after[name].flatten() for name in pruned])
+    assert int((weights == 0).sum()) == round(weights.numel() / 2) == report["pruning"]["num_zeros"]
+    largest = max(float(before[name][after[name] == 0].abs().max()) for name in pruned)
+    assert largest <= float(weights[weights != 0].abs().min())
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name] if name not in pruned else before[name] * (tensor != 0))
+
+
+def test_include_and_exclude_decide(tmp_path: Path) -> None:
+    job = StreamedJob(
+        model=str(experts_apart(tmp_path / "model")),
+        output=str(tmp_path / "out"),
+        pattern="2:4",
+        include=("*.experts.*",),
+        exclude=("*.0.w1.*",),
+    )
+    names = {parameter["name"] for parameter in run_streamed_job(job)["pruning"]["parameters"]}
+    assert len(names) == 2 * (4 * 3 - 1)
+    assert all(".experts." in name and ".0.w1." not in name for name in names)
+    missing = dataclasses.replace(job, include=("*.expert_*",), output=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="matches no parameter"):
+        run_streamed_job(missing)
+
+
+def spoiled(tmp_path: Path, model: Path, change: Any) -> Path:
+    """Return a copy of ``model``, of one file, whose tensors ``change`` has changed."""
+    folder = tmp_path / "spoiled"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def refuses(tmp_path: Path, job: StreamedJob, match: str, kind: type[Exception] = ValueError) -> None:
+    """Check that two ranks raise, and that nothing is left."""
+    there = sorted(tmp_path.iterdir())
+    for error in run_threads(2, on_rank, job, catch=True):
+        assert isinstance(error, kind), error
+        assert match in str(error)
+    assert sorted(tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("case", ["global", "2:4", "random", "block"])
+def test_nan(models: Path, tmp_path: Path, case: str) -> None:
+    name = "transformer.h.1.mlp.c_proj.weight"  # at the end, when much is written
+    model = spoiled(tmp_path, models / "gpt2", lambda tensors: tensors[name][-1, -1].fill_(torch.nan))
+    job = StreamedJob(model=str(model), output=str(tmp_path / "out"), **CASES[case])
+    refuses(tmp_path, job, f"scores are NaN in '{name}' (1)")
+
+
+def test_quantized(models: Path, tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.h.0.mlp.c_proj.qweight"] = torch.ones(4, 4, dtype=torch.int32)
+
+    model = spoiled(tmp_path, models / "gpt2", quantize)
+    job = StreamedJob(model=str(model), output=str(tmp_path / "out"), pattern="2:4")
+    refuses(tmp_path, job, "unexpected")  # in a model that is known
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
+    refuses(tmp_path, job, "quantized weights", NotImplementedError)
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    refuses(tmp_path, job, "are quantized", NotImplementedError)
+
+
+def test_tied_weights_that_differ(models: Path, tmp_path: Path) -> None:
+    def untie(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+
+    model = spoiled(tmp_path, models / "gpt2", untie)
+    job = StreamedJob(model=str(model), output=str(tmp_path / "out"), pattern="row", sparsity=0.5, include=("*.wte.*",))
+    refuses(tmp_path, job, "with different values")
+
+
+def test_a_full_disk(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), sparsity=0.5)
+    refuses(tmp_path, job, "No space left", OSError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"evaluate_on": ("text.txt",)}, "builds no model"),
+        ({"dtype": torch.bfloat16}, "leave out --dtype"),
+        ({"pattern": "7:9"}, "does not fit"),
+        ({"sparsity": 1.5}, "outside"),
+    ],
+)
+def test_refused_at_once(models: Path, tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), **changes)
+    refuses(tmp_path, job, match)
+
+
+def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run ``job`` on two ranks, of which one fails after so many parts of tensors."""
+    with monkeypatch.context() as patch:
+        write, parts = StretchWriter._write, itertools.count()
+
+        def failing(self: StretchWriter, *arguments: Any) -> int:
+            if self._comm.rank == 1 and next(parts) == num_parts:
+                raise OSError("the disk is gone")
+            return write(self, *arguments)
+
+        patch.setattr(StretchWriter, "_write", failing)
+        for error in run_threads(2, on_rank, job, catch=True):
+            assert isinstance(error, OSError)
+            assert "the disk is gone" in str(error)
+    assert not Path(job.output).exists()
+
+
+def resumed(job: StreamedJob) -> list[str]:
+    """Run ``job`` to its end on two ranks, with ``resume``; return what it said."""
+    heard = [Heard(), Heard()]
+    job = dataclasses.replace(job, resume=True)
+    run_threads(2, lambda rank: run_streamed_job(job, watcher=heard[rank]))
+    return heard[0].said
+
+
+@pytest.mark.parametrize("case", ["global", "2:4"])
+def test_resumed(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), **CASES[case])
+    whole = run_streamed_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+    expected = contents(tmp_path / "whole")
+
+    def is_whole() -> bool:
+        found = contents(tmp_path / "out")
+        same = {name for name in expected if found.pop(name) == expected[name]}
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        shutil.rmtree(tmp_path / "out")
+        return not found and same >= expected.keys() - {"README.md"} and pruning_of(report) == pruning_of(whole)
+
+    unfinished = tmp_path / ".out.unfinished"
+    interrupted(job, 16, monkeypatch)
+    with pytest.raises(FileExistsError, match="pass --resume"):
+        run_threads(2, on_rank, job)
+    for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True, sparsity=0.4, pattern=None), catch=True):
+        assert "the job was another" in str(error)
+    num_done = len(json.loads((unfinished / "journal.json").read_text())["blocks"])
+    assert num_done > 1
+    assert any(f"going on after {num_done} of " in said for said in resumed(job))
+    assert is_whole()
+
+    interrupted(job, 16, monkeypatch)
+    first = min(unfinished.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1] + b"\x7f")  # in the second stretch, or beyond
+    said = resumed(job)
+    assert any("going on after" in line and f"after {num_done} of" not in line for line in said)
+    assert is_whole()
+
+    interrupted(job, 16, monkeypatch)
+    (unfinished / "mine.txt").write_text("keep me")
+    for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True), catch=True):
+        assert "is not from this job" in str(error)
+    assert (unfinished / "mine.txt").read_text() == "keep me"
