@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune.checkpoint import load_model, open_directory, save_model
-from distprune.collectives import communicator, sum_together
+from distprune.checkpoint import HfDirectory, load_model, open_directory, save_model
+from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
+from distprune.collectives import communicator, sum_together, together
 from distprune.evaluation import perplexity
+from distprune.jobs.stretches import StretchWriter
+from distprune.jobs.unfinished import Unfinished
 from distprune.oneshot import prune_blocks
+from distprune.pruning.prune_model import Request
+from distprune.pruning.streamed import StreamedPruning
 from tests.decoder import Decoder, decoder
 from tests.faults import faults
 from tests.hf_models import make_model
@@ -149,6 +154,30 @@ def saved(_: int, folder: Path) -> Called:
     return model, lambda: save_model(model, directory, folder / "out")
 
 
+@cache
+def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, torch.Tensor]]:
+    directory = open_directory(folder / "model")
+    stored = find_stored(directory)
+    with mapped_tensors(directory.weight_files) as tensors:
+        return directory, stored, tensors
+
+
+def streamed(_: int, folder: Path) -> Called:
+    """The weights of a checkpoint, pruned from file to file."""
+    directory, stored, tensors = checkpoint(folder)
+    unfinished = Unfinished(communicator(), folder / "streamed", {"blocks": [], "entries": {}, "digests": []})
+    request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
+
+    def call() -> None:
+        pruning = StreamedPruning(unfinished.comm, request, {name: tensors[name] for name in stored.stored})
+        with together(unfinished.comm):
+            writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
+        writer.allocate()
+        writer.write(0, None)
+
+    return nn.Module(), call
+
+
 def evaluated(*_: object) -> Called:
     model = language()
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
@@ -233,6 +262,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "perplexity": (2, evaluated),
     "load_model": (2, loaded),
     "save_model": (2, saved),
+    "StretchWriter": (2, streamed),
 }
 
 
@@ -284,6 +314,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults")
     make_model(path / "model", num_hidden_layers=1)
     (path / "out").mkdir()
+    (path / "streamed").mkdir()
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,9 @@ def run_streamed_job(
     """
     run = Run(job, group, "cpu", watcher)
     comm = run.comm
-    with locking(comm, run.output), mapped_tensors(run.directory.weight_files) as tensors:
+    with locking(comm, run.output), ExitStack() as opened:
         with together(comm):
+            tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
             facts = run.facts(ranks=comm.size)
             values = {parameter: tensors[names[0]] for parameter, names in stored.stored.items()}
@@ -97,7 +99,8 @@ def run_streamed_job(
             run.told.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
                 pruning = StreamedPruning(comm, request, values)
-            writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
+            with together(comm):
+                writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
             with clock(run.seconds, "write"):
                 _write(job, run, writer, unfinished)
             none: dict[str, Any] = {"perplexity": {}, "tasks": {}}

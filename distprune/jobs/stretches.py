@@ -105,7 +105,9 @@ class StretchWriter:
 
         Every rank must call it: a round of 40 bytes for each.
         """
-        with mapped_tensors(self.files) as written:
+        with ExitStack() as opened:
+            with together(self._comm):
+                written = opened.enter_context(mapped_tensors(self.files))
 
             def checksum(stretch: Sequence[_Part]) -> int:
                 found = 0
@@ -123,19 +125,22 @@ class StretchWriter:
     def write(self, first: int, progress: Progress) -> None:
         """Write the stretches from ``first`` on. Every rank must call it: a round for each, 24 bytes a parameter in it.
 
-        A stretch is recorded when the next one is written, which leaves the system time to put it on the disk.
+        A stretch has until the next one is written to reach the disk of all ranks; the one after that records it.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
             ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
-        done: tuple[dict[str, Any], str] | None = None
+        done: list[tuple[dict[str, Any], str]] = []
+        synced: list[Future[None]] = []
         with ExitStack() as opened, ThreadPoolExecutor(1) as pool:
-            files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
-            synced: list[Future[None]] = []
+            with together(self._comm):
+                files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> int:
+                self._record(done[:-1])  # the last one may not be on the disk of all ranks
+                del done[:-1]
                 checksum = 0
                 for part in stretch:
                     checksum = self._write(part, files[part.path].fileno(), checksum, counts)
@@ -152,17 +157,15 @@ class StretchWriter:
                 digest, totals = self._summed([*counts.values()], partial(written, stretch, counts))
                 if any(num_nans for _, _, num_nans in totals):
                     raise_nans(self._comm, {name: counts[name][2] for name in names})
-                if done is not None:
-                    self._unfinished.record(*done)
                 of_name = {name: [pruned, gone] for name, (pruned, gone, _) in zip(names, totals, strict=True)}
-                done = {"name": f"stretch {number}", "counts": of_name}, digest
+                done.append(({"name": f"stretch {number}", "counts": of_name}, digest))
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
             with together(self._comm):
                 while synced:
                     synced.pop().result()
-        if done is not None:
-            self._unfinished.record(*done)
+        with together(self._comm):
+            self._record(done)
 
     def counts(self) -> list[list[int]]:
         """Return, of every parameter, how many zeros it has and how many it had, of what is recorded. Local."""
@@ -171,6 +174,10 @@ class StretchWriter:
             for name, counts in stretch["counts"].items():
                 totals[name] = [*map(sum, zip(totals[name], counts, strict=True))]
         return [*totals.values()]
+
+    def _record(self, done: Sequence[tuple[dict[str, Any], str]]) -> None:
+        for report, digest in done:
+            self._unfinished.record(report, digest)
 
     def _write(self, part: _Part, descriptor: int, checksum: int, counts: dict[str, list[int]]) -> int:
         """Write this rank's pieces of ``part``, count what is pruned, and return the checksum continued."""
@@ -212,7 +219,7 @@ class StretchWriter:
 
         words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
-        return digest, words[_NUM_DIGEST_WORDS:].view(-1, _NUM_COUNTS).tolist()
+        return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
 
 
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:

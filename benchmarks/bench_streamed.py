@@ -1,0 +1,164 @@
+"""Pruning a checkpoint without its model, beside ``cp`` of the same files: bytes a second, and memory.
+
+python -m benchmarks.bench_streamed [--layers 24] [--folder DIR] [--compare] [--output benchmarks/results/FILE.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
+
+_HIDDEN, _INNER, _VOCABULARY, _NUM_FILES = 2048, 5632, 32000, 6
+_CASES: dict[str, dict[str, Any]] = {
+    "2:4": {"pattern": "2:4"},
+    "row, 0.5": {"pattern": "row", "sparsity": 0.5},
+    "global, 0.5": {"sparsity": 0.5},
+}
+_MEBI = 2**20
+
+
+def make_checkpoint(folder: Path, num_layers: int) -> int:
+    """Write a bfloat16 Llama of random weights in several files, and return its bytes."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": _VOCABULARY,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN)}
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (_HIDDEN, _HIDDEN) for name in "qkvo"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (_INNER, _HIDDEN) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (_HIDDEN, _INNER)
+        shapes |= {f"{prefix}{name}_layernorm.weight": (_HIDDEN,) for name in ("input", "post_attention")}
+    shapes |= {"model.norm.weight": (_HIDDEN,), "lm_head.weight": (_VOCABULARY, _HIDDEN)}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    names, weight_map = [*shapes], {}
+    step = math.ceil(len(names) / _NUM_FILES)
+    for number in range(_NUM_FILES):
+        file = f"model-{number + 1:05d}-of-{_NUM_FILES:05d}.safetensors"
+        part = names[number * step : (number + 1) * step]
+        tensors = {name: torch.randn(shapes[name], generator=generator).mul_(0.02).bfloat16() for name in part}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every weight file."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def streamed(_: int, source: str, target: str, arguments: dict[str, Any]) -> tuple[float, float, int]:
+    """Return seconds of the job, of its choice, and the peak of all anonymous memory of this rank's process."""
+    importlib.import_module("transformers.models.auto.modeling_auto")
+    held, started = anonymous_bytes(), time.perf_counter()
+    with peak_memory() as peak:
+        report = run_streamed_job(StreamedJob(model=source, output=target, **arguments))
+    return time.perf_counter() - started, report["stage_seconds"]["choose"], held + peak.num_bytes
+
+
+def loaded(_: int, source: str, target: str, arguments: dict[str, Any]) -> None:
+    """Run the job that loads the model."""
+    run_prune_job(PruneJob(model=source, output=target, **arguments))
+
+
+def copied(source: Path, target: Path) -> tuple[float, float]:
+    """Return the seconds of ``cp``, and of ``cp`` and ``sync``; what is written before is on the disk by then."""
+    subprocess.run(["sync"], check=True)
+    started = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    seconds = time.perf_counter() - started
+    subprocess.run(["sync", *target.iterdir()], check=True)
+    synced = time.perf_counter() - started
+    shutil.rmtree(target)
+    return seconds, synced
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--folder", type=Path, help="Where some 9 GB are free.")
+    parser.add_argument("--compare", action="store_true", help="Compare with the job that loads the model.")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        size = make_checkpoint(folder / "model", arguments.layers)
+        copied(folder / "model", folder / "copy")  # does not count: the files are in memory after it, if they fit
+        for case, asked in _CASES.items():
+            expected = None
+            if arguments.compare:
+                on_ranks(1, loaded, str(folder / "model"), str(folder / "out"), asked)
+                expected = digests(folder / "out")
+                shutil.rmtree(folder / "out")
+            for num_ranks in (1, 2):
+                copying, synced = copied(folder / "model", folder / "copy")
+                subprocess.run(["sync"], check=True)
+                results = on_ranks(num_ranks, streamed, str(folder / "model"), str(folder / "out"), asked)
+                seconds, choosing, memory = (max(each) for each in zip(*results, strict=True))
+                same = "" if expected is None else "yes" if digests(folder / "out") == expected else "NO"
+                shutil.rmtree(folder / "out")
+                rows.append(
+                    (
+                        case,
+                        num_ranks,
+                        f"{seconds:.2f}",
+                        f"{choosing:.2f}",
+                        f"{copying:.2f}",
+                        f"{synced:.2f}",
+                        f"{size / seconds / 1e9:.2f}",
+                        f"{copying / seconds:.0%}",
+                        f"{synced / seconds:.0%}",
+                        f"{memory / _MEBI:.0f}",
+                        same,
+                    )
+                )
+                print(rows[-1], flush=True)
+    columns = ["pattern", "ranks", "s", "of it choosing s", "cp s", "cp and sync s", "GB/s", "of cp", "of cp and sync"]
+    text = (
+        heading(f"A checkpoint of {size / 1e9:.2f} GB without its model", "python -m benchmarks.bench_streamed")
+        + f"\nA Llama of random bfloat16 weights in {_NUM_FILES} files, in the system's cache as far as it fits.\n"
+        "Seconds are of a whole job after its imports, until all is on the disk; `cp` of the same files ran right\n"
+        "before each, alone and with a `sync` of the copy. Memory is all of a rank's process but the files it maps,\n"
+        "Python, torch and transformers included. Same bytes: sha256 of every file, as the job that loads the model\n"
+        "writes them.\n\n" + table([*columns, "memory MiB", "same bytes"], rows)
+    )
+    print(text)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
