@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from distprune.cli import main
 from distprune.cli.main import Request
-from distprune.jobs import FinetuneJob, OneShotJob, PruneJob
+from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, StreamedJob
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,9 @@ def test_defaults() -> None:
     ]
     assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
         Request(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
+    ]
+    assert asked("prune m --output o --pattern 2:4 --streamed --resume --include *.q") == [
+        Request(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
     ]
     assert asked("finetune m --output o --data d --steps 3") == [
         Request(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
@@ -159,6 +162,8 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --allocation uniform",
         "prune m --output o --sparsity 0.3 --calibration t --allocation owl",
         "prune m --output o --sparsity 0.3 --calibration t --scope tensor",
+        "prune m --output o --sparsity 0.3 --calibration t --streamed",
+        "prune m --output o --sparsity 0.3 --streamed --device cuda",
         "prune m --output o --sparsity 0.3 --dtype int8",
         "prune m --output o --sparsity 0.3 --eval-length 1",
         "prune m --output o --sparsity 0.3 --eval-tokens 10000000000000000000000",
@@ -217,6 +222,7 @@ def test_prunes_and_inspects(
         ("org/name@v1 --output {out}", "hf download org/name --revision v1"),
         ("{model} --output {out} --tasks arc_easy", "pip install 'distprune[tasks]'"),
         ("{model} --output {text}/out", "is a file"),
+        ("{model} --output {out} --streamed --eval {text}", "builds no model"),
         ("{loop} --output {out}", "loop"),
         ("{model} --output {loop}/out", "loop"),
         ("{model} --output {out} --eval {loop}", "loop"),

@@ -1,0 +1,45 @@
+"""What the names of tensors tell of a model, beside the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distprune.models import find_shards, model_of_names
+from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
+
+
+def found(names: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[str]:
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in names.items()}
+    return [shard.name for shard in find_shards(model_of_names(tensors)).shards]
+
+
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_the_same_targets_as_the_model_has(architecture: str) -> None:
+    model = tiny_model(architecture)
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert set(found(names)) == {shard.name for shard in find_shards(model).shards}
+
+
+def test_numbers_are_read_as_numbers() -> None:
+    names = {f"layers.{layer}.up.weight": (2, 2) for layer in (10, 2, 0)}
+    assert found(names) == [f"layers.{layer}.up.weight" for layer in (0, 2, 10)]
+
+
+def test_embeddings_and_integers_stay() -> None:
+    names = {
+        "embed_tokens.weight": (9, 4),
+        "block.0.attention.relative_attention_bias.weight": (4, 2),
+        "block.0.attention.q.weight": (4, 4),
+        "block.0.norm.weight": (4,),
+        "lm_head.weight": (9, 4),
+    }
+    assert found(names) == ["block.0.attention.q.weight"]
+    assert found({"up.weight": (4, 4), "embed.weight": (9, 4)}) == ["up.weight"]  # no blocks: anywhere
+    assert found(names, torch.int32) == []
+
+
+def test_of_two_towers_the_larger_is_meant() -> None:
+    names = {"vision.layers.0.up.weight": (2, 2), "text.layers.0.up.weight": (4, 4)}
+    with pytest.warns(UserWarning, match="'vision.layers' are left as they are"):
+        assert found(names) == ["text.layers.0.up.weight"]
