@@ -58,7 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index["weight_map"]["lm_head.weight"] = embedded
     (folder / "llama" / "model.safetensors.index.json").write_text(json.dumps(index))
     make_model(folder / "gpt2", "gpt2")
-    family_model("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(folder / "gpt_oss")
+    experts: Any = family_model("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
+    experts.save_pretrained(folder / "gpt_oss")
     return folder
 
 
@@ -96,7 +97,8 @@ def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path
 
 def experts_apart(folder: Path) -> Path:
     """Return a Mixtral as it is stored: each expert's matrices by themselves, which transformers puts together."""
-    family_model("mixtral", num_hidden_layers=2).save_pretrained(folder)
+    model: Any = family_model("mixtral", num_hidden_layers=2)
+    model.save_pretrained(folder)
     return folder
 
 

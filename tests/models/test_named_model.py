@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from distprune.models import find_shards, model_of_names
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 
 
-def found(names: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[str]:
+def found(names: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[str]:
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in names.items()}
     return [shard.name for shard in find_shards(model_of_names(tensors)).shards]
 
