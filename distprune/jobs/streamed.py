@@ -55,10 +55,11 @@ def run_streamed_job(
 ) -> dict[str, Any]:
     """Run the job and return its report. The output is written whole, or not at all.
 
-    The files are read twice, once to choose and once to prune and write; once where groups (N:M) and rows are decided
-    by themselves. They are mapped, and each rank has a few pieces of its own share in memory. Where transformers knows
-    the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does not, names decide what
-    is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
+    The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
+    :class:`StreamedPruning` says, and then to prune and write. They are mapped, and each rank has a few pieces of its
+    own share in memory. Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for
+    byte; where it does not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it
+    better.
 
     What is written grows beside the output, with a journal of it. A job that was killed goes on with ``resume``: what
     is recorded and on the disk as it was written is not written again; what is pruned is chosen again.

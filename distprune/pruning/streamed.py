@@ -29,8 +29,10 @@ class StreamedPruning:
     row, group or block that is decided together, so no weight and no score travels. Communicates as ``prune_model``,
     which says what ``request`` may ask for and what is raised; ``request.of`` was found on the meta device.
 
-    What is read to choose: nothing where groups and rows are decided by themselves; where elements compete, all of it
-    once; blocks and channels, twice. Memory beside the files: a few pieces; 40 bytes for each block of this rank.
+    What is read to choose: nothing where groups and rows are decided by themselves. Where elements compete, all of it
+    as ``select_lowest`` does: a sample, which meets every page, one read of the scores, and one of the places where
+    many tie (16-bit weights do); blocks and channels, twice. Memory beside the files: a few pieces, 24 MiB of
+    undecided scores, and 40 bytes for each block of this rank.
     """
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
