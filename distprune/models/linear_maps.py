@@ -21,7 +21,7 @@ from torch import nn
 
 from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
 
-__all__ = ["UNUSUAL", "LinearMap", "dense_weights", "linear_maps"]
+__all__ = ["UNUSUAL", "LinearMap", "dense_weights", "find_routers", "linear_maps"]
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"
@@ -64,7 +64,7 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
     Global shapes; no communication.
     """
     dense = _dense_maps(block)
-    routed = _routers(block)[1]
+    routed = find_routers(block)[1]
     return {
         name: dataclasses.replace(linear, is_routed=linear.expert is not None or linear.module in routed)
         for name, linear in _matrices(block).items()
@@ -74,7 +74,7 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
 
 def dense_weights(block: nn.Module) -> dict[str, str]:
     """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
-    maps, dense, routers = _matrices(block), _dense_maps(block), _routers(block)[0]
+    maps, dense, routers = _matrices(block), _dense_maps(block), find_routers(block)[0]
     found = {linear.parameter_path: dense.get(name, "") for name, linear in maps.items()}
     for module_name, module in block.named_modules():
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
@@ -97,7 +97,7 @@ def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
 
 
 def _dense_maps(block: nn.Module) -> dict[str, str]:
-    maps, routers = _matrices(block), _routers(block)[0]
+    maps, routers = _matrices(block), find_routers(block)[0]
     found = {name: "a router" for name, linear in maps.items() if linear.module in routers}
     gates = [name for name, linear in maps.items() if linear.num_out == 1 and linear.expert is None]
     adapters = [name for name in maps if is_adapter(name)]
@@ -123,7 +123,7 @@ def _is_linear(module: nn.Module) -> bool:
     return (isinstance(module, nn.Linear) and getattr(module, "n_groups", 1) == 1) or is_conv1d(module)
 
 
-def _routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
+def find_routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
     """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of."""
     found: set[nn.Module] = set()
     experts: set[nn.Module] = set()

@@ -1,0 +1,276 @@
+"""What can be removed from a decoder block, read off its structure: MLP channels, query heads, KV groups, experts.
+
+Nouns: a *unit* is what leaves a model as one: it owns rows of the maps that make it and columns of the map that reads
+it, the *reader*. An MLP channel is one input of the down projection; a head is ``head_dim`` inputs of the output
+projection; a *KV group* is a key and value head with the query heads that share it; an expert is its slice of the 3-D
+weights and its row of the router. No table of architectures; but no structure says how a fused projection is laid out:
+
+- ``gate_up``: the two halves. Experts that mix them otherwise have ``_apply_gate``, which is asked.
+- ``qkv_proj`` (Phi-3): all queries, all keys, all values. Other fused ones (``c_attn`` of GPT-2, ``query_key_value`` of
+  GPT-NeoX, BLOOM and Falcon, ``Wqkv`` of MPT and DBRX) are refused: their configurations know no size of a head, heads
+  have hidden_size / num_heads features, so that no model of the same class has fewer.
+
+No communication; global shapes are compared, so every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_maps import LinearMap, find_routers, linear_maps
+from distprune.models.weights import expert_weights
+
+__all__ = ["KINDS", "Cut", "Kind", "Units", "find_all_units", "find_units"]
+
+Kind = Literal["mlp", "heads", "kv_groups", "experts"]
+KINDS: tuple[Kind, ...] = ("mlp", "heads", "kv_groups", "experts")
+
+_READERS = (
+    "down",
+    "out",
+    "c_proj",
+    "to_h",
+    "fc2",
+    "w2",
+    "o_proj",
+    "dense",
+)  # names of maps that write to hidden states
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One parameter or buffer that gets smaller: along ``dim``, unit u owns the indices ``index[u]``.
+
+    Indices that no unit owns stay. ``expert``: the slice along dim 0 of a 3-D parameter (2-D: of its biases) that this
+    is about; ``dim`` is the whole parameter's.
+    """
+
+    parameter: str  # its path within the block
+    dim: int
+    index: torch.Tensor  # (num_units, width) int64
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one kind in one place of a block. ``name``: its module's path, plus ``.e`` of an expert ``e``.
+
+    ``cuts``: every parameter that gets smaller, the reader's weight included. Units compete within ``num_groups``
+    groups of equally many consecutive ones (query heads: their KV groups), of each of which equally many stay.
+    ``reader``: the name of the :class:`LinearMap` whose inputs they are, ``reader_index`` (num_units, width) which of
+    its inputs; none of experts.
+    """
+
+    kind: Kind
+    name: str
+    num_units: int
+    num_groups: int
+    cuts: tuple[Cut, ...]
+    reader: str | None
+    reader_index: torch.Tensor | None
+
+
+def find_units(block: nn.Module, kind: Kind) -> list[Units]:
+    """Return all units of ``kind`` in ``block``, by place; none where it has no such layer. Local.
+
+    Raises:
+        ValueError: no such kind.
+        NotImplementedError: it has one, of which units cannot be removed; it names the module and says why.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"units are one of {', '.join(KINDS)}, not {kind!r}")
+    if kind == "experts":
+        return list(_experts(block))
+    found = []
+    for path, maps in _by_place(block).items():
+        module = maps[-1].module if maps[-1].expert is not None else block.get_submodule(path)
+        is_attention = _head_dim(module) > 0
+        if is_attention == (kind != "mlp"):
+            units = _heads(path, module, maps, kind) if is_attention else _channels(path, module, maps)
+            found += [] if units is None else [units]
+    return found
+
+
+def find_all_units(model: nn.Module, kind: Kind) -> list[tuple[str, list[Units]]]:
+    """Return (name, units of ``kind``) of every decoder block of ``model``, in order. Local.
+
+    Raises:
+        NotImplementedError: units of a block cannot be removed, or no block has any; it names what and why.
+        ValueError: there are no decoder blocks, or no such kind.
+    """
+    found: list[tuple[str, list[Units]]] = []
+    for name, block in decoder_blocks(model):
+        try:
+            found.append((name, find_units(block, kind)))
+        except NotImplementedError as error:
+            raise NotImplementedError(f"block {name!r}: {error}") from error
+    if not any(units for _, units in found):
+        what = {"mlp": "MLP that this library knows", "experts": "experts"}.get(
+            kind, "attention that this library knows"
+        )
+        raise NotImplementedError(f"no {kind} to remove: no block of {type(model).__name__} has {what}")
+    return found
+
+
+def _by_place(block: nn.Module) -> dict[str, list[LinearMap]]:
+    """Return the linear maps by the module that holds them, or by expert, in the order in which they are applied."""
+    found: dict[str, list[LinearMap]] = {}
+    for name, linear in linear_maps(block).items():
+        place = name.rpartition(".")[0]
+        if linear.expert is not None:
+            place = f"{place.rpartition('.')[0]}.{linear.expert}"
+        found.setdefault(place, []).append(linear)
+    for maps in found.values():
+        if maps[0].expert is not None:
+            order = expert_weights(maps[0].module)
+            maps.sort(key=lambda linear: order.index(linear.parameter_name))
+    return found
+
+
+def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units | None:
+    """Return the channels of an MLP: one or two maps, or a fused one, into them, and the last one, which reads them."""
+    *makers, reader = maps
+    size = reader.num_in
+    is_fused = len(makers) == 1 and makers[0].num_out == 2 * size
+    if not 1 <= len(makers) <= 2 or not (is_fused or all(maker.num_out == size for maker in makers)):
+        return None
+    if any(maker.num_in != reader.num_out for maker in makers):
+        return None
+    if reader.num_out == size and not any(part in _last(reader.parameter_path) for part in _READERS):
+        return None  # which one comes last, shapes do not tell
+    held = {linear.module for linear in maps}
+    for name, of in module.named_children() if reader.expert is None else ():
+        if of not in held and size != reader.num_out and any(size in p.shape for p in of.parameters()):
+            if any(isinstance(part, nn.Linear) for part in of.modules()):
+                continue  # another layer beside it
+            raise NotImplementedError(
+                f"the MLP channels of {path!r} cannot be removed: {name!r} normalizes all of them"
+            )
+    channels = torch.arange(size)
+    index = channels[:, None]
+    if is_fused:
+        index = torch.stack(_halves(reader.module, size), dim=1)
+    cuts = [cut for maker in makers for cut in _row_cuts(maker, index)]
+    return _units("mlp", path, 1, cuts, reader, channels[:, None])
+
+
+def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of the gates and those of the ups in a fused projection; ``_apply_gate`` is tried out."""
+    channels = torch.arange(size)
+    apply_gate = getattr(module, "_apply_gate", None)
+    if apply_gate is None or size == 1:
+        return channels, channels + size
+    before = torch.ones(1, 2 * size)
+    is_changed = []
+    with torch.no_grad():
+        for other in (size, 1):  # the second row of channel 0: in the other half, or next to it
+            after = before.clone()
+            after[0, other] = 0.5
+            is_changed.append(torch.nonzero(apply_gate(after) - apply_gate(before))[:, 1].tolist() == [0])
+    if is_changed == [True, False]:
+        return channels, channels + size
+    if is_changed == [False, True]:
+        return 2 * channels, 2 * channels + 1
+    raise NotImplementedError(f"a {type(module).__name__} mixes gates and ups in an order this library does not know")
+
+
+def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) -> Units:
+    """Return the query heads of an attention, or its KV groups, which are the same where each has one query head."""
+    head_dim = _head_dim(module)
+    by_name = {_last(linear.name): linear for linear in maps}
+    letters = {name[0]: linear for name, linear in by_name.items()}
+    others = [linear for name, linear in by_name.items() if name[0] not in "qkv"]
+    known = set(by_name) - {_last(linear.name) for linear in others}
+    refused = _refusal(path, module)
+    if len(others) != 1 or not (known == {"qkv_proj"} or (len(known) == 3 and {"q", "k", "v"} <= letters.keys())):
+        why = (
+            "heads of hidden_size / num_heads features, of which no configuration of its class has fewer, are fused in "
+        )
+        raise refused(why + next(iter(by_name)) if len(maps) == 2 else f"{', '.join(by_name)} are not q, k, v and out")
+    (reader,) = others
+    makers = [letters["q"]] if known == {"qkv_proj"} else [letters[letter] for letter in "qkv"]
+    num_heads, num_left = divmod(reader.num_in, head_dim)
+    num_kv_rows = (makers[0].num_out - reader.num_in) // 2 if len(makers) == 1 else makers[1].num_out
+    num_kv = max(num_kv_rows // head_dim, 1)
+    rows = [num_heads * head_dim, num_kv * head_dim, num_kv * head_dim]
+    if num_left or num_heads % num_kv or [m.num_out for m in makers] not in ([sum(rows)], rows):
+        shapes = ", ".join(f"{name} {linear.num_in} to {linear.num_out}" for name, linear in by_name.items())
+        raise refused(f"heads of {head_dim} do not make up its projections ({shapes})")
+    own = {id(p) for linear in maps for p in linear.module.parameters(recurse=False)}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in own and not set(parameter.shape) <= {1, head_dim}:
+            raise refused(f"its {name!r} of shape {tuple(parameter.shape)} belongs to all heads")
+    of_kind = kind if num_kv < num_heads else "kv_groups"
+    num_units = num_heads if of_kind == "heads" else num_kv
+    read = torch.arange(rows[0]).view(num_units, -1)
+    index = [read]
+    if of_kind == "kv_groups":
+        keys = torch.arange(rows[1]).view(num_kv, -1)
+        index += [keys, keys]
+    if len(makers) == 1:
+        starts = (0, rows[0], rows[0] + rows[1])
+        index = [torch.cat([start + part for start, part in zip(starts, index, strict=False)], dim=1)]
+    cuts = [cut for maker, part in zip(makers, index, strict=False) for cut in _row_cuts(maker, part)]
+    return _units(kind, path, num_kv if of_kind == "heads" else 1, cuts, reader, read)
+
+
+def _experts(block: nn.Module) -> Iterator[Units]:
+    for path, module in block.named_modules():
+        parent_path = path.rpartition(".")[0]
+        refused = _refusal(path, module)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and find_routers(block)[1] & set(module):
+            raise refused("it keeps each expert as a module of its own, not all in 3-D weights")
+        if not (names := expert_weights(module)):
+            continue
+        num, parent = int(getattr(module, names[0]).shape[0]), block.get_submodule(parent_path)
+        found = [of for of in find_routers(block)[0] if of in set(parent.modules())]
+        if len(found) != 1 or names == ("weight",):
+            raise refused("its router is not known")
+        (router,) = found
+        sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
+        cuts = [Cut(name, 0, torch.arange(num)[:, None]) for name in sliced]
+        for name, tensor in [*parent.named_parameters(parent_path), *parent.named_buffers(parent_path)]:
+            is_row = any(tensor is own for own in router.parameters(recurse=False)) and tensor.shape[0] == num
+            if is_row or (tensor.numel() == num and not name.startswith(f"{path}.")):  # a correction of its scores
+                cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num)[:, None]))
+        groups = (getattr(of, name, None) for of in (router, parent) for name in ("n_group", "num_group"))
+        num_groups = next((group for group in groups if isinstance(group, int)), 1)
+        yield Units("experts", path, num, num_groups, tuple(cuts), None, None)
+
+
+def _row_cuts(linear: LinearMap, index: torch.Tensor) -> list[Cut]:
+    """Return the cuts of the outputs ``index`` of a map: of its weight and of its bias."""
+    is_sliced = linear.expert is not None
+    cuts = [Cut(linear.parameter_path, is_sliced + linear.transposed, index, linear.expert)]
+    bias = f"{linear.parameter_name}_bias" if is_sliced else "bias"
+    if getattr(linear.module, bias, None) is not None:
+        place = linear.parameter_path.rpartition(".")[0]
+        cuts.append(Cut(f"{place}.{bias}" if place else bias, int(is_sliced), index, linear.expert))
+    return cuts
+
+
+def _units(kind: Kind, path: str, num_groups: int, cuts: Sequence[Cut], reader: LinearMap, read: torch.Tensor) -> Units:
+    dim = (reader.expert is not None) + (not reader.transposed)
+    reader_cut = Cut(reader.parameter_path, dim, read, reader.expert)
+    return Units(kind, path, len(read), num_groups, (*cuts, reader_cut), reader.name, read)
+
+
+def _refusal(path: str, module: nn.Module) -> Callable[[str], NotImplementedError]:
+    what = f"units of {path!r}, a {type(module).__name__}, cannot be removed: "
+    return lambda why: NotImplementedError(what + why)
+
+
+def _head_dim(module: nn.Module) -> int:
+    """Return the size of the heads of an attention; 0: ``module`` is none."""
+    sizes = (getattr(module, name, None) for name in ("head_dim", "head_size"))
+    return next((size for size in sizes if isinstance(size, int)), 0)
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
