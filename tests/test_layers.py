@@ -24,9 +24,10 @@ LEVEL = {
     "oneshot": 6,
     "training": 6,
     "evaluation": 6,
-    "jobs": 7,
-    "cli": 8,
-    "__main__": 9,
+    "removal": 7,
+    "jobs": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 # Communicate outside of collectives/ and our counting goes wrong; torch's own internals may.
 COLLECTIVE_NAMES = {

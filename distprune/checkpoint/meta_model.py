@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.naming import model_names
 from distprune.checkpoint.pretrained import check_config, one_line_errors
 
-__all__ = ["build_on_meta"]
+__all__ = ["build_like", "build_on_meta"]
 
 # transformers builds under a default dtype of the whole process: two threads at once would keep each other's.
 _building = threading.Lock()
@@ -54,6 +56,14 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
         if dtype is None:
             state[name].data = state[name].data.to(held)
     return model, names
+
+
+def build_like(model: nn.Module, config: Any) -> nn.Module:
+    """Return a model of the class of ``model``, made of ``config``, on the meta device, its weights tied. Local."""
+    kind: Any = next(of for of in type(model).__mro__ if not issubclass(of, FSDPModule))
+    with _building, torch.device("meta"):
+        built: nn.Module = kind(config)
+    return built
 
 
 def _main_dtype(directory: HfDirectory) -> torch.dtype:

@@ -1,6 +1,7 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
 from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_params, reset_forward, take_roots
+from distprune.masks.fsdp2_resize import drop_modules, even_parts, resize
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
     as_numbers,
@@ -28,6 +29,8 @@ __all__ = [
     "as_numbers",
     "bits_of",
     "dense_state_dict",
+    "drop_modules",
+    "even_parts",
     "kept_gathered",
     "make_zeros_positive",
     "mask_of",
@@ -38,6 +41,7 @@ __all__ = [
     "read_kept",
     "reparametrize",
     "reset_forward",
+    "resize",
     "seems_kept",
     "settle_kept",
     "snapshot",

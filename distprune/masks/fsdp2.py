@@ -9,8 +9,8 @@ prefetching, CPU offload) is FSDP2's own.
 FSDP2 does not expect a forward that is run block by block, or stopped: we must tell it what stays gathered in between,
 and when the forward is over.
 
-This is the only file that knows private names of FSDP2. Where torch has moved one, pruning or calibrating a module
-that FSDP2 manages raises an error; importing this file does not.
+Only this file and ``fsdp2_resize`` know private names of FSDP2. Where torch has moved one, pruning or calibrating a
+module that FSDP2 manages raises an error; importing this file does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FSDPMeshInfo = private(_FSDP2 + "_fsdp_common", "FSDPMeshInfo")
 _TrainingState = private(_FSDP2 + "_fsdp_common", "TrainingState")
 _module_state_mapping = private("torch.distributed._composable_state", "_module_state_mapping")
 
-__all__ = ["Fsdp2Params", "Managed", "kept_gathered", "own_params", "reset_forward", "take_roots"]
+__all__ = ["FSDPParam", "Fsdp2Params", "Managed", "kept_gathered", "own_params", "reset_forward", "take_roots"]
 
 # What this file reads and overrides.
 _INSIDE = Inside(

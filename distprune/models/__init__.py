@@ -6,7 +6,7 @@ from distprune.models.experts import check_experts, expert_gradients, expert_inp
 from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
 from distprune.models.linear_maps import UNUSUAL, LinearMap, dense_weights, linear_maps
 from distprune.models.named_model import model_of_names
-from distprune.models.units import KINDS, Cut, Kind, Units, find_all_units, find_units
+from distprune.models.units import KINDS, Cut, Kind, Units, find_all_units, find_units, head_dim
 from distprune.models.weights import expert_weights, matrix_of_weight
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "find_all_units",
     "find_shards",
     "find_units",
+    "head_dim",
     "keeping_weights",
     "linear_maps",
     "matrix_of_weight",

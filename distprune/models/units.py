@@ -26,7 +26,7 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_maps import LinearMap, find_routers, linear_maps
 from distprune.models.weights import expert_weights
 
-__all__ = ["KINDS", "Cut", "Kind", "Units", "find_all_units", "find_units"]
+__all__ = ["KINDS", "Cut", "Kind", "Units", "find_all_units", "find_units", "head_dim"]
 
 Kind = Literal["mlp", "heads", "kv_groups", "experts"]
 KINDS: tuple[Kind, ...] = ("mlp", "heads", "kv_groups", "experts")
@@ -62,7 +62,8 @@ class Units:
     """The units of one kind in one place of a block. ``name``: its module's path, plus ``.e`` of an expert ``e``.
 
     ``cuts``: every parameter that gets smaller, the reader's weight included. Units compete within ``num_groups``
-    groups of equally many consecutive ones (query heads: their KV groups), of each of which equally many stay.
+    groups of equally many consecutive ones (query heads: their KV groups), of each of which equally many stay, and at
+    least ``min_kept`` of all (experts: as many as a token goes to).
     ``reader``: the name of the :class:`LinearMap` whose inputs they are, ``reader_index`` (num_units, width) which of
     its inputs; none of experts.
     """
@@ -74,6 +75,7 @@ class Units:
     cuts: tuple[Cut, ...]
     reader: str | None
     reader_index: torch.Tensor | None
+    min_kept: int = 1
 
 
 def find_units(block: nn.Module, kind: Kind) -> list[Units]:
@@ -90,7 +92,7 @@ def find_units(block: nn.Module, kind: Kind) -> list[Units]:
     found = []
     for path, maps in _by_place(block).items():
         module = maps[-1].module if maps[-1].expert is not None else block.get_submodule(path)
-        is_attention = _head_dim(module) > 0
+        is_attention = head_dim(module) > 0
         if is_attention == (kind != "mlp"):
             units = _heads(path, module, maps, kind) if is_attention else _channels(path, module, maps)
             found += [] if units is None else [units]
@@ -142,7 +144,8 @@ def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units 
         return None
     if any(maker.num_in != reader.num_out for maker in makers):
         return None
-    if reader.num_out == size and not any(part in _last(reader.parameter_path) for part in _READERS):
+    reader_name = _last(reader.name) if reader.expert is None else reader.parameter_name
+    if reader.num_out == size and not any(part in reader_name for part in _READERS):
         return None  # which one comes last, shapes do not tell
     held = {linear.module for linear in maps}
     for name, of in module.named_children() if reader.expert is None else ():
@@ -182,7 +185,7 @@ def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) -> Units:
     """Return the query heads of an attention, or its KV groups, which are the same where each has one query head."""
-    head_dim = _head_dim(module)
+    size = head_dim(module)
     by_name = {_last(linear.name): linear for linear in maps}
     letters = {name[0]: linear for name, linear in by_name.items()}
     others = [linear for name, linear in by_name.items() if name[0] not in "qkv"]
@@ -195,16 +198,16 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
         raise refused(why + next(iter(by_name)) if len(maps) == 2 else f"{', '.join(by_name)} are not q, k, v and out")
     (reader,) = others
     makers = [letters["q"]] if known == {"qkv_proj"} else [letters[letter] for letter in "qkv"]
-    num_heads, num_left = divmod(reader.num_in, head_dim)
+    num_heads, num_left = divmod(reader.num_in, size)
     num_kv_rows = (makers[0].num_out - reader.num_in) // 2 if len(makers) == 1 else makers[1].num_out
-    num_kv = max(num_kv_rows // head_dim, 1)
-    rows = [num_heads * head_dim, num_kv * head_dim, num_kv * head_dim]
+    num_kv = max(num_kv_rows // size, 1)
+    rows = [num_heads * size, num_kv * size, num_kv * size]
     if num_left or num_heads % num_kv or [m.num_out for m in makers] not in ([sum(rows)], rows):
         shapes = ", ".join(f"{name} {linear.num_in} to {linear.num_out}" for name, linear in by_name.items())
-        raise refused(f"heads of {head_dim} do not make up its projections ({shapes})")
+        raise refused(f"heads of {size} do not make up its projections ({shapes})")
     own = {id(p) for linear in maps for p in linear.module.parameters(recurse=False)}
     for name, parameter in module.named_parameters():
-        if id(parameter) not in own and not set(parameter.shape) <= {1, head_dim}:
+        if id(parameter) not in own and not set(parameter.shape) <= {1, size}:
             raise refused(f"its {name!r} of shape {tuple(parameter.shape)} belongs to all heads")
     of_kind = kind if num_kv < num_heads else "kv_groups"
     num_units = num_heads if of_kind == "heads" else num_kv
@@ -241,7 +244,11 @@ def _experts(block: nn.Module) -> Iterator[Units]:
                 cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num)[:, None]))
         groups = (getattr(of, name, None) for of in (router, parent) for name in ("n_group", "num_group"))
         num_groups = next((group for group in groups if isinstance(group, int)), 1)
-        yield Units("experts", path, num, num_groups, tuple(cuts), None, None)
+        chosen = (
+            getattr(of, name, None) for of in (router, parent, module) for name in ("top_k", "num_experts_per_tok")
+        )
+        min_kept = next((number for number in chosen if isinstance(number, int)), 1)
+        yield Units("experts", path, num, num_groups, tuple(cuts), None, None, min_kept)
 
 
 def _row_cuts(linear: LinearMap, index: torch.Tensor) -> list[Cut]:
@@ -266,7 +273,7 @@ def _refusal(path: str, module: nn.Module) -> Callable[[str], NotImplementedErro
     return lambda why: NotImplementedError(what + why)
 
 
-def _head_dim(module: nn.Module) -> int:
+def head_dim(module: nn.Module) -> int:
     """Return the size of the heads of an attention; 0: ``module`` is none."""
     sizes = (getattr(module, name, None) for name in ("head_dim", "head_size"))
     return next((size for size in sizes if isinstance(size, int)), 0)

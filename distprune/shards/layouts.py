@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -49,9 +51,10 @@ def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
     )
 
 
-def splits_of(tensor: DTensor, dim: int) -> list[Split]:
-    """Return how ``dim`` of ``tensor`` is cut on this rank, by mesh axis."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None) -> list[Split]:
+    """Return how ``dim`` of ``tensor`` is cut, by mesh axis: on this rank, or at ``coordinate`` of the mesh."""
+    mesh = tensor.device_mesh
+    coordinate = coordinate or mesh.get_coordinate() or ()
     return [
         Split(mesh.size(axis), place, int(of.split_factor) if isinstance(of, StridedShard) else 1, axis)
         for axis, (place, of) in enumerate(zip(coordinate, tensor.placements, strict=False))

@@ -1,0 +1,159 @@
+"""FSDP2 from inside, where parameters get another size or leave: the model stays wrapped as it is.
+
+FSDP2 makes all that it keeps of a parameter (shard and padding, sizes, buffers to gather into) from the parameter that
+``fully_shard`` is given. So a parameter of another size gets a new ``FSDPParam``, in the place of the one before, as
+``fully_shard`` makes it of a parameter on the meta device; the shard is put in as ``load_state_dict(assign=True)``
+would. What wraps modules (hooks, groups, prefetching, policies) stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from distprune.masks.fsdp2 import FSDPParam, Managed
+from distprune.shards import Inside, private
+
+__all__ = ["drop_modules", "even_parts", "resize"]
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_ShardPlacementResult = private(_FSDP2 + "_fsdp_common", "ShardPlacementResult")
+
+_INSIDE = Inside(
+    "parameters of FSDP2 that get another size",
+    {
+        (_FSDP2 + "_fsdp_common", "ShardPlacementResult"): (),
+        (_FSDP2 + "_fsdp_param", "FSDPParam"): (
+            "_module_info",
+            "_orig_size",
+            "_unsharded_dtensor_spec",
+            "_sharding_spec",
+            "_setattr_on_modules",
+            "_post_load_hook_handle",
+            "_param_fqn",
+            "fsdp_placement",
+            "init_dtype_attrs",
+            "mesh_info",
+            "mp_policy",
+            "offload_to_cpu",
+            "pin_memory",
+            "post_forward_mesh_info",
+            "reset_sharded_param",
+            "sharded_param",
+            "device",
+        ),
+        (_FSDP2 + "_fsdp_param_group", "FSDPParamGroup"): ("fsdp_params", "modules", "_reset_sharded_params"),
+        (_FSDP2 + "_fsdp_state", "FSDPState"): (
+            "_fsdp_param_groups",
+            "_modules",
+            "_state_ctx",
+            "_states_to_backward_prefetch",
+            "_states_to_forward_prefetch",
+        ),
+        (_FSDP2 + "_fsdp_state", "FSDPStateContext"): ("all_states",),
+        ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
+        ("torch.distributed.tensor", "DTensor"): ("_spec",),
+    },
+    "remove units of a model that is not wrapped by FSDP2",
+)
+
+
+def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tuple[int, int]:
+    """Return by what ``dim`` has to be divisible, and by what the number of units along it has to be. Local.
+
+    FSDP2 pads dim 0 alone. Tensor-parallel layers compute with equal parts, of whole units.
+    """
+    if managed is None:
+        num = _num_parts(parameter._spec, dim) if isinstance(parameter, DTensor) else 1
+        return num, num
+    _INSIDE.check()
+    spec = managed.param._unsharded_dtensor_spec
+    num = 1 if spec is None else _num_parts(spec, dim)
+    return _num_parts(managed.sharded._spec, dim) if dim > 0 else num, num
+
+
+def _num_parts(layout: Any, dim: int) -> int:
+    """Return into how many parts ``dim`` is cut; ``layout`` has a mesh and placements."""
+    cuts = (axis for axis, of in enumerate(layout.placements) if getattr(of, "dim", None) == dim)
+    return math.prod(layout.mesh.size(axis) for axis in cuts)
+
+
+def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
+    """Let FSDP2 manage a parameter of the global ``shape`` in the place of the one before, with the shard ``local``.
+
+    It is sharded as before. The parameter must not be gathered. Local.
+    """
+    _INSIDE.check()
+    before, size = managed.param, torch.Size(shape)
+    spec = before._unsharded_dtensor_spec  # of tensor parallelism
+    stride = torch.empty(size, device="meta").stride()
+    dtype, requires_grad = before.sharded_param.dtype, before.sharded_param.requires_grad
+    if spec is None:
+        whole = torch.empty(size, dtype=dtype, device="meta")
+    else:
+        held = zip(size, spec.shape, before._orig_size, strict=True)
+        local_size = [own if now == was else now // _num_parts(spec, dim) for dim, (now, was, own) in enumerate(held)]
+        whole = DTensor.from_local(
+            torch.empty(local_size, dtype=dtype, device="meta"),
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=size,
+            stride=stride,
+        )
+    placement = _ShardPlacementResult(before.fsdp_placement, before.mesh_info)
+    before._post_load_hook_handle.remove()
+    param: Any = FSDPParam(
+        nn.Parameter(whole, requires_grad),
+        before._module_info,
+        before.mesh_info,
+        before.post_forward_mesh_info,
+        before.device,
+        lambda _: placement,
+        before.mp_policy,
+        CPUOffloadPolicy(pin_memory=before.pin_memory) if before.offload_to_cpu else OffloadPolicy(),
+    )
+    now = param._sharding_spec
+    sharded = DTensor.from_local(local, now.mesh, now.placements, run_check=False, shape=size, stride=stride)
+    param._setattr_on_modules(nn.Parameter(sharded, requires_grad))
+    param.reset_sharded_param()
+    param._param_fqn = before._param_fqn
+    if managed.group._reset_sharded_params:  # a forward has run
+        param.init_dtype_attrs(param.mp_policy)
+    managed.group.fsdp_params = [param if of is before else of for of in managed.group.fsdp_params]
+
+
+def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
+    """Let FSDP2 forget ``dropped``, modules that leave ``model`` with all that is in them. Local.
+
+    Raises:
+        NotImplementedError: one is sharded in one group with modules that stay; nothing is changed.
+    """
+    states = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
+    if not states:
+        return
+    _INSIDE.check()
+    inside = {part for module in dropped for part in module.modules()}
+    for state in states:
+        leaving = [module in inside for module in state._modules]
+        if any(leaving) and not all(leaving):
+            raise NotImplementedError(
+                "fully_shard has been called with a list of which some modules leave the model and others stay; "
+                "shard each by itself"
+            )
+    left = [state for state in states if not all(module in inside for module in state._modules)]
+    for state in left:
+        for group in state._fsdp_param_groups:
+            group.fsdp_params = [of for of in group.fsdp_params if of._module_info.module not in inside]
+        for others in (
+            state._state_ctx.all_states,
+            state._states_to_forward_prefetch,
+            state._states_to_backward_prefetch,
+        ):
+            others[:] = [of for of in others if of not in states or of in left]
