@@ -42,6 +42,8 @@ _READERS = (
     "dense",
 )  # names of maps that write to hidden states
 
+_SINKS = "sinks"  # one logit a query head, in GPT-OSS
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -147,20 +149,35 @@ def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units 
     reader_name = _last(reader.name) if reader.expert is None else reader.parameter_name
     if reader.num_out == size and not any(part in reader_name for part in _READERS):
         return None  # which one comes last, shapes do not tell
-    held = {linear.module for linear in maps}
-    for name, of in module.named_children() if reader.expert is None else ():
-        if of not in held and size != reader.num_out and any(size in p.shape for p in of.parameters()):
-            if any(isinstance(part, nn.Linear) for part in of.modules()):
-                continue  # another layer beside it
-            raise NotImplementedError(
-                f"the MLP channels of {path!r} cannot be removed: {name!r} normalizes all of them"
-            )
+    if reader.expert is None and not _is_between_elementwise(path, module, maps):
+        return None
     channels = torch.arange(size)
     index = channels[:, None]
     if is_fused:
         index = torch.stack(_halves(reader.module, size), dim=1)
     cuts = [cut for maker in makers for cut in _row_cuts(maker, index)]
     return _units("mlp", path, 1, cuts, reader, channels[:, None])
+
+
+def _is_between_elementwise(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> bool:
+    """Return whether nothing but ``maps`` in ``module`` has weights for each channel: no MLP has (Mamba's mixer does).
+
+    Raises:
+        NotImplementedError: a norm does, over all channels.
+    """
+    size, num_out = maps[-1].num_in, maps[-1].num_out
+    if any(size in p.shape for p in module.parameters(recurse=False)):
+        return False
+    held = {linear.module for linear in maps}
+    for name, of in module.named_children():
+        is_layer = of in held or any(isinstance(part, nn.Linear) for part in of.modules())  # one beside it
+        if is_layer or not any(size in p.shape for p in of.parameters()):
+            continue
+        if "Norm" not in type(of).__name__:
+            return False
+        if size != num_out:
+            raise _refusal(path, module)(f"its {name!r} normalizes all MLP channels together")
+    return True
 
 
 def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +200,7 @@ def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError(f"a {type(module).__name__} mixes gates and ups in an order this library does not know")
 
 
-def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) -> Units:
+def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) -> Units | None:
     """Return the query heads of an attention, or its KV groups, which are the same where each has one query head."""
     size = head_dim(module)
     by_name = {_last(linear.name): linear for linear in maps}
@@ -192,10 +209,14 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
     known = set(by_name) - {_last(linear.name) for linear in others}
     refused = _refusal(path, module)
     if len(others) != 1 or not (known == {"qkv_proj"} or (len(known) == 3 and {"q", "k", "v"} <= letters.keys())):
-        why = (
-            "heads of hidden_size / num_heads features, of which no configuration of its class has fewer, are fused in "
-        )
-        raise refused(why + next(iter(by_name)) if len(maps) == 2 else f"{', '.join(by_name)} are not q, k, v and out")
+        if "Attention" not in type(module).__name__:
+            return None  # Mamba's mixer, an indexer
+        if len(others) == len(maps) == 2 and maps[0].num_out > maps[1].num_in:
+            raise refused(
+                f"its heads, of hidden_size / num_heads features, are fused in {next(iter(by_name))!r}: no "
+                "configuration of its class has fewer heads of that size"
+            )
+        raise refused(f"{', '.join(by_name)} are not q, k, v and out")
     (reader,) = others
     makers = [letters["q"]] if known == {"qkv_proj"} else [letters[letter] for letter in "qkv"]
     num_heads, num_left = divmod(reader.num_in, size)
@@ -207,7 +228,8 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
         raise refused(f"heads of {size} do not make up its projections ({shapes})")
     own = {id(p) for linear in maps for p in linear.module.parameters(recurse=False)}
     for name, parameter in module.named_parameters():
-        if id(parameter) not in own and not set(parameter.shape) <= {1, size}:
+        is_of_a_head = "." in name and set(parameter.shape) <= {1, size}  # a norm of queries or keys
+        if id(parameter) not in own and not is_of_a_head and name != _SINKS:
             raise refused(f"its {name!r} of shape {tuple(parameter.shape)} belongs to all heads")
     of_kind = kind if num_kv < num_heads else "kv_groups"
     num_units = num_heads if of_kind == "heads" else num_kv
@@ -220,6 +242,8 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
         starts = (0, rows[0], rows[0] + rows[1])
         index = [torch.cat([start + part for start, part in zip(starts, index, strict=False)], dim=1)]
     cuts = [cut for maker, part in zip(makers, index, strict=False) for cut in _row_cuts(maker, part)]
+    if getattr(module, _SINKS, None) is not None:
+        cuts.append(Cut(f"{path}.{_SINKS}", 0, torch.arange(num_heads).view(num_units, -1)))
     return _units(kind, path, num_kv if of_kind == "heads" else 1, cuts, reader, read)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distprune.models import Kind, decoder_blocks, find_all_units, find_units, linear_maps
 from tests.architectures import samples, tiny_model
@@ -66,6 +67,7 @@ class Gated(nn.Module):
         gate, up = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
         return gate.sigmoid() * up
 
+    @override
     def forward(self, hidden_states: torch.Tensor, router_indices: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
@@ -111,9 +113,13 @@ def test_experts_leave_with_all_that_is_theirs() -> None:
     }
 
 
+class Attention(nn.Module):
+    pass
+
+
 def attention(**layers: nn.Module) -> nn.Module:
     block = nn.Module()
-    block.attn = nn.Module()
+    block.attn = Attention()
     block.attn.head_dim = 4  # type: ignore[assignment]
     for name, layer in layers.items():
         setattr(block.attn, name, layer)
@@ -126,7 +132,7 @@ QKV = {"q": nn.Linear(6, 8), "k": nn.Linear(6, 4), "v": nn.Linear(6, 4), "out": 
 @pytest.mark.parametrize(
     ("kind", "block", "message"),
     [
-        ("heads", attention(c_attn=nn.Linear(6, 24), c_proj=nn.Linear(8, 6)), "are fused in c_attn"),
+        ("heads", attention(c_attn=nn.Linear(6, 24), c_proj=nn.Linear(8, 6)), "are fused in 'c_attn'"),
         ("kv_groups", attention(**QKV, gate=nn.Linear(6, 8)), "q, k, v, out, gate are not q, k, v and out"),
         ("heads", attention(**{**QKV, "q": nn.Linear(6, 16)}), "heads of 4 do not make up .*q 6 to 16"),
         ("heads", attention(**QKV, q_norm=nn.LayerNorm(8)), "'q_norm.weight' of shape \\(8,\\) belongs to all heads"),
@@ -145,7 +151,7 @@ QKV = {"q": nn.Linear(6, 8), "k": nn.Linear(6, 4), "v": nn.Linear(6, 4), "out": 
 )
 def test_what_cannot_be_removed_says_why(kind: Kind, block: nn.Module, message: str | None) -> None:
     if message is None:
-        block.mlp.experts._apply_gate = lambda x: x.flip(-1)[..., :5] * x[..., :5]  # type: ignore[union-attr,assignment]
+        block.mlp.experts._apply_gate = lambda x: x.flip(-1)[..., :5] * x[..., :5]  # type: ignore[union-attr]
         message = "mixes gates and ups in an order"
     with pytest.raises(NotImplementedError, match=message):
         find_units(block, kind)
@@ -157,6 +163,29 @@ def test_a_square_mlp_is_read_by_what_is_called_so() -> None:
 
     assert [units.reader for units in find_units(mlp("gate", "up", "down_proj"), "mlp")] == ["mlp.down_proj"]
     assert find_units(mlp("w1", "w2", "w3"), "mlp") == []  # w2 reads
+
+
+def test_an_attention_with_weights_of_its_own() -> None:
+    block = attention(**QKV)
+    block.attn.sinks = nn.Parameter(torch.zeros(2))  # type: ignore[union-attr]
+    for kind, num_units, owned in (("heads", 2, [[0], [1]]), ("kv_groups", 1, [[0, 1]])):
+        (units,) = find_units(block, kind)  # type: ignore[arg-type]
+        (index,) = [cut.index.tolist() for cut in units.cuts if cut.parameter == "attn.sinks"]
+        assert (units.num_units, index) == (num_units, owned)
+    block.attn.lambda_q1 = nn.Parameter(torch.zeros(4))  # type: ignore[union-attr] # of pairs of heads
+    with pytest.raises(NotImplementedError, match="'lambda_q1' of shape"):
+        find_units(block, "heads")
+
+
+def test_mixers_are_no_mlp_and_no_attention() -> None:
+    block = nn.Module()
+    block.mixer = nn.Module()
+    block.mixer.in_proj, block.mixer.out_proj = nn.Linear(6, 16), nn.Linear(8, 6)
+    assert [units.name for units in find_units(block, "mlp")] == ["mixer"]
+    block.mixer.conv1d = nn.Conv1d(8, 8, 3, groups=8)
+    assert find_units(block, "mlp") == []
+    block.mixer.head_dim = 4  # type: ignore[assignment]
+    assert find_units(block, "mlp") == find_units(block, "heads") == []
 
 
 def test_kinds_are_named() -> None:

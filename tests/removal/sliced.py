@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distprune.models import Kind  # a type alone
 from tests.architectures import tiny_model
 
 __all__ = ["SCRIPTS", "Script", "kept_units", "sliced"]
 
-Indices = dict[tuple[str, str, str], torch.Tensor]
+Place = tuple[Kind, str]
+Indices = dict[tuple[str, Kind, str], torch.Tensor]
 State = dict[str, torch.Tensor]
 
 _GROUPED = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -31,10 +33,10 @@ class Script:
     architecture: str
     sizes: dict[str, Any]
     blocks: str
-    units: dict[tuple[str, str], tuple[int, int, int]]
+    units: dict[Place, tuple[int, int, int]]
     config: dict[str, Any]
-    slice: Callable[[State, str, dict[tuple[str, str], torch.Tensor]], None]
-    only: dict[tuple[str, str], int] = field(default_factory=dict)  # the block that has it, where not all do
+    slice: Callable[[State, str, dict[Place, torch.Tensor]], None]
+    only: dict[Place, int] = field(default_factory=dict)  # the block that has it, where not all do
 
     def make(self) -> nn.Module:
         return tiny_model(self.architecture, **self.sizes)
@@ -91,7 +93,7 @@ def slice_gated(state: State, block: str, place: str, index: torch.Tensor) -> No
 
 
 def slice_attention(
-    state: State, block: str, kept: dict[tuple[str, str], torch.Tensor], head_dim: int, has_bias: bool = False
+    state: State, block: str, kept: dict[Place, torch.Tensor], head_dim: int, has_bias: bool = False
 ) -> None:
     """8 query heads, two for each of 4 key and value heads; their groups go, or one query head of each."""
     if ("kv_groups", "self_attn") in kept:
@@ -108,14 +110,14 @@ def slice_attention(
 
 
 def slice_llama(head_dim: int, has_bias: bool = False) -> Callable[..., None]:
-    def slice_block(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+    def slice_block(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
         slice_attention(state, block, kept, head_dim, has_bias)
         slice_gated(state, block, "mlp", kept["mlp", "mlp"])
 
     return slice_block
 
 
-def slice_phi3(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+def slice_phi3(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
     channels, head_dim, num_heads, num_kv = kept["mlp", "mlp"], 4, 8, 4
     rows(state, f"{block}mlp.gate_up_proj.weight", torch.cat([channels, 40 + channels]))
     columns(state, f"{block}mlp.down_proj.weight", channels)
@@ -130,19 +132,19 @@ def slice_phi3(state: State, block: str, kept: dict[tuple[str, str], torch.Tenso
     columns(state, f"{block}self_attn.o_proj.weight", queries)
 
 
-def slice_opt(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+def slice_opt(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
     rows(state, f"{block}fc1.weight", kept["mlp", ""])
     rows(state, f"{block}fc1.bias", kept["mlp", ""])
     columns(state, f"{block}fc2.weight", kept["mlp", ""])
 
 
-def slice_gpt2(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+def slice_gpt2(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
     columns(state, f"{block}mlp.c_fc.weight", kept["mlp", "mlp"])  # kept as (in, out)
     rows(state, f"{block}mlp.c_fc.bias", kept["mlp", "mlp"])
     rows(state, f"{block}mlp.c_proj.weight", kept["mlp", "mlp"])
 
 
-def slice_neox(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+def slice_neox(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
     rows(state, f"{block}mlp.dense_h_to_4h.weight", kept["mlp", "mlp"])
     if f"{block}mlp.dense_h_to_4h.bias" in state:
         rows(state, f"{block}mlp.dense_h_to_4h.bias", kept["mlp", "mlp"])
@@ -150,7 +152,7 @@ def slice_neox(state: State, block: str, kept: dict[tuple[str, str], torch.Tenso
 
 
 def slice_experts(num_channels: int) -> Callable[..., None]:
-    def slice_block(state: State, block: str, kept: dict[tuple[str, str], torch.Tensor]) -> None:
+    def slice_block(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
         slice_attention(state, block, kept, 4, f"{block}self_attn.q_proj.bias" in state)
         if ("mlp", "mlp") in kept:
             slice_gated(state, block, "mlp", kept["mlp", "mlp"])
@@ -171,16 +173,16 @@ def slice_experts(num_channels: int) -> Callable[..., None]:
     return slice_block
 
 
-_HEADS = {("mlp", "mlp"): (40, 1, 28), ("heads", "self_attn"): (8, 4, 1)}
-_KV_GROUPS = {("mlp", "mlp"): (40, 1, 28), ("kv_groups", "self_attn"): (4, 1, 2)}
+_HEADS: dict[Place, tuple[int, int, int]] = {("mlp", "mlp"): (40, 1, 28), ("heads", "self_attn"): (8, 4, 1)}
+_KV_GROUPS: dict[Place, tuple[int, int, int]] = {("mlp", "mlp"): (40, 1, 28), ("kv_groups", "self_attn"): (4, 1, 2)}
 _FEWER_HEADS = {"intermediate_size": 28, "num_attention_heads": 4, "head_dim": 4}
 _FEWER_GROUPS = {**_FEWER_HEADS, "num_key_value_heads": 2}
-_MIXTRAL = {
+_MIXTRAL: dict[Place, tuple[int, int, int]] = {
     ("experts", "mlp.experts"): (4, 1, 3),
     **{("mlp", f"mlp.experts.{expert}"): (40, 1, 28) for expert in range(4)},
     ("kv_groups", "self_attn"): (4, 1, 2),
 }
-_QWEN_MOE = {
+_QWEN_MOE: dict[Place, tuple[int, int, int]] = {
     ("experts", "mlp.experts"): (4, 1, 3),
     **{("mlp", f"mlp.experts.{expert}"): (16, 1, 12) for expert in range(4)},
     ("mlp", "mlp.shared_expert"): (32, 1, 20),
@@ -195,7 +197,7 @@ _FEWER_QWEN_MOE = {
     "num_attention_heads": 4,
     "head_dim": 4,
 }
-_MIXED = {place: 0 for place in _QWEN_MOE if "mlp." in place[1]} | {("mlp", "mlp"): 1}
+_MIXED: dict[Place, int] = {place: 0 for place in _QWEN_MOE if "mlp." in place[1]} | {("mlp", "mlp"): 1}
 _PHI3 = {**_GROUPED, "intermediate_size": 40, "num_hidden_layers": 2}
 _FALCON = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 32, "ffn_hidden_size": 40}
 

@@ -3,83 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 
+from distprune.collectives import communicator
 from distprune.models import decoder_blocks
 from distprune.removal import remove_layers, remove_units
 from tests.architectures import samples, tiny_model
+from tests.removal.layouts import LAYOUTS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.worlds import run_threads
 
 TOKENS = samples(4)
-PLAN = {
-    **{f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"},
-    "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
-}
-
-
-def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **{k: v for k, v in options.items() if k != "shard_placement_fn"})
-
-
-def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
-    for _, block in decoder_blocks(model):
-        parallelize_module(block, mesh, {name: style() for name, style in PLAN.items()})
-    return model
-
-
-def columns(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.ndim == 2 else None
-
-
-def fsdp(**options: Any) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
-
-
-def hsdp(model: nn.Module) -> nn.Module:
-    return shard(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s")))
-
-
-def tp(model: nn.Module) -> nn.Module:
-    return parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def fsdp_tp(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    return shard(parallelize(model, mesh["tp"]), mesh["dp"])
-
-
-def root_only(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda model: model,
-    "fsdp": fsdp(),
-    "fsdp-columns": fsdp(shard_placement_fn=columns),
-    "fsdp-offload": fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "fsdp-to-2": fsdp(reshard_after_forward=2),
-    "fsdp-bf16": fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-    "root": root_only,
-    "hsdp": hsdp,
-    "tp": tp,
-    "fsdp-tp": fsdp_tp,
-}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +49,8 @@ def remove(_: int, script: Script, small: nn.Module, layout: str, runs_before: b
     fresh = LAYOUTS[layout](copy.deepcopy(small))
     for (name, parameter), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
         assert parameter.stride() == other.stride(), name
-        if isinstance(parameter, DTensor):  # as if it had been wrapped at this size
+        assert isinstance(other, DTensor) == isinstance(parameter, DTensor)
+        if isinstance(parameter, DTensor) and isinstance(other, DTensor):  # as if it had been wrapped at this size
             assert parameter.placements == other.placements, name
             assert torch.equal(parameter.to_local(), other.to_local()), name
     return {"state": found, "config": model.config.to_dict(), "step": step(model)}
@@ -118,7 +59,11 @@ def remove(_: int, script: Script, small: nn.Module, layout: str, runs_before: b
 ON_RANKS = [
     *[(name, "plain", 1) for name in SCRIPTS],
     *[(name, "fsdp", 2 + index % 3) for index, name in enumerate(SCRIPTS)],
-    *[("llama-heads", layout, 2) for layout in LAYOUTS if layout not in ("plain", "hsdp", "fsdp-to-2", "fsdp-tp")],
+    *[
+        ("llama-heads", layout, 2)
+        for layout in LAYOUTS
+        if layout not in ("plain", "hsdp", "fsdp-to-2", "fsdp-tp", "fsdp-prefetch")
+    ],
     *[("llama", layout, 4) for layout in ("hsdp", "fsdp-tp", "fsdp-to-2")],
     ("mixtral", "hsdp", 4),
     ("qwen2", "tp", 2),
@@ -151,23 +96,110 @@ def test_cut_is_sliced(name: str, layout: str, num_ranks: int) -> None:
                 assert torch.allclose(found["step"][key], tensor, atol=1e-4, rtol=1e-3), key
 
 
-@torch.no_grad()
-def test_layers_leave_and_the_others_close_up() -> None:
-    for architecture, sizes in (
-        ("llama", {"num_hidden_layers": 4}),
-        ("bloom", {"n_layer": 4}),
-        ("gpt2", {"n_layer": 4}),
-    ):
-        model: Any = tiny_model(architecture, **sizes)
-        blocks = [block for _, block in decoder_blocks(model)]
-        remove_layers(model, [0, 3])
-        assert [block for _, block in decoder_blocks(model)] == [blocks[0], blocks[3]]
-        small: Any = type(model)(type(model.config).from_dict(model.config.to_dict())).eval()
-        small.load_state_dict(model.state_dict())
-        assert torch.equal(model(TOKENS).logits, small(TOKENS).logits)
-        assert torch.equal(generated(model), generated(small))
+def loaded(model: Any, folder: Path) -> Any:
+    """Return what transformers makes of what it saves of ``model``; every name must be there, and no other."""
+    model.save_pretrained(folder)
+    again, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return again.eval()
 
 
 def generated(model: Any) -> torch.Tensor:
-    tokens: torch.Tensor = model.generate(TOKENS[:, :4], max_new_tokens=4, do_sample=False)
+    tokens: torch.Tensor = model.generate(TOKENS[:, :4], max_new_tokens=3, do_sample=False)
     return tokens
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@torch.no_grad()
+def test_what_is_saved_loads_and_generates(name: str, tmp_path: Path) -> None:
+    model: Any = SCRIPTS[name].make()
+    remove_units(model, kept_units(SCRIPTS[name], len(decoder_blocks(model))))
+    again = loaded(model, tmp_path)
+    assert {**again.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(generated(again), generated(model))
+
+
+LAYERS: dict[str, tuple[str, dict[str, Any], list[int], dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 4}, [0, 3], {"num_hidden_layers": 2}),
+    "bloom": ("bloom", {"n_layer": 4}, [1, 2, 3], {"n_layer": 3}),
+    "gpt2": ("gpt2", {"n_layer": 3}, [0, 2], {"n_layer": 2}),
+    "windows": (
+        "qwen2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "use_sliding_window": True,
+        },
+        [0, 1, 3],
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "mixed": ("qwen2_moe", {"num_hidden_layers": 4}, [1, 3], {"mlp_only_layers": [0], "num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_layers_leave_and_the_others_close_up(name: str, tmp_path: Path) -> None:
+    architecture, sizes, kept, fields = LAYERS[name]
+    model: Any = tiny_model(architecture, **sizes)
+    blocks = [block for _, block in decoder_blocks(model)]
+    remove_layers(model, kept)
+    assert [block for _, block in decoder_blocks(model)] == [blocks[i] for i in kept]
+    assert {field: getattr(model.config, field) for field in fields} == fields
+    again = loaded(model, tmp_path)
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(generated(again), generated(model))
+
+
+def remove_then_step(_: int, layout: str) -> dict[str, torch.Tensor]:
+    model: Any = LAYOUTS[layout](tiny_model("llama", num_hidden_layers=4))
+    step(model)  # of an optimizer that is gone then
+    model.zero_grad()
+    remove_layers(model, [0, 2])
+    before = {f"{name}.before": whole(tensor) for name, tensor in model.state_dict().items()}
+    return before | step(model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "root", "fsdp-prefetch"])
+def test_layers_leave_a_sharded_model_that_trains_on(layout: str) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    step(model)
+    model.zero_grad()
+    small: Any = tiny_model("llama", num_hidden_layers=2)
+    names = {f"layers.{before}.": f"layers.{after}." for after, before in enumerate((0, 2))}
+    state = {
+        name.replace(old, new): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        for old, new in names.items()
+        if old in name or (".layers." not in name and old == "layers.0.")
+    }
+    small.load_state_dict(state)
+    expected = {f"{name}.before": tensor for name, tensor in state.items()} | step(small)
+    for found in run_threads(2, remove_then_step, layout):
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.allclose(found[key], tensor, atol=1e-4, rtol=1e-3), key
+
+
+def test_compiled_models_follow() -> None:
+    model: Any = tiny_model("llama")
+    compiled = torch.compile(model, backend="eager")
+    compiled(TOKENS)
+    remove_units(model, {(name, "mlp", "mlp"): torch.arange(12) for name, _ in decoder_blocks(model)})
+    assert torch.equal(compiled(TOKENS).logits, model(TOKENS).logits)
+
+
+def count_traffic(_: int, script: Script) -> tuple[int, int, int]:
+    model: Any = LAYOUTS["fsdp"](script.make())
+    comm, kept = communicator(), kept_units(script, len(decoder_blocks(model)))
+    names = {f"{block}.{name}" for block in {key[0] for key in kept} for name in ("self_attn", "mlp.")}
+    held = [p.to_local().nbytes for name, p in model.named_parameters() if any(of in name for of in names)]
+    remove_units(model, kept, group=comm)
+    return comm.traffic.num_rounds, comm.traffic.num_bytes, sum(held)
+
+
+def test_each_rank_moves_at_most_what_it_holds() -> None:
+    for num_rounds, num_bytes, num_held in run_threads(2, count_traffic, SCRIPTS["llama"]):
+        assert num_rounds == 1 + 2 * 5 * 3  # q, k, v, gate and up of 3 blocks are cut along what goes
+        assert num_held / 4 < num_bytes <= num_held + num_rounds * 64

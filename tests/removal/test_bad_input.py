@@ -1,0 +1,188 @@
+"""What cannot leave is refused by name, on every rank, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from distprune import l1_unstructured
+from distprune.models import Kind, decoder_blocks, find_all_units
+from distprune.removal import Kept, check_layers, check_units, remove_layers, remove_units
+from tests.architectures import tiny_model
+from tests.removal.layouts import LAYOUTS
+from tests.worlds import run_threads
+
+
+def all_of(model: nn.Module, kind: Kind, *indices: int) -> dict[tuple[str, Kind, str], torch.Tensor]:
+    return {
+        (name, kind, of.name): torch.tensor(indices, dtype=torch.int64)
+        for name, units in find_all_units(model, kind)
+        for of in units
+    }
+
+
+def first(kind: Kind, *indices: int, place: str = "self_attn") -> Callable[[nn.Module], Kept]:
+    return lambda _: {("model.layers.0", kind, place): torch.tensor(indices, dtype=torch.int64)}
+
+
+def everywhere(kind: Kind, num: int) -> Callable[[nn.Module], Kept]:
+    return lambda model: all_of(model, kind, *range(num))
+
+
+def shared(model: Any) -> Any:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    return model
+
+
+def reparametrized(model: Any) -> Any:
+    l1_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
+    return model
+
+
+def quantized(model: Any) -> Any:
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+def extended(model: Any) -> Any:
+    model.model.layers[0].extra = nn.Linear(3, 3)
+    return model
+
+
+def bare(_: Any) -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        [nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3)})})]
+    )
+    return model
+
+
+HEADS = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+EQUAL = {**HEADS, "num_key_value_heads": 8}
+Change = Callable[[Any], nn.Module]
+BAD: list[tuple[str, dict[str, Any], Change | None, Callable[[nn.Module], Kept], type[Exception], str]] = [
+    (
+        "llama",
+        {},
+        None,
+        lambda _: {("h.0", "mlp", "mlp"): torch.arange(2)},
+        ValueError,
+        "'h.0' is no block .*layers.0'",
+    ),
+    ("llama", {}, None, first("mlp", 0), ValueError, r"no mlp at 'self_attn'; it has some at \['mlp'\]"),
+    ("llama", {}, None, first("mlp", 1, 0, place="mlp"), ValueError, "must be ascending int64 indices, not"),
+    ("llama", {}, None, first("mlp", 3, 40, place="mlp"), ValueError, "must be of 0 to 39, not 3 to 40"),
+    ("llama", {}, None, everywhere("mlp", 0), ValueError, "are 0: at least 1 of 40 must stay"),
+    ("llama", HEADS, None, first("heads", 0, 1, 2, 4), ValueError, r"are \[2, 1, 1, 0\] of its groups: equally many"),
+    ("llama", {}, None, first("mlp", 0, 1, place="mlp"), ValueError, "'model.layers.1.mlp.gate_proj.weight' would be"),
+    ("llama", EQUAL, None, everywhere("heads", 5), ValueError, r"multiple .*heads \(5\).*; possible .*: 1, 2, 4"),
+    ("opt", {}, None, everywhere("heads", 1), ValueError, "OPTConfig cannot say this .*heads 2 to 1.*would be"),
+    (
+        "bloom",
+        {},
+        None,
+        everywhere("mlp", 8),
+        ValueError,
+        "BloomConfig cannot say this .mlp 96 to 8.: with what it has",
+    ),
+    ("mixtral", {}, None, everywhere("experts", 1), ValueError, "are 1: at least 2 of 4 must stay"),
+    ("mixtral", {}, None, everywhere("mlp", 10), ValueError, "grouped_mm .*possible: multiples of 4"),
+    ("mixtral", {}, None, first("mlp", 0, 1, 2, 3, place="mlp.experts.1"), ValueError, r"\[40, 4, 40, 40\] would stay"),
+    ("llama", {}, shared, everywhere("mlp", 8), ValueError, "are one weight: it cannot be cut for one of them"),
+    ("llama", {}, reparametrized, everywhere("heads", 1), NotImplementedError, "make it permanent first"),
+    ("llama", {}, quantized, everywhere("mlp", 8), NotImplementedError, "quantized weights cannot be cut"),
+    ("llama", {}, extended, everywhere("mlp", 8), NotImplementedError, "not what its configuration says: .*extra"),
+    ("llama", {}, bare, everywhere("mlp", 2), NotImplementedError, "Module has no configuration of transformers"),
+    ("llama", {}, nn.DataParallel, first("mlp", 0), NotImplementedError, "remove from the model inside"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "sizes", "change", "kept", "kind", "message"), BAD)
+def test_bad_input_changes_nothing(
+    architecture: str,
+    sizes: dict[str, Any],
+    change: Change | None,
+    kept: Callable[[nn.Module], Kept],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    model: Any = tiny_model(architecture, **sizes)
+    model = model if change is None else change(model)
+    before = dict(model.named_parameters())
+    config = repr(getattr(model, "config", None))
+    with pytest.raises(kind, match=message):
+        remove_units(model, kept(model))
+    assert repr(getattr(model, "config", None)) == config
+    assert list(model.named_parameters()) == list(before.items())
+
+
+def refuse_layout(_: int, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str) -> None:
+    model = LAYOUTS[layout](tiny_model("llama", **sizes))
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        check_units(model, all_of(model, kind, *range(num)))
+    remove_units(model, all_of(model, kind, *range(num - num % 2)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "kind", "num", "message"),
+    [
+        ("tp", HEADS, "mlp", 21, "21 mlp cannot stay .* cut into 2 equal parts along them; possible: multiples of 2"),
+        ("tp", EQUAL, "kv_groups", 5, "5 kv_groups cannot stay .*; possible: multiples of 2"),
+        ("fsdp-columns", {}, "mlp", 21, "21 mlp cannot stay .*down_proj.weight' is cut into 2 equal parts"),
+    ],
+)
+def test_sizes_that_a_layout_cannot_have(
+    layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
+) -> None:
+    run_threads(2, refuse_layout, layout, sizes, kind, num, message)
+
+
+def refuse_wrapped(_: int) -> None:
+    model = tiny_model("llama")
+    kept = all_of(model, "mlp", *range(8))
+    with pytest.raises(NotImplementedError, match="shard with FSDP2"):
+        check_units(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), kept)
+    model = tiny_model("llama")
+    blocks: Any = [block for _, block in decoder_blocks(model)]
+    fully_shard(blocks[:2], mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(NotImplementedError, match="shard each by itself"):
+        remove_layers(model, [0, 2])
+    assert len(decoder_blocks(model)) == 3
+
+
+def test_wrappers_that_cannot_follow() -> None:
+    run_threads(2, refuse_wrapped)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "kind", "message"),
+    [
+        ({}, [], ValueError, "must be ascending indices of 0 to 1, not \\[\\]"),
+        ({}, [1, 0], ValueError, "must be ascending"),
+        ({}, [0, 2], ValueError, "of 0 to 1, not"),
+        ({"scale_attn_by_inverse_layer_idx": True}, [1], NotImplementedError, "'scaling' of 'transformer.h.1.attn'"),
+    ],
+)
+def test_layers_that_cannot_leave(sizes: dict[str, Any], kept: list[int], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        check_layers(tiny_model("gpt2", **sizes), kept)
+
+
+def refuse(rank: int, kept: Kept) -> str:
+    model: Any = LAYOUTS["fsdp"](tiny_model("llama"))
+    with pytest.raises(ValueError, match="different arguments") as caught:
+        remove_units(model, {key: index[rank:] for key, index in kept.items()})
+    assert model.config.intermediate_size == 40
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_all_raise() -> None:
+    kept: Kept = {(f"model.layers.{i}", "mlp", "mlp"): torch.arange(21) for i in range(3)}
+    for said in run_threads(2, refuse, kept):
+        assert "ranks were called with different arguments: kept" in said
