@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from distprune.masks import fsdp2
+from distprune.masks import fsdp2, fsdp2_resize
 from distprune.shards import Inside, flat_param, private
 from distprune.shards.torch_private import attributes_of
 
@@ -70,7 +70,8 @@ def test_attributes_are_there_and_not_only_mentioned(owner: type) -> None:
 
 
 def test_this_torch_has_all() -> None:
-    assert {feature: inside.missing for feature, inside in INSIDES.items()} == {"fsdp2": [], "fsdp1": []}
+    insides = {**INSIDES, "resized": fsdp2_resize._INSIDE}
+    assert {feature: inside.missing for feature, inside in insides.items()} == dict.fromkeys(insides, [])
 
 
 @pytest.mark.parametrize("names", [("torch", "is_no_name"), ("torch.is_no_module", "name")], ids=str)

@@ -57,16 +57,14 @@ def remove(_: int, script: Script, small: nn.Module, layout: str, runs_before: b
 
 
 ON_RANKS = [
-    *[(name, "plain", 1) for name in SCRIPTS],
-    *[(name, "fsdp", 2 + index % 3) for index, name in enumerate(SCRIPTS)],
+    *[(name, "fsdp", 2 + index % 3) for index, name in enumerate(SCRIPTS) if "-" not in name],
     *[
         ("llama-heads", layout, 2)
         for layout in LAYOUTS
         if layout not in ("plain", "hsdp", "fsdp-to-2", "fsdp-tp", "fsdp-prefetch")
     ],
-    *[("llama", layout, 4) for layout in ("hsdp", "fsdp-tp", "fsdp-to-2")],
+    *[("llama", layout, 4) for layout in ("hsdp", "fsdp-to-2")],
     ("mixtral", "hsdp", 4),
-    ("qwen2", "tp", 2),
     ("qwen2", "fsdp-tp", 4),
 ]
 
@@ -90,7 +88,7 @@ def test_cut_is_sliced(name: str, layout: str, num_ranks: int) -> None:
         for key, tensor in expected.items():
             if "bf16" in layout:
                 assert found["step"][key].shape == tensor.shape
-            elif key == "logits" and layout in ("plain", "fsdp"):
+            elif key == "logits" and layout == "fsdp":
                 assert torch.equal(found["step"][key], tensor)
             else:
                 assert torch.allclose(found["step"][key], tensor, atol=1e-4, rtol=1e-3), key
@@ -110,10 +108,16 @@ def generated(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@torch.no_grad()
-def test_what_is_saved_loads_and_generates(name: str, tmp_path: Path) -> None:
-    model: Any = SCRIPTS[name].make()
-    remove_units(model, kept_units(SCRIPTS[name], len(decoder_blocks(model))))
+def test_alone_and_what_is_saved_loads_and_generates(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    model: Any = script.make()
+    kept = kept_units(script, len(decoder_blocks(model)))
+    small: Any = sliced(script, kept, model)
+    remove_units(model, kept)
+    assert model.state_dict().keys() == small.state_dict().keys()
+    for key, tensor in small.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+    assert torch.equal(model(TOKENS).logits, small(TOKENS).logits)
     again = loaded(model, tmp_path)
     assert {**again.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
@@ -139,7 +143,6 @@ LAYERS: dict[str, tuple[str, dict[str, Any], list[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@torch.no_grad()
 def test_layers_leave_and_the_others_close_up(name: str, tmp_path: Path) -> None:
     architecture, sizes, kept, fields = LAYERS[name]
     model: Any = tiny_model(architecture, **sizes)
@@ -183,8 +186,8 @@ def test_layers_leave_a_sharded_model_that_trains_on(layout: str) -> None:
 
 
 def test_compiled_models_follow() -> None:
-    model: Any = tiny_model("llama")
-    compiled = torch.compile(model, backend="eager")
+    model: Any = tiny_model("llama", num_hidden_layers=1)
+    compiled: Any = torch.compile(model, backend="eager")
     compiled(TOKENS)
     remove_units(model, {(name, "mlp", "mlp"): torch.arange(12) for name, _ in decoder_blocks(model)})
     assert torch.equal(compiled(TOKENS).logits, model(TOKENS).logits)
