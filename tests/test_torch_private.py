@@ -71,7 +71,7 @@ def test_attributes_are_there_and_not_only_mentioned(owner: type) -> None:
 
 def test_this_torch_has_all() -> None:
     insides = {**INSIDES, "resized": fsdp2_resize._INSIDE}
-    assert {feature: inside.missing for feature, inside in insides.items()} == dict.fromkeys(insides, [])
+    assert {feature: inside.missing for feature, inside in insides.items()} == {feature: [] for feature in insides}
 
 
 @pytest.mark.parametrize("names", [("torch", "is_no_name"), ("torch.is_no_module", "name")], ids=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives import communicator
 from distprune.models import decoder_blocks
-from distprune.removal import remove_layers, remove_units
+from distprune.removal import Kept, remove_layers, remove_units
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
@@ -41,6 +43,8 @@ def remove(_: int, script: Script, small: nn.Module, layout: str, runs_before: b
     model: Any = LAYOUTS[layout](script.make())
     if runs_before:
         model(TOKENS[:1]).logits.float().sum().backward()
+        with torch.no_grad():
+            model(TOKENS[:1])  # after which the root stays gathered
     kind = type(model)
     remove_units(model, kept_units(script, len(decoder_blocks(model))))
     assert type(model) is kind
@@ -155,13 +159,14 @@ def test_layers_leave_and_the_others_close_up(name: str, tmp_path: Path) -> None
     assert torch.equal(generated(again), generated(model))
 
 
-def remove_then_step(_: int, layout: str) -> dict[str, torch.Tensor]:
+def remove_then_step(_: int, layout: str) -> tuple[nn.Module, list[Any], dict[str, torch.Tensor]]:
     model: Any = LAYOUTS[layout](tiny_model("llama", num_hidden_layers=4))
     step(model)  # of an optimizer that is gone then
     model.zero_grad()
+    gone = [weakref.ref(decoder_blocks(model)[index][1]) for index in (1, 3)]
     remove_layers(model, [0, 2])
     before = {f"{name}.before": whole(tensor) for name, tensor in model.state_dict().items()}
-    return before | step(model)
+    return model, gone, before | step(model)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "root", "fsdp-prefetch"])
@@ -179,10 +184,26 @@ def test_layers_leave_a_sharded_model_that_trains_on(layout: str) -> None:
     }
     small.load_state_dict(state)
     expected = {f"{name}.before": tensor for name, tensor in state.items()} | step(small)
-    for found in run_threads(2, remove_then_step, layout):
+    results = run_threads(2, remove_then_step, layout)
+    gc.collect()
+    for _, gone, found in results:
+        assert [reference() for reference in gone] == [None, None]  # FSDP2 holds on to nothing of them
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.allclose(found[key], tensor, atol=1e-4, rtol=1e-3), key
+
+
+def test_heads_and_their_groups_leave_at_once() -> None:
+    heads: Kept = {("model.layers.0", "heads", "self_attn"): torch.tensor([1, 2, 5, 6])}
+    groups: Kept = {("model.layers.0", "kv_groups", "self_attn"): torch.tensor([0, 2])}
+    at_once, in_turn = (tiny_model("llama", **{**SCRIPTS["llama"].sizes, "num_hidden_layers": 1}) for _ in range(2))
+    remove_units(at_once, {**heads, **groups})
+    remove_units(in_turn, heads)
+    remove_units(in_turn, groups)
+    queries = at_once.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert queries.shape == (8, 32)  # heads 1 and 5
+    assert torch.equal(queries, in_turn.get_parameter("model.layers.0.self_attn.q_proj.weight"))
+    assert torch.equal(at_once(TOKENS).logits, in_turn(TOKENS).logits)
 
 
 def test_compiled_models_follow() -> None:
@@ -193,8 +214,8 @@ def test_compiled_models_follow() -> None:
     assert torch.equal(compiled(TOKENS).logits, model(TOKENS).logits)
 
 
-def count_traffic(_: int, script: Script) -> tuple[int, int, int]:
-    model: Any = LAYOUTS["fsdp"](script.make())
+def count_traffic(_: int, script: Script, layout: str) -> tuple[int, int, int]:
+    model: Any = LAYOUTS[layout](script.make())
     comm, kept = communicator(), kept_units(script, len(decoder_blocks(model)))
     names = {f"{block}.{name}" for block in {key[0] for key in kept} for name in ("self_attn", "mlp.")}
     held = [p.to_local().nbytes for name, p in model.named_parameters() if any(of in name for of in names)]
@@ -202,7 +223,8 @@ def count_traffic(_: int, script: Script) -> tuple[int, int, int]:
     return comm.traffic.num_rounds, comm.traffic.num_bytes, sum(held)
 
 
-def test_each_rank_moves_at_most_what_it_holds() -> None:
-    for num_rounds, num_bytes, num_held in run_threads(2, count_traffic, SCRIPTS["llama"]):
+@pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_each_rank_moves_at_most_what_it_holds(layout: str, num_ranks: int) -> None:
+    for num_rounds, num_bytes, num_held in run_threads(num_ranks, count_traffic, SCRIPTS["llama"], layout):
         assert num_rounds == 1 + 2 * 5 * 3  # q, k, v, gate and up of 3 blocks are cut along what goes
         assert num_held / 4 < num_bytes <= num_held + num_rounds * 64
