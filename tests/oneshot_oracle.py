@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from distprune.models import decoder_blocks
 from tests.solver_oracle import Pattern, admm, sparsegpt, wanda_mask
 
-__all__ = ["Linear2d", "linears", "listening", "prune_model"]
+__all__ = ["Given", "Linear2d", "first_inputs", "linears", "listening", "move", "prune_model", "run_block", "want"]
 
 
 @dataclass
@@ -127,7 +127,7 @@ def listening(block: nn.Module, names: Collection[str]) -> Iterator[Given]:
         yield given
 
 
-def _run(block: nn.Module, names: Collection[str], x: torch.Tensor, call: Any) -> Given:
+def run_block(block: nn.Module, names: Collection[str], x: torch.Tensor, call: Any) -> Given:
     args, kwargs = call
     with listening(block, names) as given:
         output = block(x, *args[1:], **kwargs)
@@ -140,7 +140,7 @@ class _Caught(Exception):
     pass
 
 
-def _first_inputs(model: nn.Module, block: nn.Module, tokens: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+def first_inputs(model: nn.Module, block: nn.Module, tokens: torch.Tensor) -> tuple[Any, dict[str, Any]]:
     caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,26 +179,26 @@ def prune_model(
     """
     masks: dict[str, torch.Tensor] = {}
     blocks = decoder_blocks(model)
-    calls = [_first_inputs(model, blocks[0][1], tokens[None]) for tokens in samples]
+    calls = [first_inputs(model, blocks[0][1], tokens[None]) for tokens in samples]
     hidden = [args[0] for args, _ in calls]
     dense_hidden = hidden
     for block_name, block in blocks:
         found = linears(block)
-        dense = [_run(block, found, x, call) for x, call in zip(dense_hidden, calls, strict=True)]
+        dense = [run_block(block, found, x, call) for x, call in zip(dense_hidden, calls, strict=True)]
         stages = _stages(found, dense) if sequential == "map" else [list(found)]
         for stage in stages:
             for x, x_dense, call, of_dense in zip(hidden, dense_hidden, calls, dense, strict=True):
-                given = _run(block, found, x, call)
+                given = run_block(block, found, x, call)
                 for name in given.inputs:
                     if name in stage:
                         found[name].add(given.inputs[name], method != "wanda" or targets == "dense")
                         if targets == "dense":
-                            _want(name, found[name], (x, given), (x_dense, of_dense))
+                            want(name, found[name], (x, given), (x_dense, of_dense))
             for name in stage:
                 if targets == "dense":
-                    _move(found[name], share)
+                    move(found[name], share)
                 masks[f"{block_name}.{name}"] = _prune(found[name], method, pattern, dtype)
-        hidden = [_run(block, found, x, call).output for x, call in zip(hidden, calls, strict=True)]
+        hidden = [run_block(block, found, x, call).output for x, call in zip(hidden, calls, strict=True)]
         dense_hidden = [given.output for given in dense]
     return masks
 
@@ -231,7 +231,7 @@ _MLP_OUT = ("mlp.down_proj", "fc2", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h"
 _PARALLEL = ("PhiDecoderLayer", "GPTNeoXLayer", "FalconDecoderLayer")
 
 
-def _want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tuple[torch.Tensor, Given]) -> None:
+def want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tuple[torch.Tensor, Given]) -> None:
     """Add what map ``name`` should put out beyond what it does; ``own`` and ``dense``: the block's input, and a run."""
     if name in _MLP_OUT or name in _ATTENTION_OUT:
         totals = []
@@ -249,7 +249,7 @@ def _want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: t
     linear.want(x, (x_dense - x) @ linear.weight.T)
 
 
-def _move(linear: Linear2d, share: float, damping: float = 0.1) -> None:
+def move(linear: Linear2d, share: float, damping: float = 0.1) -> None:
     """W + share E (H + damping diag H)^-1; zeros stay."""
     if linear.hessian is None or linear.wanted is None:
         return

@@ -29,6 +29,9 @@ class Moments:
     With targets (see :mod:`distprune.calibration.targets`) either or both of these, float32, come with ``"pairs"``:
     ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by map the sum of
     x^T (total_dense - total), (in, out).
+
+    ``sums`` (in, 2), float32, of the features and of their sizes, come with ``"pairs"`` where they are asked for;
+    ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``).
     """
 
     names: tuple[str, ...]
@@ -38,6 +41,8 @@ class Moments:
     home: Home = EVERYWHERE
     shift: torch.Tensor | None = None
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sums: torch.Tensor | None = None
+    gram: torch.Tensor | None = None
 
     @property
     def square_sums(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,13 @@ class BlockOrder:
     adding: frozenset[str]
     shifted: frozenset[str]
     called_once: frozenset[str]
+
+    def of(self, maps: Collection[str]) -> BlockOrder:
+        """Return the order of ``maps`` alone; all that add to hidden states are still named."""
+        stages = (tuple(name for name in stage if name in maps) for stage in self.stages)
+        return dataclasses.replace(
+            self, stages=tuple(stage for stage in stages if stage), shifted=self.shifted.intersection(maps)
+        )
 
     def at_once(self) -> BlockOrder:
         """Return the order with all maps in one stage."""

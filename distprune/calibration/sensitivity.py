@@ -200,8 +200,9 @@ class _Listener:
             def take(gradient: torch.Tensor) -> None:
                 gradient = gradient.reshape(-1, gradient.shape[-1])
                 for of_expert, x, of_output in expert_gradients(module, hidden, index, weights, gradient):
-                    self._add(prefix + of_expert, x, 0)
-                    self._add(prefix + of_expert, of_output, 1)
+                    if prefix + of_expert in self._maps:
+                        self._add(prefix + of_expert, x, 0)
+                        self._add(prefix + of_expert, of_output, 1)
 
             output.register_hook(take)
 

@@ -43,7 +43,7 @@ __all__ = ["InputStatistics", "StageDone"]
 
 FindHomes = Callable[[Sequence[SharedInput], int], Sequence[Home]]  # of inputs, among so many ranks
 
-_PRODUCTS, _SHIFT = "X^T X", "+"  # beside the names of maps
+_PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of maps
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
 _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
 
@@ -83,6 +83,7 @@ class InputStatistics:
     comm: Communicator = field(default_factory=Alone)
     targets: Targets | None = None
     awaited: Collection[str] = ()
+    sums: bool = False  # of "pairs": those of features and of their sizes, too
     _awaited: set[str] = field(default_factory=set)  # in this sample
     _dense: DenseSample | None = None  # of this sample
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of maps that add to hidden states
@@ -154,6 +155,8 @@ class InputStatistics:
             return
         whole = self.crew.gather(self.comm, x, num_in) if is_cut else x
         add_products(total.values, whole, start)
+        if self.sums:
+            total.add(_SUMS, torch.stack([own.double().sum(dim=0), own.double().abs().sum(dim=0)], dim=1).float())
         if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
             shift = self._dense.shift(name, own, tokens)
             total.add(_SHIFT, shift.t() @ whole.float())
@@ -237,8 +240,8 @@ class InputStatistics:
             }
             values = unpack_triangle(parts.pop(_PRODUCTS)).to(device)
             towards = {key: part.float().to(device) for key, part in parts.items()}
-            shift = towards.pop(_SHIFT, None)
-            return Moments(of.names, of.num_tokens, values, home=home, shift=shift, residuals=towards)
+            shift, sums = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
+            return Moments(of.names, of.num_tokens, values, home=home, shift=shift, residuals=towards, sums=sums)
         assert total is not None
         total = total.float().to(device)
         return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
@@ -316,6 +319,8 @@ class InputStatistics:
     def _shapes(self, of: SharedInput) -> dict[str, tuple[int, int]]:
         """Return what is summed over ranks for ``"pairs"``: X^T X, packed, and what leads towards targets."""
         shapes = {_PRODUCTS: (of.num_in // 2 + 1, of.num_in)}
+        if self.sums:
+            shapes[_SUMS] = (of.num_in, 2)
         if self.targets is not None:
             if not self.targets.order.shifted.isdisjoint(of.names):
                 shapes[_SHIFT] = (of.num_in, of.num_in)

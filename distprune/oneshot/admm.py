@@ -52,8 +52,8 @@ class ADMM(Solver):
         return [Stage(0, num_in, _part_of(pattern, _closed(step))) for step in range(1, NUM_CLOSING + 1)]
 
     @override
-    def prepared_numel(self, num_in: int) -> int:
-        return 2 * (num_in // 2 + 1) * num_in + num_in
+    def prepared_numel(self, rows: Rows) -> int:
+        return 2 * (rows.num_in // 2 + 1) * rows.num_in + rows.num_in
 
     @override
     def prepare(self, moments: Moments) -> Moments:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -14,6 +16,7 @@ from distprune.calibration import (
     BlockOrder,
     Crew,
     InputStatistics,
+    Moments,
     MomentsOf,
     StageDone,
     Targets,
@@ -22,40 +25,47 @@ from distprune.calibration import (
     listening,
 )
 from distprune.collectives import Communicator, together
-from distprune.models import LinearMap
+from distprune.models import LinearMap, linear_maps
 from distprune.oneshot.block_maps import BlockMaps, unreached
-from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, MapReport
-from distprune.oneshot.rows import whole_rows
-from distprune.oneshot.solver import Solver
-from distprune.patterns import Pattern
+from distprune.oneshot.rows import Rows, whole_rows
 
-__all__ = ["BlockPruner", "Manner"]
+__all__ = ["BlockPruner", "Manner", "Settle"]
 
 
 @dataclass(frozen=True)
 class Manner:
     """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream."""
 
-    solver: Solver
-    pattern: Pattern
+    needs: MomentsOf  # of what maps are given, where there are no targets
     by_map: bool  # maps in the order they run, each given what is left of those before
     target_share: float
+    needs_sums: bool = False
 
     @property
     def has_targets(self) -> bool:
         return self.target_share > 0
 
-    @property
-    def needs(self) -> MomentsOf:
-        return "pairs" if self.has_targets else self.solver.needs
+
+class Settle(Protocol):
+    """Prunes the rows of maps that are pruned at once, and says what became of them; ``moments`` are used up.
+
+    Every rank calls it; the rows are this rank's, by the map's name in the block.
+    """
+
+    def __call__(
+        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock
+    ) -> Mapping[str, Outcome]: ...
 
 
 class BlockPruner:
-    """Prunes ``maps`` of the blocks of a walk, in turn. ``owned`` says by parameter whether this rank counts its part.
+    """Has ``settle`` prune ``maps`` of the blocks of a walk, in turn. ``owned``: which parameters this rank counts.
 
-    Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off.
+    Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off. Blocks
+    in ``skipped`` are passed over by all but the dense stream; ``healed`` names the map of a block before them whose
+    target is what the dense stream is behind them.
     """
 
     def __init__(
@@ -67,10 +77,21 @@ class BlockPruner:
         manner: Manner,
         maps: Sequence[BlockMaps],
         owned: Mapping[str, bool],
+        settle: Settle,
+        skipped: Set[int] = frozenset(),
+        healed: Mapping[int, str] | None = None,
     ) -> None:
         self._comm, self._crew, self._walk, self._num_counted = comm, crew, walk, num_counted
-        self._manner, self._maps, self._owned = manner, maps, owned
-        self._orders: dict[tuple[str, ...], BlockOrder] = {}  # by the names of a block's maps
+        self._manner, self._maps, self._owned, self._settle = manner, maps, owned, settle
+        self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's maps
+        kept = [index for index in range(len(walk.blocks)) if index not in skipped]
+        self._next, self._healed = dict(pairwise([*kept, len(walk.blocks)])), healed or {}
+        self._num_dense = 0  # blocks that the dense stream is behind
+
+    @property
+    def indices(self) -> list[int]:
+        """The blocks that are not skipped, in order."""
+        return list(self._next)
 
     def prune(self, index: int) -> BlockReport:
         """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
@@ -101,9 +122,9 @@ class BlockPruner:
             owned = {linear.parameter_path for linear in some.values()}
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
             with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
-                totals |= prune_rows(comm, rows, moments, manner.solver, manner.pattern, clock, manner.target_share)
+                totals |= self._settle(comm, rows, moments, clock=clock)
         del targets
-        if index + 1 < len(walk.blocks):
+        if self._next[index] < len(walk.blocks):
             with clock("forward"):
                 walk.advance(index, comm)
         used = comm.traffic - traffic
@@ -121,39 +142,55 @@ class BlockPruner:
         Returns whether it did. The dense stream runs before, while the block is dense. Every rank must call it.
         """
         comm, walk = self._comm, self._walk
-        before = [hidden.clone() for hidden in walk.dense]
-        if self._manner.has_targets:
-            walk.advance(index, comm, dense=True)
+        before, num_before = [hidden.clone() for hidden in walk.dense], self._num_dense
+        self._advance_dense(self._next[index])
         with together(comm):
             is_done = restore()
         if not is_done:
-            walk.dense = before
+            walk.dense, self._num_dense = before, num_before
             return False
-        if index + 1 < len(walk.blocks):
+        if self._next[index] < len(walk.blocks):
             walk.advance(index, comm)
         return True
 
     def _order(self, index: int, maps: Mapping[str, LinearMap]) -> BlockOrder:
         if not (self._manner.by_map or self._manner.has_targets):
             return BlockOrder((tuple(maps),), frozenset(), frozenset(), frozenset())
-        if tuple(maps) not in self._orders:  # blocks are alike
-            order = learn_order(self._comm, self._walk, index, maps)
-            self._orders[tuple(maps)] = order if self._manner.by_map else order.at_once()
-        return self._orders[tuple(maps)]
+        everything = linear_maps(self._walk.blocks[index][1])
+        names = tuple(maps), tuple(everything)
+        if names not in self._orders:  # blocks are alike
+            order = learn_order(self._comm, self._walk, index, everything).of(maps)
+            self._orders[names] = order if self._manner.by_map else order.at_once()
+        return self._orders[names]
 
     def _dense_pass(self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder) -> Targets:
         """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
-        targets = Targets(self._walk, order, maps, self._crew)
+        walk = self._walk
+        self._advance_dense(index)
+        targets = Targets(walk, order, linear_maps(walk.blocks[index][1]), self._crew)
         with listening(maps, targets, targets.adding):
-            self._walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
+            walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
+        self._num_dense = index + 1
+        self._advance_dense(self._next[index])
+        if (healed := self._healed.get(index)) in order.adding:
+            for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
+                of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
         return targets
+
+    def _advance_dense(self, stop: int) -> None:
+        """Run the blocks up to ``stop``, which are dense, on the dense stream, if there is one."""
+        while self._manner.has_targets and self._num_dense < stop:
+            self._walk.advance(self._num_dense, self._comm, dense=True)
+            self._num_dense += 1
 
     def _run(
         self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder, targets: Targets | None
     ) -> InputStatistics:
         """Run block ``index``, as far as ``maps`` ask for, on all samples, and return what they are given."""
         awaited = maps if order.called_once.issuperset(maps) else ()
-        statistics = InputStatistics(maps, self._manner.needs, self._crew, self._comm, targets, awaited)
+        manner = self._manner
+        needs = "pairs" if manner.has_targets else manner.needs
+        statistics = InputStatistics(maps, needs, self._crew, self._comm, targets, awaited, manner.needs_sums)
         with statistics.listening(), self._walk.block(index) as run:
             for sample in range(self._walk.num_samples):
                 statistics.begin_sample(counts=sample < self._num_counted)

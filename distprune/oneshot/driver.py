@@ -17,9 +17,10 @@ import torch
 
 from distprune.calibration import Moments
 from distprune.collectives import Alone, Communicator, Member, agree, broadcast_tensor, roster_of_one
+from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Outcome, sum_outcomes
-from distprune.oneshot.retarget import retarget
+from distprune.oneshot.retarget import DAMPING, retarget
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Solving
 from distprune.patterns import Choice, Pattern, Ranked
@@ -38,13 +39,15 @@ def prune_rows(
     pattern: Pattern,
     clock: Clock,
     target_share: float = 0.5,
+    target_damping: float = DAMPING,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved
     ``target_share`` of the way there. Every rank must call it. Rounds: 1 of 40 bytes a layer;
     where inputs have homes, those of ``move_rows`` and its ``back()``; where something is prepared for inputs that are
-    spread, 1 of 64 bytes and 1 for each of them; and for each stage one choice of ``pattern`` for all of them.
+    spread, 1 of 64 bytes and 1 for each of them, and 2 before (see ``sum_gram``) where the solver needs W^T W; and for
+    each stage one choice of ``pattern`` for all of them.
 
     Raises:
         ValueError: on every rank: new weights are not finite.
@@ -58,17 +61,24 @@ def prune_rows(
         with clock("sweep"):
             moved = move_rows(comm, rows, {name: m.home.rank for m in at_home for name in m.names})
             rows = moved.rows
-    work = _Work(comm.rank, rows, solver, pattern, clock, target_share, error=None if moved is None else moved.error)
+    error = None if moved is None else moved.error
+    work = _Work(comm.rank, rows, solver, pattern, clock, target_share, target_damping, error=error)
     at_home = [m for m in at_home if m.home.rank == comm.rank]
     try:
         while at_home and work.error is None:  # what is done with is let go of
-            work.solve(Alone(), [work.prepared(at_home.pop(0))])
+            work.solve(Alone(), [work.prepared(work.with_gram(Alone(), work.moved(at_home.pop(0))))])
+        for i, m in enumerate(spread):
+            spread[i] = work.moved(m)
+    except Exception as caught:
+        work.error = caught
+    spread = [work.with_gram(comm, m) for m in spread]
+    try:
         for i, m in enumerate(spread):
             spread[i] = work.prepared(m)
-    except Exception as error:
-        work.error = error
+    except Exception as caught:
+        work.error = work.error or caught
     if spread:
-        if solver.prepared_numel(work.num_in(spread[0])):
+        if solver.prepared_numel(work.rows[spread[0].names[0]]):
             with clock("factor"):
                 agree(comm, {}, work.error)
                 spread = [dataclasses.replace(m, values=broadcast_tensor(comm, m.values, m.home.rank)) for m in spread]
@@ -90,24 +100,41 @@ class _Work:
     pattern: Pattern
     clock: Clock
     target_share: float
+    target_damping: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     error: Exception | None = None
 
-    def num_in(self, m: Moments) -> int:
-        return self.rows[m.names[0]].num_in
-
-    def prepared(self, m: Moments) -> Moments:
-        """Move the rows of ``m`` to their target; return what the solver makes of it on its home, elsewhere room."""
+    def moved(self, m: Moments) -> Moments:
+        """Move the rows of ``m`` to their target, and return ``m`` without it."""
         with self.clock("target"):
-            m = retarget({name: self.rows[name] for name in m.names}, m, self.target_share)
+            m = retarget({name: self.rows[name] for name in m.names}, m, self.target_share, self.target_damping)
         with self.clock("sweep"):
             for name in m.names:
                 self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
+        return m
+
+    def with_gram(self, comm: Communicator, m: Moments) -> Moments:
+        """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
+        if not self.solver.needs_gram:
+            return m
+        rows = [self.rows[name] for name in m.names]
+
+        def make() -> torch.Tensor:
+            if self.error is not None:
+                raise self.error
+            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [torch.empty(0)])
+
+        with self.clock("sweep"):
+            num_rows = sum(of.num_out for of in rows)
+            return dataclasses.replace(m, gram=sum_gram(comm, num_rows, rows[0].num_in, make))
+
+    def prepared(self, m: Moments) -> Moments:
+        """Return what the solver makes of ``m`` on its home, elsewhere room for it."""
         if m.home.rank == self.rank:
             with self.clock("factor"):
                 return self.solver.prepare(m)
-        numel = self.solver.prepared_numel(self.num_in(m))
-        return dataclasses.replace(m, values=torch.empty(numel)) if numel else m
+        numel = self.solver.prepared_numel(self.rows[m.names[0]])
+        return dataclasses.replace(m, values=torch.empty(numel), gram=None) if numel else m
 
     def solve(self, comm: Communicator, inputs: Sequence[Moments]) -> None:
         """Solve the layers of ``inputs``, of which the ranks of ``comm`` hold all rows, side by side."""

@@ -43,6 +43,35 @@ class Plan:
     facts: dict[str, str]  # what ranks must agree on
 
 
+def check_samples(model: nn.Module, samples: torch.Tensor) -> None:
+    """Raise a TypeError or a ValueError unless ``samples`` are token ids that fit ``model``. Local."""
+    if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
+        raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
+    if samples.ndim != 2 or samples.numel() == 0:
+        raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
+    check_fit(samples, model)
+
+
+def samples_digest(samples: torch.Tensor) -> str:
+    """Return what ranks compare ``samples`` by. Local."""
+    return hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest()
+
+
+def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the decoder blocks of ``model``, in its shards; warn of other lists. Local.
+
+    Raises:
+        ValueError, NotImplementedError: a walk cannot go through them.
+    """
+    if find_flat_parts(model):
+        raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
+    blocks = decoder_blocks(model)
+    check_one_stack(model)
+    warn_of_other_blocks(model)
+    reset_forward(model)
+    return blocks
+
+
 def make_plan(
     model: nn.Module,
     samples: torch.Tensor,
@@ -56,17 +85,8 @@ def make_plan(
     solver = solver_of(method, seed)
     pattern = as_pattern(pattern, sparsity)
     pattern = pattern.within("tensor") if pattern.has_scope else pattern
-    if not isinstance(samples, torch.Tensor) or samples.dtype != torch.int64:
-        raise TypeError(f"samples must be a tensor of int64 token ids, not {getattr(samples, 'dtype', type(samples))}")
-    if samples.ndim != 2 or samples.numel() == 0:
-        raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
-    check_fit(samples, model)
-    if find_flat_parts(model):
-        raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
-    blocks = decoder_blocks(model)
-    check_one_stack(model)
-    warn_of_other_blocks(model)
-    reset_forward(model)
+    check_samples(model, samples)
+    blocks = blocks_to_walk(model)
     of_blocks = find_maps(blocks, pattern)
     maps: dict[str, LinearMap] = {}
     parameters: dict[str, str] = {}  # by the name of the linear map
@@ -85,7 +105,7 @@ def make_plan(
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
         "seed": repr(seed),
-        "samples": hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest(),
+        "samples": samples_digest(samples),
     }
     return Plan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
 
@@ -107,13 +127,22 @@ def make_manner(
     targets = targets or ("dense" if is_admm else "own")
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
+    return Manner(plan.solver.needs, sequential == "map", check_share(targets, target_share))
+
+
+def check_share(targets: TargetsOf, target_share: float) -> float:
+    """Return the share of the way to ``targets``, 0 where they are maps' own.
+
+    Raises:
+        ValueError, TypeError: no such targets, or no share.
+    """
     if targets not in get_args(TargetsOf):
         raise ValueError(f"{targets=} is none of {', '.join(get_args(TargetsOf))}")
     if isinstance(target_share, bool) or not isinstance(target_share, int | float):
         raise TypeError(f"target_share must be a number, not {target_share!r}")
     if not 0 < target_share <= 1:
         raise ValueError(f"{target_share=} is not in (0, 1]; without targets say targets='own'")
-    return Manner(plan.solver, plan.pattern, sequential == "map", float(target_share) if targets == "dense" else 0.0)
+    return float(target_share) if targets == "dense" else 0.0
 
 
 def solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:

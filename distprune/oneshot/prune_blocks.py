@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
-from distprune.calibration import Walk, catch_inputs, find_crew, spread
-from distprune.collectives import Group, communicator, max_together, sum_together, together
-from distprune.models import (
-    Found,
-    evaluating,
-    other_blocks,
-)
+from distprune.calibration import Walk, find_crew
+from distprune.collectives import Group, communicator
+from distprune.models import Found, other_blocks
 from distprune.oneshot.block import BlockPruner, Manner
+from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.plan import OneShotMethod, Plan, Sequential, TargetsOf, make_manner, make_plan
-from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.oneshot.report import OneShotReport
+from distprune.oneshot.run_blocks import Finished, Meter, OnBlock, run_blocks
 from distprune.oneshot.solver import Solver
 from distprune.patterns import Pattern, check_parts
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.scores import Random, Score
 from distprune.shards import LocalShard, flat_chunks
 
-__all__ = ["prune_blocks"]
-
-OnBlock = Callable[[int, BlockReport], None]
-Finished = Callable[[int], bool]
+__all__ = ["prune_blocks", "without_nans"]
 
 
 def prune_blocks(
@@ -118,7 +110,7 @@ def prune_blocks(
             are cut otherwise than evenly along their features.
     """
     comm = communicator(group)
-    started, traffic = time.perf_counter(), comm.traffic.copy()
+    meter = Meter(comm)
 
     def look() -> tuple[Found, Facts, Score, tuple[Plan, Manner]]:
         plan = make_plan(model, samples, method, pattern, sparsity, seed)
@@ -135,35 +127,32 @@ def prune_blocks(
 
     agreed, (plan, manner) = agree_on(comm, look)
     shards = agreed.shards()
-    check_parts(comm, agreed.roster, lambda: _without_nans(shards))
+    check_parts(comm, agreed.roster, lambda: without_nans(shards))
     owned = {shard.name: bool(shard.owned) for shard in shards}
-    manner = dataclasses.replace(manner, solver=plan.solver.scored_by(agreed.score))
+    settle = partial(
+        prune_rows,
+        solver=plan.solver.scored_by(agreed.score),
+        pattern=plan.pattern,
+        target_share=manner.target_share,
+    )
 
     crew = find_crew(comm, plan.axis)
-    calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
-    reports = []
-    with evaluating(model):
-        with together(comm):
-            device = next((p.device for p in model.parameters()), "cpu")
-            mine = spread(samples, crew.number, crew.num_crews, device)
-            walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
-            if plan.axis is not None:
-                _check_whole(walk, samples.shape[1])
-            if manner.has_targets:
-                walk.split()
-        pruner = BlockPruner(comm, crew, walk, mine.num_counted, manner, plan.maps, owned)
-        for index in range(len(walk.blocks)):
-            if finished is not None:
-                if pruner.pass_by(index, partial(finished, index)):
-                    continue
-                finished = None
-            reports.append(pruner.prune(index))
-            if calls_back:
-                with together(comm):
-                    if on_block is not None:
-                        on_block(index, reports[-1])
-    used = comm.traffic - traffic
-    peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
+
+    def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
+        return BlockPruner(comm, crew, walk, num_counted, manner, plan.maps, owned, settle)
+
+    reports = run_blocks(
+        comm,
+        crew,
+        model,
+        samples,
+        make_pruner,
+        has_targets=manner.has_targets,
+        offload=offload,
+        finished=finished,
+        on_block=on_block,
+    )
+    cost = meter.read()
     return OneShotReport(
         plan.facts["method"],
         plan.facts["pattern"],
@@ -171,36 +160,15 @@ def prune_blocks(
         manner.target_share,
         agreed.score.seed if isinstance(agreed.score, Random) else None,
         len(samples),
-        tuple(reports),
+        reports,
         tuple(other_blocks(model)),
-        time.perf_counter() - started,
-        used.num_rounds,
-        used.num_bytes,
-        tuple(peaks.tolist()),
+        *dataclasses.astuple(cost),
     )
 
 
-def _without_nans(shards: list[LocalShard]) -> list[LocalShard]:
+def without_nans(shards: list[LocalShard]) -> list[LocalShard]:
+    """Return ``shards``; raise a ValueError if one holds NaN. Local."""
     for shard in shards:
         if any(bool(values.isnan().any()) for _, values in flat_chunks(shard.local)):
             raise ValueError(f"values are NaN in {shard.name!r}; NaN has no place in the order, mend them first")
     return shards
-
-
-def _check_whole(walk: Walk, length: int) -> None:
-    """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice."""
-    shape = tuple(walk.hidden[0].shape)
-    if math.prod(shape[:-1]) != length:
-        raise NotImplementedError(
-            f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel plan "
-            "must leave them whole on every rank (no SequenceParallel across blocks)"
-        )
-
-
-def _peak_memory() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockReport", "MapReport", "OneShotReport"]
+__all__ = ["BlockReport", "Cost", "MapReport", "OneShotReport"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,16 @@ class BlockReport:
         """Return everything as JSON carries it."""
         maps = [{**dataclasses.asdict(of_map), "sparsity": of_map.sparsity} for of_map in self.maps]
         return {**dataclasses.asdict(self), "maps": maps, "unseen": list(self.unseen)}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call: what :class:`OneShotReport` says of it."""
+
+    seconds: float
+    num_rounds: int
+    num_bytes: int
+    peak_memory: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import torch
 from distprune.calibration import Moments
 from distprune.oneshot.rows import Rows
 
-__all__ = ["retarget"]
+__all__ = ["DAMPING", "retarget"]
 
 DAMPING = 0.1  # lambda
 _MAX_RAISED = 3
 _CHUNK = 1 << 20  # weights that are worked on at a time
 
 
-def retarget(rows: Mapping[str, Rows], moments: Moments, share: float) -> Moments:
+def retarget(rows: Mapping[str, Rows], moments: Moments, share: float, damping: float = DAMPING) -> Moments:
     """Move ``rows`` the ``share`` of the way to their target, in place, and return ``moments`` without it. Local.
 
     Weights that are 0 stay so, and an input that was always 0 moves nothing. Arithmetic is float32.
@@ -36,7 +36,7 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, share: float) -> Moment
         return done
     scale = moments.square_sums.sqrt()
     scale = torch.where(scale == 0, 1, scale)
-    lower = _factor(moments.values / scale / scale[:, None], moments.names[0])
+    lower = _factor(moments.values / scale / scale[:, None], moments.names[0], damping)
     for name, of in aimed:
         residual = moments.residuals.get(name)
         wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
@@ -53,11 +53,11 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, share: float) -> Moment
     return done
 
 
-def _factor(a: torch.Tensor, name: str) -> torch.Tensor:
+def _factor(a: torch.Tensor, name: str, damping: float) -> torch.Tensor:
     """Return the Cholesky factor of ``a`` (in, in), of unit diagonal, damped as much as it takes."""
     diagonal = a.diagonal().clone()
     for raised in range(_MAX_RAISED + 1):
-        a.diagonal().copy_(diagonal + DAMPING * 10**raised)
+        a.diagonal().copy_(diagonal + damping * 10**raised)
         lower: torch.Tensor
         lower, info = torch.linalg.cholesky_ex(a)
         if int(info) == 0 and bool(torch.isfinite(lower).all()):

@@ -55,6 +55,7 @@ class Solver(ABC):
     """Subclasses give :meth:`prune`; what they do not override asks for nothing else."""
 
     needs: ClassVar[MomentsOf] = "features"
+    needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
     score: Score = Magnitude()  # of what is yielded
 
     def scored_by(self, score: Score) -> Solver:  # noqa: ARG002
@@ -69,8 +70,12 @@ class Solver(ABC):
         """
         return ()
 
-    def prepared_numel(self, num_in: int) -> int:  # noqa: ARG002
-        """Return how many float32 numbers :meth:`prepare` makes of the moments of ``num_in`` features."""
+    def weighed(self, rows: Rows) -> torch.Tensor:
+        """Return the weights of ``rows``, (rows, in), as their Gram matrix is to be taken."""
+        return rows.weight
+
+    def prepared_numel(self, rows: Rows) -> int:  # noqa: ARG002
+        """Return how many float32 numbers :meth:`prepare` makes of the moments of the inputs of ``rows``."""
         return 0
 
     def prepare(self, moments: Moments) -> Moments:

@@ -114,8 +114,8 @@ class SparseGPT(Solver):
         return [Stage(start, stop, pattern.part(start, stop)) for start, stop in _columns(num_in, pattern)]
 
     @override
-    def prepared_numel(self, num_in: int) -> int:
-        return (num_in // 2 + 1) * num_in + num_in + 2
+    def prepared_numel(self, rows: Rows) -> int:
+        return (rows.num_in // 2 + 1) * rows.num_in + rows.num_in + 2
 
     @override
     def prepare(self, moments: Moments) -> Moments:
