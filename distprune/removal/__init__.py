@@ -1,6 +1,35 @@
-"""Units leave a model: it becomes smaller in the layout it is in."""
+"""Smaller models: which channels, heads, layers and experts go, what reads them, refitted; and what is left, cut."""
 
+from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units
+from distprune.removal.criteria import OBS, Activation, Criterion, CriterionName, Fluctuation, Magnitude, Taylor
+from distprune.removal.evidence import UnitEvidence
+from distprune.removal.experts import ExpertCriterion, choose_experts
+from distprune.removal.layers import LayerCriterion, choose_layers, skipping
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import check_layers, check_units, remove_layers, remove_units
+from distprune.removal.remover import Refit
 
-__all__ = ["Kept", "check_layers", "check_units", "remove_layers", "remove_units"]
+__all__ = [
+    "OBS",
+    "Activation",
+    "Criterion",
+    "CriterionName",
+    "ExpertCriterion",
+    "Fluctuation",
+    "Kept",
+    "LayerCriterion",
+    "Magnitude",
+    "OnBlockUnits",
+    "Refit",
+    "Removal",
+    "Taylor",
+    "UnitEvidence",
+    "check_layers",
+    "check_units",
+    "choose_experts",
+    "choose_layers",
+    "choose_units",
+    "remove_layers",
+    "remove_units",
+    "skipping",
+]

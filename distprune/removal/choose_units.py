@@ -1,0 +1,239 @@
+"""Which units of a decoder go, block after block, and what reads them, refitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from distprune.calibration import Moments, Walk, find_crew, measure_sensitivities, shared_axis, spread
+from distprune.collectives import Communicator, Group, communicator, together
+from distprune.models import Found, Kind, decoder_blocks
+from distprune.oneshot.block import BlockPruner, Manner
+from distprune.oneshot.driver import Clock, prune_rows
+from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_share, samples_digest
+from distprune.oneshot.prune_blocks import without_nans
+from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.oneshot.retarget import DAMPING as TARGET_DAMPING
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.run_blocks import Finished, Meter, run_blocks
+from distprune.patterns import Unstructured, check_parts
+from distprune.pruning.agreement import Facts, agree_on
+from distprune.removal.biases import shift_biases
+from distprune.removal.criteria import Criterion, CriterionName, criterion_of
+from distprune.removal.norms import unit_norms
+from distprune.removal.plan import Kept
+from distprune.removal.readers import Readers, find_readers
+from distprune.removal.remover import Asked, Refit, UnitRemover
+from distprune.scores import Magnitude, Score
+from distprune.shards import LocalShard, local_shard
+
+__all__ = ["OnBlockUnits", "Removal", "choose_units"]
+
+OnBlockUnits = Callable[[int, BlockReport, Kept], None]
+
+DAMPING = 0.1  # of X^T X, of its diagonal
+NUM_STEPS = 16  # in which units go
+HEALING_DAMPING = 1.0  # the few directions that layers behind a gap share with one map; less overfits
+_REFITS = ("least_squares", "bias", "none")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is left: ``kept`` units by block, kind and place, and ``layers``; the same on every rank."""
+
+    kept: Kept
+    layers: tuple[int, ...]
+    report: OneShotReport
+
+
+def choose_units(
+    model: nn.Module,
+    samples: torch.Tensor,
+    keep: Mapping[Kind, int | float],
+    *,
+    layers: Sequence[int] | None = None,
+    criterion: CriterionName | Criterion = "obs",
+    refit: Refit = "least_squares",
+    targets: TargetsOf | None = None,
+    target_share: float = 0.5,
+    group: Group = None,
+    offload: bool = False,
+    finished: Finished | None = None,
+    on_block: OnBlockUnits | None = None,
+) -> Removal:
+    """Choose the units that stay in each decoder block of ``model``, zero what reads the others, and return which stay.
+
+    Nothing gets smaller here: the columns of the maps that read units (down, o) become zero where units go, and the
+    columns that stay are refitted, so that the model puts out what it will once they are cut. Blocks are walked, and
+    maps of a block pruned in turn, as by :func:`distprune.prune_blocks`, whose statistics these are.
+
+    Args:
+        model, samples, group, offload, finished: as of ``prune_blocks``. Of blocks that ``finished`` restores nothing
+            is in what is returned.
+        keep: by kind, how many units stay in each place, or which share of them: ``"mlp"`` channels, query ``"heads"``
+            (as many of each KV group), ``"kv_groups"`` with their query heads. Empty: only layers go.
+        layers: the decoder layers that stay, ascending; the others are passed over. With dense targets the last map of
+            the layer before a gap is fitted to what the dense model is behind the gap.
+        criterion: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"`` (Minitron), ``"magnitude"``, or
+            a :class:`Criterion` of one's own.
+        refit: ``"least_squares"``; ``"bias"``, where maps have biases: those alone make up for the mean of what goes
+            (FLAP); or ``"none"``.
+        targets, target_share: as of ``prune_blocks``; default ``"dense"`` with ``"least_squares"``, else ``"own"``.
+        on_block: called after each block with its number, its report, and which of its units stay.
+
+    Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
+    but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is home to twice X^T X in float64.
+    Rounds: those of ``prune_blocks``; for each map 2 more, and 2 of the units that stay; 2 where it has a bias.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, nothing changed: what ``prune_blocks`` refuses; more
+            units than are there, or not as many in each group; two kinds that the same map reads; units that cannot be
+            removed, by name; a map without a bias for ``"bias"``. With the blocks before changed: statistics or scores
+            that are NaN, by block and map; a map that no token reached.
+    """
+    comm = communicator(group)
+    meter = Meter(comm)
+
+    def look() -> tuple[Found, Facts, Score, tuple[Readers, Manner, Criterion, list[tuple[str, nn.Module]]]]:
+        chosen = criterion_of(criterion)
+        if refit not in _REFITS:
+            raise ValueError(f"{refit=} is none of {', '.join(_REFITS)}")
+        share = check_share(targets or ("dense" if refit == "least_squares" else "own"), target_share)
+        check_samples(model, samples)
+        blocks = blocks_to_walk(model)
+        plan = find_readers(model, blocks, keep, layers, heals=share > 0)
+        if refit == "bias" and (without := [name for name, of in plan.asked.items() if not of.has_bias]):
+            raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
+        manner = Manner("pairs", by_map=True, target_share=share, needs_sums=True)
+        facts = {
+            "keep": repr(sorted(keep.items())),
+            "layers": repr(None if layers is None else list(layers)),
+            "criterion": repr(chosen),
+            "refit": refit,
+            "targets": repr(share),
+            "offload": repr(offload),
+            "finished": repr(finished is not None),
+            "samples": samples_digest(samples),
+        }
+        shards = _shards(model, plan, with_cuts="norms" in chosen.needs)
+        return Found(shards, [], by_default=False, has_blocks=True), facts, Magnitude(), (plan, manner, chosen, blocks)
+
+    agreed, (plan, manner, chosen, blocks) = agree_on(comm, look)
+    shards = {shard.name: shard for shard in agreed.shards()}
+    check_parts(comm, agreed.roster, lambda: without_nans(list(shards.values())))
+    with together(comm):
+        axis = shared_axis(model)
+    crew = find_crew(comm, axis)
+    asked = dict(plan.asked)
+    if "norms" in chosen.needs and asked:
+        norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
+        asked = {name: dataclasses.replace(of, norms=n) for (name, of), n in zip(asked.items(), norms, strict=True)}
+    if "gradients" in chosen.needs:
+        with together(comm):
+            device = next((p.device for p in model.parameters()), "cpu")
+            mine = spread(samples, crew.number, crew.num_crews, device)
+        readers = [
+            (block, {f"{name}.{reader}": linear for reader, linear in of_block.maps.items()})
+            for (name, block), of_block in zip(blocks, plan.maps, strict=True)
+        ]
+        found = measure_sensitivities(comm, crew, model, readers, mine)
+        asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
+    healed = {f"{blocks[index][0]}.{name}" for index, name in plan.healed.items()}
+    settle = _Settle(asked, healed, chosen, refit, manner.target_share)
+    owned = {name: bool(shard.owned) for name, shard in shards.items()}
+
+    def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
+        return BlockPruner(comm, crew, walk, num_counted, manner, plan.maps, owned, settle, plan.skipped, plan.healed)
+
+    def kept_of(block: str) -> Kept:
+        some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in plan.kinds}
+        if missing := some.keys() - settle.kept.keys():
+            raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
+        return {(block, of.units.kind, of.units.name): torch.tensor(settle.kept[name]) for name, of in some.items()}
+
+    def call_back(index: int, report: BlockReport) -> None:
+        of_block = kept_of(report.name)
+        if on_block is not None:
+            on_block(index, report, of_block)
+
+    reports = run_blocks(
+        comm,
+        crew,
+        model,
+        samples,
+        make_pruner,
+        has_targets=manner.has_targets,
+        offload=offload,
+        finished=finished,
+        on_block=call_back,
+    )
+    kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+    for of_block in reports:
+        kept |= kept_of(of_block.name)
+    report = OneShotReport(
+        chosen.name,
+        ", ".join(f"{kind} {share}" for kind, share in keep.items()),
+        "map",
+        manner.target_share,
+        None,
+        len(samples),
+        reports,
+        (),
+        *dataclasses.astuple(meter.read()),
+    )
+    layers_left = tuple(index for index in range(len(blocks)) if index not in plan.skipped)
+    return Removal(kept, layers_left, report)
+
+
+@dataclass(frozen=True)
+class _Settle:
+    """Has units of readers removed; ``kept`` are those that stay, by reader, on every rank."""
+
+    asked: Mapping[str, Asked]
+    healed: set[str]
+    criterion: Criterion
+    refit: Refit
+    target_share: float
+    kept: dict[str, list[int]] = field(default_factory=dict)
+
+    def __call__(
+        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock
+    ) -> dict[str, Outcome]:
+        heals = any(of.name in self.healed for of in rows.values())  # maps of a stage that adds are alone in it
+        some = {name: self.asked[of.name] for name, of in rows.items()}
+        by_name = {rows[name].name: of for name, of in some.items()}
+        prefix = next((f"{of.block}." for of in some.values()), "")
+        remover = UnitRemover(by_name, prefix, self.criterion, self.refit, DAMPING, NUM_STEPS)
+        outcomes = prune_rows(
+            comm,
+            rows,
+            moments,
+            remover,
+            Unstructured(0.0),
+            clock,
+            target_share=1.0 if heals else self.target_share,
+            target_damping=HEALING_DAMPING if heals else TARGET_DAMPING,
+        )
+        for told in comm.gather(remover.kept):
+            self.kept.update(told)
+        with_bias = {name: of.linear for name, of in some.items() if of.has_bias and self.refit != "none"}
+        shift_biases(comm, with_bias, remover.offsets)
+        return outcomes
+
+
+def _shards(model: nn.Module, plan: Readers, *, with_cuts: bool) -> list[LocalShard]:
+    """Return this rank's part of the readers' weights, or of all parameters that get smaller."""
+    found: dict[str, LocalShard] = {}
+    blocks = dict(decoder_blocks(model))
+    for of in plan.asked.values():
+        paths = [of.linear.parameter_path, *(cut.parameter for cut in of.units.cuts if with_cuts)]
+        for path in paths:
+            name = f"{of.block}.{path}"
+            if name not in found:
+                found[name] = local_shard(name, blocks[of.block].get_parameter(path))
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""How much each unit of a reader matters: a criterion is one small class.
+
+One of one's own says what it :attr:`~Criterion.needs` and returns a score for each unit; it then works for every kind
+of unit, in every layout and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from typing_extensions import override
+
+from distprune.removal.evidence import UnitEvidence
+
+__all__ = ["OBS", "Activation", "Criterion", "CriterionName", "Fluctuation", "Magnitude", "Taylor", "criterion_of"]
+
+CriterionName = Literal["obs", "taylor", "fluctuation", "activation", "magnitude"]
+Need = Literal["norms", "gradients"]
+
+
+class Criterion(ABC):
+    """The units with the lowest scores go, of equal ones those with the lowest indices first.
+
+    >>> class Energy(Criterion):
+    ...     def scores(self, evidence):
+    ...         return evidence.of_units(evidence.mean_squares)
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ()
+    rescored: ClassVar[bool] = False  # units go in steps, and those left are scored again after each
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return type(self).__name__.lower()
+
+    @abstractmethod
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        """Return one score for each unit, (num_units,) float64, higher = keep; of units that have gone any. Local."""
+
+
+@dataclass(frozen=True)
+class OBS(Criterion):
+    """What the outputs lose if a unit goes and W is refitted: tr(W_j [A^-1]_jj^-1 W_j^T), A = X^T X.
+
+    Optimal Brain Surgeon (Hassibi and Stork, 1992) for units, as in ZipLM (arXiv 2302.04089).
+    """
+
+    rescored: ClassVar[bool] = True
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        alive = evidence.alive
+        of = evidence.features[alive]
+        rows, columns = of[:, :, None], of[:, None, :]
+        solved: torch.Tensor = torch.linalg.solve(evidence.inverse[rows, columns], evidence.gram[rows, columns])
+        scores = solved.new_full((len(alive),), torch.inf)
+        scores[alive] = solved.diagonal(dim1=1, dim2=2).sum(dim=1)
+        return scores
+
+
+@dataclass(frozen=True)
+class WeightedOBS(OBS):
+    """OBS with each output weighed by how much the loss feels it: W^T R W in the place of W^T W."""
+
+    needs: ClassVar[tuple[Need, ...]] = ("gradients",)
+
+
+@dataclass(frozen=True)
+class Taylor(Criterion):
+    """What the loss feels of a unit that goes, to second order: the sum of r_i W_ij^2 A_jj.
+
+    r_i are the squared gradients of the outputs (LeCun et al., 1989; Molchanov et al., arXiv 1906.10771).
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("gradients",)
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        return evidence.of_units(evidence.gram.diagonal() * evidence.mean_squares)
+
+
+@dataclass(frozen=True)
+class Fluctuation(Criterion):
+    """How much what a unit adds varies over tokens: the variance of x_j times ||W_j||^2 (FLAP, arXiv 2312.11983)."""
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        variances = evidence.mean_squares - evidence.means.square()
+        return evidence.of_units(variances * evidence.gram.diagonal())
+
+
+@dataclass(frozen=True)
+class Activation(Criterion):
+    """The mean of |x_j| (Minitron, arXiv 2407.14679)."""
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        return evidence.of_units(evidence.mean_sizes)
+
+
+@dataclass(frozen=True)
+class Magnitude(Criterion):
+    """The sum of squares of all weights that leave with a unit."""
+
+    needs: ClassVar[tuple[Need, ...]] = ("norms",)
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        assert evidence.norms is not None
+        return evidence.norms
+
+
+def criterion_of(name: CriterionName | Criterion) -> Criterion:
+    """Return the criterion called ``name``, or the one that is given.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if isinstance(name, Criterion):
+        return name
+    known: dict[str, Criterion] = dict(
+        zip(get_args(CriterionName), (OBS(), Taylor(), Fluctuation(), Activation(), Magnitude()), strict=True)
+    )
+    if name not in known:
+        raise ValueError(f"criterion={name!r} is none of {', '.join(known)}, or a Criterion")
+    return known[name]

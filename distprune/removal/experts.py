@@ -1,0 +1,152 @@
+"""Which experts of a mixture go: by how many tokens the router sends them, or by what they put out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distprune.calibration import catch_inputs, find_crew, shared_axis, spread
+from distprune.collectives import Group, agree, communicator, sum_together, together
+from distprune.models import Units, evaluating, expert_inputs, expert_weights, find_all_units, linear_maps
+from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
+from distprune.removal.plan import Kept
+from distprune.removal.readers import num_to_keep
+
+__all__ = ["ExpertCriterion", "choose_experts"]
+
+ExpertCriterion = Literal["output", "usage"]
+_INDEX, _SHARES = "top_k_index", "top_k_weights"  # of every experts module of transformers 5
+
+
+def choose_experts(
+    model: nn.Module,
+    samples: torch.Tensor,
+    keep: int | float,
+    *,
+    criterion: ExpertCriterion = "output",
+    group: Group = None,
+) -> Kept:
+    """Return which experts stay in each decoder block of ``model``, which is left as it was.
+
+    An expert cannot be zeroed (the router would still choose it): cut those that go before anything else is chosen.
+
+    Args:
+        model, samples, group: as of :func:`distprune.prune_blocks`.
+        keep: how many experts stay in each block, or which share of them; as many of each of the router's groups.
+        criterion: ``"output"``: those go whose outputs are the smallest, by the norm times the router's share, summed
+            over tokens (REAP, arXiv 2510.13999, by the sum); ``"usage"``: those to which the fewest tokens go. Of
+            equals the first goes.
+
+    Every rank of ``group`` must call it, with equal arguments, and all come to the same experts, as one rank does.
+    Rounds: those of a walk, and 1 for each block of 8 bytes an expert.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more experts than are
+            there, or not as many in each group; no experts, or such that cannot be removed, by name; outputs that are
+            NaN or infinite, by block.
+    """
+    comm = communicator(group)
+    with together(comm):
+        check_samples(model, samples)
+        if criterion not in ("output", "usage"):
+            raise ValueError(f"{criterion=} is none of output, usage")
+        blocks_to_walk(model)
+        found = find_all_units(model, "experts")
+        num_kept = {
+            (block, units.name): num_to_keep(units, keep, f"{block}.{units.name}")
+            for block, of_block in found
+            for units in of_block
+        }
+        axis = shared_axis(model)
+    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": samples_digest(samples)})
+    crew = find_crew(comm, axis)
+    kept: dict[Any, torch.Tensor] = {}
+    with evaluating(model):
+        with together(comm):
+            device = next((p.device for p in model.parameters()), "cpu")
+            mine = spread(samples, crew.number, crew.num_crews, device)
+            walk = catch_inputs(model, mine.batches, comm=comm)
+        for index, (name, block) in enumerate(walk.blocks):
+            units_here = found[index][1]
+            heard = [_Heard(block, units, criterion) for units in units_here]
+            counts = [sample < mine.num_counted and crew.place == 0 for sample in range(walk.num_samples)]
+
+            def begin(sample: int, heard: Sequence[_Heard] = heard, counts: Sequence[bool] = counts) -> None:
+                for of_units in heard:
+                    of_units.counts = counts[sample]
+
+            with _listening(heard):
+                walk.advance(index, comm, begin=begin)
+
+            def fill(words: torch.Tensor, heard: Sequence[_Heard] = heard) -> None:
+                words.copy_(torch.cat([torch.empty(0), *(of_units.scores for of_units in heard)]))
+
+            total = sum_together(comm, (sum(of.num_units for of in units_here),), fill, torch.float64)
+            if not bool(torch.isfinite(total).all()):  # the same on every rank
+                raise ValueError(f"experts of block {name!r} put out NaN or Inf")
+            for units, scores in zip(units_here, torch.split(total, [of.num_units for of in units_here]), strict=True):
+                kept[name, "experts", units.name] = _highest(scores.tolist(), units, num_kept[name, units.name])
+    return kept
+
+
+class _Heard:
+    """The scores of the experts of one place, summed over this rank's samples."""
+
+    def __init__(self, block: nn.Module, units: Units, criterion: ExpertCriterion) -> None:
+        self.module, self.counts, self._criterion = block.get_submodule(units.name), False, criterion
+        self.scores = torch.zeros(units.num_units, dtype=torch.float64)
+        last = expert_weights(self.module)[-1]
+        self._readers = {
+            linear.expert: linear
+            for linear in linear_maps(block).values()
+            if linear.module is self.module and linear.parameter_name == last
+        }
+
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self.counts:
+            return
+        inputs = expert_inputs(module, args, kwargs)
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        for expert, linear in self._readers.items():
+            assert expert is not None
+            tokens, x = inputs.get(f"{linear.parameter_name}.{expert}", (None, None))
+            if tokens is None or x is None:
+                continue
+            if self._criterion == "usage":
+                self.scores[expert] += len(x)
+                continue
+            if not {_INDEX, _SHARES} <= given.keys():
+                raise NotImplementedError(
+                    f"a {type(module).__name__} is not called with {_INDEX} and {_SHARES}: what its experts put out is "
+                    "not known; use criterion='usage'"
+                )
+            weight = linear.parameter.detach()[expert]
+            put_out = x @ (weight if linear.transposed else weight.t())
+            shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
+            norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
+            self.scores[expert] += float(norms.sum().float())  # float64 adds the addends of all samples exactly
+
+
+@contextmanager
+def _listening(heard: Sequence[_Heard]) -> Iterator[None]:
+    handles = [of.module.register_forward_pre_hook(of.hook, with_kwargs=True) for of in heard]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _highest(scores: Sequence[float], units: Units, num_kept: int) -> torch.Tensor:
+    """Return the units that stay, ascending: of each group the highest, of equals the last."""
+    size, num = units.num_units // units.num_groups, num_kept // units.num_groups
+    stays: list[int] = []
+    for start in range(0, units.num_units, size):
+        by_score = sorted(range(start, start + size), key=lambda unit: (scores[unit], unit))
+        stays += sorted(by_score[size - num :])
+    return torch.tensor(stays, dtype=torch.int64)

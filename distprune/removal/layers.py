@@ -1,0 +1,142 @@
+"""Which decoder layers go: by how little each changes hidden states, or by what the loss says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distprune.calibration import catch_inputs, find_crew, shared_axis, spread
+from distprune.collectives import Communicator, Group, agree, communicator, sum_together, together
+from distprune.evaluation import Continuation, log_likelihoods
+from distprune.models import decoder_blocks, evaluating
+from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
+
+__all__ = ["LayerCriterion", "choose_layers", "skipping"]
+
+LayerCriterion = Literal["loss", "influence"]
+Progress = Callable[[int, int], None] | None
+
+
+def choose_layers(
+    model: nn.Module,
+    samples: torch.Tensor,
+    num_kept: int,
+    *,
+    criterion: LayerCriterion = "loss",
+    group: Group = None,
+    progress: Progress = None,
+) -> list[int]:
+    """Return which ``num_kept`` decoder layers of ``model`` stay, ascending; the model is left as it was.
+
+    To be given to :func:`choose_units` as ``layers``, which makes up for those that go.
+
+    Args:
+        model, samples, group: as of :func:`distprune.prune_blocks`.
+        criterion: ``"loss"``: one layer after the other goes, each time the one without which the samples' loss is
+            lowest (SLEB, arXiv 2402.09025); as many forwards as layers for each of them. ``"influence"``: those go that
+            change hidden states least, by 1 - cos of what they are given and put out (ShortGPT, arXiv 2403.03853); one
+            forward in all. Of equals the first goes.
+        progress: called with (layers tried, number to try) on this rank.
+
+    Every rank of ``group`` must call it, with equal arguments, and all come to the same layers. Rounds: for
+    ``"influence"`` those of a walk, 1 for each layer; for ``"loss"`` those of :func:`log_likelihoods` for each layer
+    tried.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more layers than are
+            there, or none; a loss, or hidden states, that are NaN or infinite, by layer.
+    """
+    comm = communicator(group)
+    with together(comm):
+        check_samples(model, samples)
+        num_layers = len(blocks_to_walk(model))
+        if isinstance(num_kept, bool) or not isinstance(num_kept, int):
+            raise TypeError(f"num_kept must be a number of layers, not {num_kept!r}")
+        if not 1 <= num_kept <= num_layers:
+            raise ValueError(f"{num_kept=} layers of {num_layers} cannot stay")
+        if criterion not in ("loss", "influence"):
+            raise ValueError(f"{criterion=} is none of loss, influence")
+        if criterion == "loss" and samples.shape[1] < 2:
+            raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
+    agree(comm, {"layers": num_kept, "criterion": criterion, "samples": samples_digest(samples)})
+    if criterion == "influence":
+        influences = _influences(comm, model, samples, progress)
+        by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
+        return sorted(by_influence[num_layers - num_kept :])
+    kept = list(range(num_layers))
+    beside: dict[type, Any] = {}
+    num_tried, num_to_try = 0, sum(range(num_kept + 1, num_layers + 1))
+    asked = [Continuation(sample[:-1], sample[1:]) for sample in samples]
+    while len(kept) > num_kept:
+        losses: list[float] = []
+        for index in kept:
+            gone = {*range(num_layers)} - {*kept} | {index}
+            with skipping(model, gone, beside):
+                scored = log_likelihoods(model, asked, group=comm)
+            losses.append(-math.fsum(scored[:, 0].tolist()))
+            if not math.isfinite(losses[-1]):  # the same on every rank
+                raise ValueError(f"the loss without layers {sorted(gone)} is {losses[-1]}")
+            num_tried += 1
+            if progress is not None:
+                progress(num_tried, num_to_try)
+        kept.pop(min(range(len(kept)), key=lambda place: (losses[place], place)))
+    return kept
+
+
+@contextmanager
+def skipping(model: nn.Module, indices: Set[int], beside: dict[type, Any] | None = None) -> Iterator[None]:
+    """Let the decoder layers ``indices`` of ``model`` hand on what they are given while this lasts. Local.
+
+    Hooks, and what FSDP2 gathers, are as before. ``beside`` keeps what a kind of layer puts out, so that only the first
+    of all runs.
+    """
+    known = {} if beside is None else beside
+    with ExitStack() as stack:
+        for index, (_, block) in enumerate(decoder_blocks(model)):
+            if index in indices:
+                own = {key: value for key, value in vars(block).items() if key == "forward"}
+                stack.callback(vars(block).update, own)
+                stack.callback(vars(block).pop, "forward")
+                vars(block)["forward"] = partial(_hand_on, block.forward, known, type(block))
+        yield
+
+
+def _hand_on(forward: Callable[..., Any], known: dict[type, Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Return the hidden states that a block is given, as it puts them out."""
+    if kind not in known:
+        known[kind] = forward(*args, **kwargs)
+    given, output = args[0] if args else kwargs["hidden_states"], known[kind]
+    return type(output)((given, *output[1:])) if isinstance(output, tuple | list) else given
+
+
+def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, progress: Progress) -> list[float]:
+    """Return 1 - cos of what each layer is given and puts out, the mean over tokens."""
+    with together(comm):
+        axis = shared_axis(model)
+    crew = find_crew(comm, axis)
+    influences: list[float] = []
+    with evaluating(model):
+        with together(comm):
+            device = next((p.device for p in model.parameters()), "cpu")
+            mine = spread(samples, crew.number, crew.num_crews, device)
+            walk = catch_inputs(model, mine.batches, comm=comm)
+        for index in range(len(walk.blocks)):
+            before = [hidden.clone() for hidden in walk.hidden]
+            walk.advance(index, comm)
+
+            def fill(total: torch.Tensor, before: Sequence[torch.Tensor] = before) -> None:
+                for given, put_out in zip(before[: mine.num_counted], walk.hidden, strict=False):
+                    cosines = nn.functional.cosine_similarity(given.double(), put_out.double(), dim=-1)
+                    # An addend of float32, of a sample: float64 adds them without error, in any order.
+                    total += float((1 - cosines).mean().float()) if crew.place == 0 else 0.0
+
+            influences.append(float(sum_together(comm, (1,), fill, torch.float64)[0]) / len(samples))
+            if progress is not None:
+                progress(index + 1, len(walk.blocks))
+    return influences

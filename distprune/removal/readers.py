@@ -1,0 +1,125 @@
+"""What is asked of each map that reads units, the *readers*: checked before anything changes. Local."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from distprune.models import Kind, Units, find_all_units, find_units, linear_maps
+from distprune.oneshot.block_maps import BlockMaps
+from distprune.removal.remover import Asked
+
+__all__ = ["Readers", "find_readers", "layers_left", "num_to_keep"]
+
+
+@dataclass(frozen=True)
+class Readers:
+    """``asked`` by the reader's name in the model; ``maps`` are the readers of each block; ``skipped`` blocks go.
+
+    ``healed`` names, by block, the map that makes up for the blocks that go behind it.
+    """
+
+    asked: dict[str, Asked]
+    maps: list[BlockMaps]
+    skipped: frozenset[int]
+    healed: dict[int, str]
+    kinds: tuple[Kind, ...]
+
+
+def find_readers(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    keep: Mapping[Kind, int | float],
+    layers: Sequence[int] | None,
+    *,
+    heals: bool,
+) -> Readers:
+    """Return what ``keep`` and ``layers`` ask of each reader, by the blocks that stay.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: see ``choose_units``.
+    """
+    if "experts" in keep:
+        raise ValueError("experts are chosen by choose_experts, before the units of those that stay")
+    kept = layers_left(layers, len(blocks))
+    of_kinds = {kind: dict(find_all_units(model, kind)) for kind in keep}
+    asked: dict[str, Asked] = {}
+    healed: dict[int, str] = {}
+    maps: list[BlockMaps] = []
+    following = dict(pairwise([*kept, len(blocks)]))
+    for index, (name, block) in enumerate(blocks):
+        linears = linear_maps(block)
+        of_block: dict[str, Asked] = {}
+        for kind, share in keep.items() if index in following else ():
+            for units in of_kinds[kind][name]:
+                assert units.reader is not None  # only experts have none
+                if units.reader in of_block:
+                    raise ValueError(
+                        f"{kind} and {of_block[units.reader].units.kind} are both inputs of "
+                        f"'{name}.{units.reader}': remove one of them, then the other"
+                    )
+                num_kept = num_to_keep(units, share, f"{name}.{units.name}")
+                of_block[units.reader] = Asked(name, units, num_kept, linears[units.reader])
+        if heals and following.get(index, index + 1) > index + 1:
+            reader = _healer(block, name)
+            if reader is not None and reader.reader is not None:
+                healed[index] = reader.reader
+                of_block.setdefault(reader.reader, Asked(name, reader, reader.num_units, linears[reader.reader]))
+        asked |= {f"{name}.{reader}": of for reader, of in of_block.items()}
+        maps.append(BlockMaps({reader: of.linear for reader, of in of_block.items()}, {}))
+    return Readers(asked, maps, frozenset(range(len(blocks))) - following.keys(), healed, tuple(keep))
+
+
+def layers_left(layers: Sequence[int] | None, num_layers: int) -> list[int]:
+    """Return the layers that stay, all where there is nothing said.
+
+    Raises:
+        ValueError: they are none, not ascending, or not there.
+    """
+    if layers is None:
+        return list(range(num_layers))
+    kept = list(layers)
+    if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < num_layers:
+        raise ValueError(f"{layers=} must be some of the {num_layers} layers, 0 to {num_layers - 1}, ascending")
+    return kept
+
+
+def num_to_keep(units: Units, share: int | float, name: str) -> int:
+    """Return how many of ``units`` stay: a number, or a share of them, rounded to as many in each group.
+
+    Raises:
+        TypeError: ``share`` is no number.
+        ValueError: more than are there, none, or not as many in each group; it says which are possible.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise TypeError(f"keep {units.kind}: a number of units or a share of them, not {share!r}")
+    num_groups, size = units.num_groups, units.num_units // units.num_groups
+    if isinstance(share, float):
+        if not 0 < share <= 1:
+            raise ValueError(f"keep {units.kind}: the share {share} is not in (0, 1]")
+        return max(1, round(share * size)) * num_groups
+    if not 1 <= share <= units.num_units or share % num_groups:
+        multiples = "" if num_groups == 1 else f"multiples of {num_groups}, one for each group, "
+        raise ValueError(
+            f"keep {units.kind}: {share} of the {units.num_units} of {name!r} cannot stay; possible are {multiples}"
+            f"up to {units.num_units}"
+        )
+    return share
+
+
+def _healer(block: nn.Module, name: str) -> Units | None:
+    """Return the units of the MLP whose outputs are the last to be added to hidden states."""
+    try:
+        found = [units for units in find_units(block, "mlp") if units.reader in linear_maps(block)]
+    except NotImplementedError:
+        found = []
+    if len(found) != 1:
+        warnings.warn(
+            f"block {name!r} has no one map that could make up for the layers that go behind it", stacklevel=2
+        )
+        return None
+    return found[0]

@@ -1,0 +1,195 @@
+"""Units of one reader: which stay, and the weights of what reads them, refitted.
+
+With A = X^T X of the inputs of W, K those that stay and P those that go, W_K <- W_K + W_P A_PK (A_KK + lambda D)^-1:
+the least squares fit to what W put out before, D the diagonal of A. Where W has a bias A is taken about the mean, and
+the bias takes up what the mean loses. All of it is arithmetic of one rank, the input's home, but for the rows of W,
+which each rank changes where they lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from typing_extensions import override
+
+from distprune.calibration import Moments, MomentsOf
+from distprune.models import LinearMap, Units
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.patterns import Pattern
+from distprune.removal.criteria import Criterion
+from distprune.removal.evidence import UnitEvidence, damped
+
+__all__ = ["Asked", "Refit", "UnitRemover", "lowest_units"]
+
+Refit = Literal["least_squares", "bias", "none"]
+_CHUNK = 1 << 20  # weights that are refitted at a time
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of one reader: ``num_kept`` of ``units`` of block ``block`` stay.
+
+    ``norms`` (num_units,) and ``gradients`` (out,) are there where the criterion needs them.
+    """
+
+    block: str
+    units: Units
+    num_kept: int
+    linear: LinearMap
+    norms: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
+
+    @property
+    def features(self) -> torch.Tensor:
+        """(num_units, width): the inputs that each unit owns."""
+        assert self.units.reader_index is not None  # else there is no reader
+        return self.units.reader_index
+
+    @property
+    def num_gone(self) -> int:
+        """How many inputs go."""
+        return (self.units.num_units - self.num_kept) * self.features.shape[1]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.linear.expert is None and getattr(self.linear.module, "bias", None) is not None
+
+
+@dataclass(frozen=True)
+class UnitRemover(Solver):
+    """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
+
+    ``kept`` are the units that stay, by reader, on its home alone; ``offsets``, by the map's name in the block, rows
+    of this rank and what their biases gain. ``num_steps``: criteria that are rescored are so at most that often.
+    """
+
+    needs: ClassVar[MomentsOf] = "pairs"
+    needs_gram: ClassVar[bool] = True
+    asked: Mapping[str, Asked]
+    prefix: str  # the block's name and a dot
+    criterion: Criterion
+    refit: Refit
+    damping: float
+    num_steps: int
+    kept: dict[str, list[int]] = field(default_factory=dict)
+    offsets: dict[str, tuple[Rows, torch.Tensor]] = field(default_factory=dict)
+
+    @override
+    def weighed(self, rows: Rows) -> torch.Tensor:
+        gradients = self.asked[rows.name].gradients
+        if gradients is None or not rows.weight.numel():
+            return rows.weight
+        own = torch.cat([gradients[start:stop] for start, stop in rows.runs]).to(rows.weight.device)
+        return rows.weight.float() * own.sqrt()[:, None]
+
+    @override
+    def prepared_numel(self, rows: Rows) -> int:
+        num_gone = self.asked[rows.name].num_gone
+        return rows.num_in * (1 + num_gone) + num_gone  # kept or not; coefficients and errors; means
+
+    @override
+    def prepare(self, moments: Moments) -> Moments:
+        name = f"{self.prefix}{moments.names[0]}"
+        asked = self.asked[name]
+        evidence = _evidence(asked, moments, self.damping, centered=asked.has_bias and self.refit != "none")
+        kept = lowest_units(asked, evidence, self.criterion, self.num_steps, name)
+        self.kept[name] = kept.tolist()
+        stays = torch.ones(len(evidence.products), dtype=torch.bool, device=kept.device)
+        leaving = torch.ones(asked.units.num_units, dtype=torch.bool, device=kept.device)
+        leaving[kept] = False
+        stays[evidence.features[leaving].flatten()] = False
+        own, other = stays.nonzero()[:, 0], (~stays).nonzero()[:, 0]
+        a = evidence.products
+        between, of_other = a[other[:, None], own], a[other[:, None], other]
+        coefficients = torch.zeros_like(between)  # (gone, kept)
+        if self.refit == "least_squares" and len(other):
+            lower = torch.linalg.cholesky(damped(a[own[:, None], own], self.damping))
+            coefficients = torch.cholesky_solve(between.t(), lower).t()
+        lost = of_other - coefficients @ between.t()
+        lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
+        means = evidence.means[other] - coefficients @ evidence.means[own]
+        packed = [stays, coefficients.reshape(-1), lost.reshape(-1), means]
+        return dataclasses.replace(moments, values=torch.cat([part.float() for part in packed]), gram=None)
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+        yield from ()
+        solved: dict[str, Solved] = {}
+        for name, of in rows.items():
+            asked = self.asked[of.name]
+            values, num_gone = moments.values.to(of.weight.device), asked.num_gone
+            sizes = [of.num_in, num_gone * (of.num_in - num_gone), num_gone**2, num_gone]
+            stays, coefficients, lost, means = torch.split(values, sizes)
+            own, other = (stays != 0).nonzero()[:, 0], (stays == 0).nonzero()[:, 0]
+            error, offsets = 0.0, []
+            for weight in torch.split(of.weight, max(1, _CHUNK // max(of.num_in, 1))) if of.weight.numel() else ():
+                gone, before = weight[:, other].float(), weight[:, own]
+                change = (gone @ coefficients.view(num_gone, len(own))).masked_fill_(
+                    before == 0, 0
+                )  # what was pruned stays so
+                weight[:, own] = (before + change).to(weight.dtype)
+                weight[:, other] = 0
+                error += float((gone @ lost.view(num_gone, num_gone)).mul_(gone).sum(dtype=torch.float64))
+                offsets.append(gone @ means)
+            if asked.has_bias and self.refit != "none":
+                self.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
+            solved[name] = Solved(num_gone * len(of.weight), max(error, 0.0), self.damping)
+        return solved
+
+
+def _evidence(asked: Asked, moments: Moments, damping: float, *, centered: bool) -> UnitEvidence:
+    assert moments.sums is not None
+    assert moments.gram is not None  # both were asked for
+    products, num = moments.values.double(), max(moments.num_tokens, 1)
+    sums = moments.sums.double() / num
+    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
+        products = torch.eye(len(products), dtype=torch.float64, device=products.device)
+    squares = products.diagonal() / num
+    if centered:
+        products = products - num * torch.outer(sums[:, 0], sums[:, 0])
+    device = products.device
+    return UnitEvidence(
+        asked.features.to(device),
+        products,
+        moments.gram.to(device),
+        sums[:, 0],
+        squares,
+        sums[:, 1],
+        None if asked.norms is None else asked.norms.to(device),
+        damping,
+    )
+
+
+def lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion, num_steps: int, name: str) -> torch.Tensor:
+    """Return the units that stay, ascending (int64); as many go of each group. Changes ``evidence``.
+
+    Raises:
+        ValueError: scores are NaN, or not one for each unit.
+    """
+    units = asked.units
+    size = units.num_units // units.num_groups  # of a group
+    left = [(units.num_units - asked.num_kept) // units.num_groups] * units.num_groups  # to go, by group
+    num_asked = math.ceil(sum(left) / num_steps) if criterion.rescored else sum(left)
+    gone: set[int] = set()
+    while any(left):
+        scores = criterion.scores(evidence)
+        if not isinstance(scores, torch.Tensor) or scores.shape != (units.num_units,):
+            raise ValueError(f"criterion {criterion.name!r} returned no {units.num_units} scores of {name!r}")
+        if bool(scores[evidence.alive].isnan().any()):
+            raise ValueError(f"scores of {units.kind} are NaN at {name!r}; mend the weights or statistics first")
+        chosen: list[int] = []
+        for unit in torch.sort(scores, stable=True).indices.tolist():
+            if unit not in gone and left[unit // size] and len(chosen) < num_asked:
+                left[unit // size] -= 1
+                chosen.append(unit)
+        gone.update(chosen)
+        if criterion.rescored and any(left):
+            evidence.remove(torch.tensor(chosen, device=scores.device))
+    stays = [unit for unit in range(units.num_units) if unit not in gone]
+    return torch.tensor(stays, dtype=torch.int64, device=evidence.products.device)

@@ -1,0 +1,254 @@
+"""Units that stay, and refitted weights, are those of the plain oracle, and the same on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.oneshot import BlockReport
+from distprune.removal import Criterion, Kept, UnitEvidence, choose_units
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import sharded
+from tests.oneshot.test_tensor_parallel import make as make_plan, wrapped
+from tests.removal_oracle import Reader, remove_units
+from tests.worlds import ProcessPool, drawing, run_threads
+from tests.wrapped import whole
+
+TOKENS = samples(5)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # of 6 features
+_QKV = tuple((f"self_attn.{letter}_proj.weight", 0, width) for letter, width in (("q", 12), ("k", 6), ("v", 6)))
+_MLP = tuple((f"mlp.{name}_proj.weight", 0, 1) for name in ("gate", "up"))
+_FC1 = (("fc1.weight", 0, 1), ("fc1.bias", 0, 1))
+READERS = {
+    "llama": [
+        Reader("heads", "self_attn.o_proj", 4, 6, 2),
+        Reader("kv_groups", "self_attn.o_proj", 2, 12, 1, _QKV),
+        Reader("mlp", "mlp.down_proj", 40, 1, 1, _MLP),
+    ],
+    "opt": [Reader("heads", "self_attn.out_proj", 2, 12), Reader("mlp", "fc2", 40, 1, 1, _FC1)],
+    "gpt2": [Reader("mlp", "mlp.c_proj", 96, 1)],
+    "mixtral": [Reader("mlp", f"mlp.experts.down_proj.{expert}", 40, 1) for expert in range(4)],
+}
+CHANGES: dict[str, dict[str, Any]] = {"llama": HEADS, "mixtral": HEADS}
+# What is asked for; what is not said is as it is by default.
+Case: TypeAlias = tuple[str, Any, dict[str, Any]]
+BOTH: Any = {"mlp": 30, "heads": 2}
+CASES: list[Case] = [
+    ("llama", BOTH, {}),
+    ("llama", {"mlp": 29, "kv_groups": 1}, {"targets": "own"}),
+    ("llama", BOTH, {"layers": [0, 2]}),  # healed
+    ("llama", {}, {"layers": [1]}),  # at both ends
+    ("llama", BOTH, {"criterion": "taylor"}),
+    ("llama", BOTH, {"criterion": "fluctuation", "refit": "none"}),
+    ("llama", {"mlp": 30, "kv_groups": 1}, {"criterion": "magnitude", "refit": "none"}),
+    ("llama", BOTH, {"criterion": "activation"}),
+    ("opt", {"mlp": 30, "heads": 1}, {}),
+    ("opt", {"mlp": 30}, {"criterion": "fluctuation", "refit": "bias"}),
+    ("opt", {"mlp": 30}, {"criterion": "magnitude"}),
+    ("gpt2", {"mlp": 70}, {"targets": "own"}),
+    ("mixtral", {"mlp": 30}, {}),
+    ("mixtral", {"mlp": 30}, {"criterion": "taylor", "refit": "none"}),
+]
+Chosen: TypeAlias = tuple[dict[Any, list[int]], dict[str, torch.Tensor]]
+
+
+def make(architecture: str) -> nn.Module:
+    """Return the same model on every rank, with biases that matter."""
+    model = tiny_model(architecture, **CHANGES.get(architecture, {}))
+    with drawing(1), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    return model
+
+
+def chosen(model: nn.Module, case: Case) -> Chosen:
+    _, keep, how = case
+    with warnings.catch_warnings(action="ignore"):
+        removal = choose_units(model, TOKENS, keep, **how)
+    assert removal.layers == tuple(how.get("layers", range(len(removal.layers))))
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return {key: units.tolist() for key, units in removal.kept.items()}, weights
+
+
+def check_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, weight in found.items():
+        assert float((weight - wanted[name]).norm()) <= tolerance * float(wanted[name].norm()), name
+
+
+def by_kind(kept: Mapping[tuple[str, str, str], list[int]]) -> dict[tuple[str, str], list[list[int]]]:
+    return {key[:2]: [units for other, units in kept.items() if other[:2] == key[:2]] for key in kept}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_the_oracles(case: Case) -> None:
+    architecture, keep, how = case
+    plain = make(architecture)
+    refit = how.get("refit", "least_squares")
+    share = 0.5 if how.get("targets", "dense" if refit == "least_squares" else "own") == "dense" else 0.0
+    more: dict[str, Any] = {key: how[key] for key in ("criterion", "refit", "layers") if key in how}
+    wanted = remove_units(plain, TOKENS, READERS[architecture], keep, share=share, **more)
+    model = make(architecture)
+    kept, weights = chosen(model, case)
+    assert by_kind(kept) == by_kind(wanted)
+    check_alike(weights, {name: parameter.detach() for name, parameter in plain.named_parameters()}, 2e-4)
+
+
+def on_rank(_: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[Case]) -> list[Chosen]:
+    models = [make(architecture) for architecture, _, _ in cases]
+    return [chosen(wrap(model) if wrap else model, case) for model, case in zip(models, cases, strict=True)]
+
+
+OVER_RANKS = [CASES[i] for i in (0, 1, 2, 6, 8, 11)]
+OTHERS = [CASES[i] for i in (4, 9, 12)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wrap", "cases"),
+    [
+        (2, None, OVER_RANKS),
+        (2, sharded, OTHERS),
+        (3, sharded, OVER_RANKS),
+        (4, partial(sharded, mesh_shape=(2, 2)), OTHERS),
+    ],
+    ids=["plain", "fsdp2", "fsdp2", "hsdp"],
+)
+def test_ranks_do_what_one_does(
+    num_ranks: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[Case]
+) -> None:
+    everywhere = run_threads(num_ranks, on_rank, wrap, cases)
+    for case, *of_ranks in zip(cases, *everywhere, strict=True):
+        kept, weights = chosen(make(case[0]), case)
+        for of_rank in of_ranks:
+            assert of_rank[0] == kept, case
+            check_alike(of_rank[1], weights, 1e-4)
+
+
+def on_tensor_parallel_rank(_: int, keep: dict[Any, int]) -> list[Chosen]:
+    return [chosen(wrapped("tp", plan), (plan, keep, {})) for plan in ("llama", "phi")]
+
+
+def test_tensor_parallel(pool: ProcessPool) -> None:
+    """Rows that are cut along their inputs; a bias that every rank holds."""
+    everywhere = pool.run(2, on_tensor_parallel_rank, {"mlp": 30, "kv_groups": 1})
+    for i, plan in enumerate(("llama", "phi")):
+        kept, weights = chosen(make_plan(plan), (plan, {"mlp": 30, "kv_groups": 1}, {}))
+        for of_rank in everywhere:
+            assert of_rank[i][0] == kept
+            check_alike(of_rank[i][1], weights, 1e-3)
+
+
+class Energy(Criterion):
+    """One of a user's own; NaN of a block whose products are those of the second run."""
+
+    def __init__(self, spoil: int = -1) -> None:
+        self.spoil, self.num_calls = spoil, 0
+
+    @override
+    def __repr__(self) -> str:
+        return "Energy()"
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        self.num_calls += 1
+        scores = evidence.of_units(evidence.mean_squares)
+        return scores / 0 * 0 if self.num_calls == self.spoil else scores
+
+
+def test_a_users_criterion() -> None:
+    kept, _ = chosen(make("llama"), ("llama", {"mlp": 30}, {"criterion": Energy(), "refit": "none"}))
+    assert all(len(units) == 30 for units in kept.values())
+
+
+def spoiled(rank: int, what: str) -> None:
+    model: Any = make("llama")
+    if what == "scores":
+        choose_units(sharded(model), TOKENS, {"mlp": 30}, criterion=Energy(spoil=1 if rank == 0 else 0))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.fill_(1e30)  # products of float32 that are infinite
+        choose_units(sharded(model), TOKENS, {"mlp": 30})
+
+
+@pytest.mark.parametrize(("what", "match"), [("scores", "layers.0.mlp.down_proj"), ("inputs", "layers.1'.*down_proj")])
+def test_statistics_that_are_nan_are_named(what: str, match: str) -> None:
+    errors = run_threads(2, spoiled, what, catch=True)
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "NaN" in str(error)
+        assert re.search(match, str(error))
+
+
+BAD: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("llama", {"mlp": 41}, {}, "41 of the 40.*mlp.*up to 40"),
+    ("llama", {"mlp": 0}, {}, "0 of the 40"),
+    ("llama", {"heads": 3}, {}, "multiples of 2"),
+    ("llama", {"heads": 1.5}, {}, "not in .0, 1."),
+    ("llama", {"heads": True}, {}, "a number of units"),
+    ("llama", {"heads": 2, "kv_groups": 1}, {}, "both inputs of"),
+    ("llama", {"heads": 2}, {"layers": [2, 1]}, "ascending"),
+    ("llama", {"heads": 2}, {"layers": [0, 3]}, "0 to 2"),
+    ("llama", {"mlp": 30}, {"refit": "bias"}, "has none"),
+    ("llama", {"mlp": 30}, {"criterion": "best"}, "none of obs, taylor"),
+    ("llama", {"mlp": 30}, {"refit": "best"}, "none of least_squares"),
+    ("llama", {"mlp": 30}, {"targets": "best"}, "none of own, dense"),
+    ("mixtral", {"experts": 2}, {}, "choose_experts"),
+    ("gpt2", {"heads": 1}, {}, "cannot be removed"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_bad_input_is_refused(bad: tuple[str, Any, dict[str, Any], str]) -> None:
+    architecture, keep, how, match = bad
+    model = make(architecture)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=match):
+        choose_units(model, TOKENS, keep, **how)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_zeros_stay_and_what_goes_is_zero() -> None:
+    model: Any = make("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[3:7] = 0
+    kept, weights = chosen(model, ("llama", {"mlp": 30}, {}))
+    weight = weights["model.layers.0.mlp.down_proj.weight"]
+    stays = torch.zeros(40, dtype=torch.bool)
+    stays[kept["model.layers.0", "mlp", "mlp"]] = True
+    assert not weight[3:7].any()
+    assert not weight[:, ~stays].any()
+    assert weight[:3, stays].all()
+
+
+def test_finished_blocks_are_passed_by() -> None:
+    """A job that goes on behind its second block comes to what it would have come to."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    kept: dict[Any, torch.Tensor] = {}
+    whole_model: Any = make("llama")
+
+    def on_block(index: int, report: BlockReport, of_block: Kept) -> None:
+        assert {block for block, _, _ in of_block} == {report.name}
+        kept.update(of_block)
+        found[index] = {key: value.clone() for key, value in whole_model.model.layers[index].state_dict().items()}
+
+    removal = choose_units(whole_model, TOKENS, BOTH, on_block=on_block)
+    assert removal.kept.keys() == kept.keys()
+    model: Any = make("llama")
+
+    def finished(index: int) -> bool:
+        if index < 2:
+            model.model.layers[index].load_state_dict(found[index])
+        return index < 2
+
+    again = choose_units(model, TOKENS, BOTH, finished=finished)
+    assert [block.index for block in again.report.blocks] == [2]
+    assert all(torch.equal(units, kept[key]) for key, units in again.kept.items())
+    wanted = whole_model.state_dict()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in model.state_dict().items())

@@ -1,0 +1,138 @@
+"""Which layers and experts stay: by plain forwards in one process, and the same on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distprune.models import decoder_blocks
+from distprune.removal import choose_experts, choose_layers, skipping
+from tests.architectures import samples, tiny_model
+from tests.oneshot.alike import sharded
+from tests.worlds import run_threads
+
+TOKENS = samples(5)
+
+
+def loss(model: Any, layers: list[int]) -> float:
+    """Return the loss of the model in which only ``layers`` are left."""
+    before = model.model.layers
+    model.model.layers = nn.ModuleList([before[i] for i in layers])
+    model.config.num_hidden_layers = len(layers)
+    with torch.no_grad():
+        logits = model(input_ids=TOKENS, use_cache=False).logits[:, :-1].double()
+    model.model.layers, model.config.num_hidden_layers = before, len(before)
+    return float(nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()))
+
+
+def test_skipped_layers_are_as_if_gone() -> None:
+    for architecture in ("llama", "bloom"):  # a block that puts out a tensor, and one that puts out a tuple
+        model: Any = tiny_model(architecture)
+        kept = [block for _, block in decoder_blocks(model)][1:]
+        with torch.no_grad(), skipping(model, {0}):
+            skipped = model(input_ids=TOKENS, use_cache=False).logits
+        assert not any("forward" in vars(block) for _, block in decoder_blocks(model))
+        parent = model.model if architecture == "llama" else model.transformer
+        setattr(parent, "layers" if architecture == "llama" else "h", nn.ModuleList(kept))
+        model.config.num_hidden_layers = len(kept)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, skipped)
+
+
+def test_layers_by_loss() -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    wanted = [0, 1, 2, 3]
+    while len(wanted) > 2:
+        wanted = min(
+            (list(some) for some in itertools.combinations(wanted, len(wanted) - 1)), key=lambda s: loss(model, s)
+        )
+    tried: list[tuple[int, int]] = []
+    assert choose_layers(model, TOKENS, 2, progress=lambda *done: tried.append(done)) == wanted
+    assert tried[-1] == (7, 7)
+
+
+def test_layers_by_influence() -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    with torch.no_grad():
+        given: dict[int, torch.Tensor] = {}
+        handles = [
+            block.register_forward_pre_hook(lambda _, args, i=i: given.update({i: args[0].double()}))
+            for i, (_, block) in enumerate(decoder_blocks(model))
+        ]
+        last: list[torch.Tensor] = []
+        handles.append(decoder_blocks(model)[-1][1].register_forward_hook(lambda _, __, out: last.append(out.double())))
+        model(input_ids=TOKENS, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    after = [*(given[i] for i in range(1, 4)), last[0]]
+    influences = [float(1 - torch.cosine_similarity(given[i], after[i], dim=-1).mean()) for i in range(4)]
+    wanted = sorted(sorted(range(4), key=lambda i: influences[i])[2:])
+    assert choose_layers(model, TOKENS, 2, criterion="influence") == wanted
+
+
+def plain_experts(model: Any, criterion: str) -> list[list[float]]:
+    """Return the scores of each block's experts, by the modules' own arguments."""
+    found = [[0.0] * 4 for _ in model.model.layers]
+
+    def hook(index: int) -> Any:
+        def note(module: Any, args: Any, _: Any) -> None:
+            hidden, chosen, shares = args
+            for token, (experts, of_token) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
+                for expert, share in zip(experts, of_token, strict=True):
+                    gate, up = (module.gate_up_proj[expert] @ hidden[token]).chunk(2)
+                    put_out = module.down_proj[expert] @ (module.act_fn(gate) * up)
+                    found[index][expert] += 1.0 if criterion == "usage" else share * float(put_out.norm())
+
+        return note
+
+    handles = [layer.mlp.experts.register_forward_hook(hook(i)) for i, layer in enumerate(model.model.layers)]
+    with torch.no_grad():
+        for tokens in TOKENS:
+            model(input_ids=tokens[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("criterion", ["output", "usage"])
+def test_experts(criterion: Any) -> None:
+    model = tiny_model("mixtral")
+    kept = choose_experts(model, TOKENS, 0.5, criterion=criterion)
+    scores = plain_experts(model, criterion)
+    wanted = [sorted(sorted(range(4), key=lambda e: (of[e], e))[2:]) for of in scores]
+    assert [units.tolist() for units in kept.values()] == wanted
+    assert {kind for _, kind, _ in kept} == {"experts"}
+
+
+def on_rank(_: int) -> Any:
+    llama, mixtral = sharded(tiny_model("llama")), sharded(tiny_model("mixtral"))
+    experts = choose_experts(mixtral, TOKENS, 3)
+    chosen = [choose_layers(llama, TOKENS, 2), choose_layers(llama, TOKENS, 2, criterion="influence")]
+    return chosen, [units.tolist() for units in experts.values()]
+
+
+def test_ranks_do_what_one_does() -> None:
+    llama, mixtral = tiny_model("llama"), tiny_model("mixtral")
+    layers = [choose_layers(llama, TOKENS, 2), choose_layers(llama, TOKENS, 2, criterion="influence")]
+    experts = [units.tolist() for units in choose_experts(mixtral, TOKENS, 3).values()]
+    for of_rank in run_threads(3, on_rank):
+        assert of_rank == (layers, experts)
+
+
+def test_bad_input_is_refused() -> None:
+    llama: Any = tiny_model("llama")
+    for num_kept, how, match in ((0, {}, "cannot stay"), (4, {}, "cannot stay"), (2, {"criterion": "x"}, "none of")):
+        with pytest.raises(ValueError, match=match):
+            choose_layers(llama, TOKENS, num_kept, **how)
+    with pytest.raises(NotImplementedError, match="no experts"):
+        choose_experts(llama, TOKENS, 2)
+    with pytest.raises(ValueError, match="5 of the 4"):
+        choose_experts(tiny_model("mixtral"), TOKENS, 5)
+    with torch.no_grad():
+        llama.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="the loss without layers"):
+        choose_layers(llama, TOKENS, 2)
