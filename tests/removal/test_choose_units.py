@@ -35,6 +35,7 @@ READERS = {
     ],
     "opt": [Reader("heads", "self_attn.out_proj", 2, 12), Reader("mlp", "fc2", 40, 1, 1, _FC1)],
     "gpt2": [Reader("mlp", "mlp.c_proj", 96, 1)],
+    "gpt_neox": [Reader("mlp", "mlp.dense_4h_to_h", 40, 1)],  # attention, which stays, adds to hidden states with it
     "mixtral": [Reader("mlp", f"mlp.experts.down_proj.{expert}", 40, 1) for expert in range(4)],
 }
 CHANGES: dict[str, dict[str, Any]] = {"llama": HEADS, "mixtral": HEADS}
@@ -54,6 +55,7 @@ CASES: list[Case] = [
     ("opt", {"mlp": 30}, {"criterion": "fluctuation", "refit": "bias"}),
     ("opt", {"mlp": 30}, {"criterion": "magnitude"}),
     ("gpt2", {"mlp": 70}, {"targets": "own"}),
+    ("gpt_neox", {"mlp": 30}, {}),
     ("mixtral", {"mlp": 30}, {}),
     ("mixtral", {"mlp": 30}, {"criterion": "taylor", "refit": "none"}),
 ]
@@ -108,7 +110,7 @@ def on_rank(_: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[C
 
 
 OVER_RANKS = [CASES[i] for i in (0, 1, 2, 6, 8, 11)]
-OTHERS = [CASES[i] for i in (4, 9, 12)]
+OTHERS = [CASES[i] for i in (4, 9, 13)]
 
 
 @pytest.mark.parametrize(
