@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,9 +31,12 @@ from distprune.oneshot.block_maps import BlockMaps, unreached
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, MapReport
+from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 
 __all__ = ["BlockPruner", "Manner", "Settle"]
+
+_HEALING = Aim(share=1.0, damping=1.0)  # what one map can make up for whole layers overfits with less
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Settle(Protocol):
     """
 
     def __call__(
-        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock
+        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
     ) -> Mapping[str, Outcome]: ...
 
 
@@ -120,9 +124,10 @@ class BlockPruner:
             moments = [m for m in moments if m.names[0] in some]
             num_tokens |= {of_map: m.num_tokens for m in moments for of_map in m.names}
             owned = {linear.parameter_path for linear in some.values()}
+            aim = _HEALING if self._heals(index, order) in some else Aim(manner.target_share)
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
             with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
-                totals |= self._settle(comm, rows, moments, clock=clock)
+                totals |= self._settle(comm, rows, moments, clock=clock, aim=aim)
         del targets
         if self._next[index] < len(walk.blocks):
             with clock("forward"):
@@ -172,10 +177,22 @@ class BlockPruner:
             walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
         self._num_dense = index + 1
         self._advance_dense(self._next[index])
-        if (healed := self._healed.get(index)) in order.adding:
+        if (healed := self._heals(index, order)) is not None:
             for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
                 of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
+        elif index in self._healed:
+            name, of_map = walk.blocks[index][0], self._healed[index]
+            warnings.warn(
+                f"'{name}.{of_map}' cannot make up for the blocks behind it: what it puts out is not added to hidden "
+                "states as it is",
+                stacklevel=2,
+            )
         return targets
+
+    def _heals(self, index: int, order: BlockOrder) -> str | None:
+        """Return the map of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
+        healed = self._healed.get(index)
+        return healed if healed in order.adding else None
 
     def _advance_dense(self, stop: int) -> None:
         """Run the blocks up to ``stop``, which are dense, on the dense stream, if there is one."""

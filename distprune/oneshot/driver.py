@@ -20,7 +20,7 @@ from distprune.collectives import Alone, Communicator, Member, agree, broadcast_
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Outcome, sum_outcomes
-from distprune.oneshot.retarget import DAMPING, retarget
+from distprune.oneshot.retarget import Aim, retarget
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Solving
 from distprune.patterns import Choice, Pattern, Ranked
@@ -30,6 +30,8 @@ __all__ = ["Clock", "prune_rows"]
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
+_HALFWAY = Aim()
+
 
 def prune_rows(
     comm: Communicator,
@@ -38,13 +40,12 @@ def prune_rows(
     solver: Solver,
     pattern: Pattern,
     clock: Clock,
-    target_share: float = 0.5,
-    target_damping: float = DAMPING,
+    aim: Aim = _HALFWAY,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
-    ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved
-    ``target_share`` of the way there. Every rank must call it. Rounds: 1 of 40 bytes a layer;
+    ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
+    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer;
     where inputs have homes, those of ``move_rows`` and its ``back()``; where something is prepared for inputs that are
     spread, 1 of 64 bytes and 1 for each of them, and 2 before (see ``sum_gram``) where the solver needs W^T W; and for
     each stage one choice of ``pattern`` for all of them.
@@ -62,7 +63,7 @@ def prune_rows(
             moved = move_rows(comm, rows, {name: m.home.rank for m in at_home for name in m.names})
             rows = moved.rows
     error = None if moved is None else moved.error
-    work = _Work(comm.rank, rows, solver, pattern, clock, target_share, target_damping, error=error)
+    work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=error)
     at_home = [m for m in at_home if m.home.rank == comm.rank]
     try:
         while at_home and work.error is None:  # what is done with is let go of
@@ -99,15 +100,14 @@ class _Work:
     solver: Solver
     pattern: Pattern
     clock: Clock
-    target_share: float
-    target_damping: float
+    aim: Aim
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     error: Exception | None = None
 
     def moved(self, m: Moments) -> Moments:
         """Move the rows of ``m`` to their target, and return ``m`` without it."""
         with self.clock("target"):
-            m = retarget({name: self.rows[name] for name in m.names}, m, self.target_share, self.target_damping)
+            m = retarget({name: self.rows[name] for name in m.names}, m, self.aim)
         with self.clock("sweep"):
             for name in m.names:
                 self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))

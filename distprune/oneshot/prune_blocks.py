@@ -133,7 +133,6 @@ def prune_blocks(
         prune_rows,
         solver=plan.solver.scored_by(agreed.score),
         pattern=plan.pattern,
-        target_share=manner.target_share,
     )
 
     crew = find_crew(comm, plan.axis)

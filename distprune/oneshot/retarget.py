@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from distprune.calibration import Moments
 from distprune.oneshot.rows import Rows
 
-__all__ = ["DAMPING", "retarget"]
+__all__ = ["Aim", "retarget"]
 
-DAMPING = 0.1  # lambda
 _MAX_RAISED = 3
 _CHUNK = 1 << 20  # weights that are worked on at a time
 
 
-def retarget(rows: Mapping[str, Rows], moments: Moments, share: float, damping: float = DAMPING) -> Moments:
-    """Move ``rows`` the ``share`` of the way to their target, in place, and return ``moments`` without it. Local.
+@dataclass(frozen=True)
+class Aim:
+    """How far rows are moved to their target, and lambda."""
+
+    share: float = 0.5
+    damping: float = 0.1
+
+
+def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
+    """Move ``rows`` part of the way to their target, in place, and return ``moments`` without it. Local.
 
     Weights that are 0 stay so, and an input that was always 0 moves nothing. Arithmetic is float32.
 
@@ -36,7 +44,7 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, share: float, damping: 
         return done
     scale = moments.square_sums.sqrt()
     scale = torch.where(scale == 0, 1, scale)
-    lower = _factor(moments.values / scale / scale[:, None], moments.names[0], damping)
+    lower = _factor(moments.values / scale / scale[:, None], moments.names[0], aim.damping)
     for name, of in aimed:
         residual = moments.residuals.get(name)
         wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
@@ -49,7 +57,7 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, share: float, damping: 
                 assert moments.shift is not None
                 beyond = (weight.float() @ moments.shift).t()
             change = torch.cholesky_solve(beyond / scale[:, None], lower).div_(scale[:, None]).t()
-            weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=share)
+            weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=aim.share)
     return done
 
 

@@ -18,7 +18,7 @@ from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_share, samples_digest
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, OneShotReport
-from distprune.oneshot.retarget import DAMPING as TARGET_DAMPING
+from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.run_blocks import Finished, Meter, run_blocks
 from distprune.patterns import Unstructured, check_parts
@@ -38,7 +38,6 @@ OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
 DAMPING = 0.1  # of X^T X, of its diagonal
 NUM_STEPS = 16  # in which units go
-HEALING_DAMPING = 1.0  # the few directions that layers behind a gap share with one map; less overfits
 _REFITS = ("least_squares", "bias", "none")
 
 
@@ -143,8 +142,7 @@ def choose_units(
         ]
         found = measure_sensitivities(comm, crew, model, readers, mine)
         asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
-    healed = {f"{blocks[index][0]}.{name}" for index, name in plan.healed.items()}
-    settle = _Settle(asked, healed, chosen, refit, manner.target_share)
+    settle = _Settle(asked, chosen, refit)
     owned = {name: bool(shard.owned) for name, shard in shards.items()}
 
     def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
@@ -195,30 +193,18 @@ class _Settle:
     """Has units of readers removed; ``kept`` are those that stay, by reader, on every rank."""
 
     asked: Mapping[str, Asked]
-    healed: set[str]
     criterion: Criterion
     refit: Refit
-    target_share: float
     kept: dict[str, list[int]] = field(default_factory=dict)
 
     def __call__(
-        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock
+        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
     ) -> dict[str, Outcome]:
-        heals = any(of.name in self.healed for of in rows.values())  # maps of a stage that adds are alone in it
         some = {name: self.asked[of.name] for name, of in rows.items()}
         by_name = {rows[name].name: of for name, of in some.items()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(by_name, prefix, self.criterion, self.refit, DAMPING, NUM_STEPS)
-        outcomes = prune_rows(
-            comm,
-            rows,
-            moments,
-            remover,
-            Unstructured(0.0),
-            clock,
-            target_share=1.0 if heals else self.target_share,
-            target_damping=HEALING_DAMPING if heals else TARGET_DAMPING,
-        )
+        outcomes = prune_rows(comm, rows, moments, remover, Unstructured(0.0), clock, aim)
         for told in comm.gather(remover.kept):
             self.kept.update(told)
         with_bias = {name: of.linear for name, of in some.items() if of.has_bias and self.refit != "none"}

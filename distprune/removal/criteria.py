@@ -63,13 +63,6 @@ class OBS(Criterion):
 
 
 @dataclass(frozen=True)
-class WeightedOBS(OBS):
-    """OBS with each output weighed by how much the loss feels it: W^T R W in the place of W^T W."""
-
-    needs: ClassVar[tuple[Need, ...]] = ("gradients",)
-
-
-@dataclass(frozen=True)
 class Taylor(Criterion):
     """What the loss feels of a unit that goes, to second order: the sum of r_i W_ij^2 A_jj.
 

@@ -229,6 +229,16 @@ def test_zeros_stay_and_what_goes_is_zero() -> None:
     assert weight[:3, stays].all()
 
 
+def test_a_norm_behind_the_map_before_a_gap() -> None:
+    """What the map puts out is not added as it is: it is left, and a warning says so."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model: Any = tiny_model("gemma2", num_hidden_layers=3, head_dim=12, **sizes)
+    before = model.model.layers[0].mlp.down_proj.weight.clone()
+    with pytest.warns(UserWarning, match="layers.0.mlp.down_proj' cannot make up"):
+        choose_units(model, TOKENS, {}, layers=[0, 2])
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+
+
 def test_finished_blocks_are_passed_by() -> None:
     """A job that goes on behind its second block comes to what it would have come to."""
     found: dict[int, dict[str, torch.Tensor]] = {}

@@ -125,7 +125,12 @@ def test_ranks_do_what_one_does() -> None:
 
 def test_bad_input_is_refused() -> None:
     llama: Any = tiny_model("llama")
-    for num_kept, how, match in ((0, {}, "cannot stay"), (4, {}, "cannot stay"), (2, {"criterion": "x"}, "none of")):
+    bad: list[tuple[int, Any, str]] = [
+        (0, {}, "cannot stay"),
+        (4, {}, "cannot stay"),
+        (2, {"criterion": "x"}, "none of"),
+    ]
+    for num_kept, how, match in bad:
         with pytest.raises(ValueError, match=match):
             choose_layers(llama, TOKENS, num_kept, **how)
     with pytest.raises(NotImplementedError, match="no experts"):
