@@ -14,7 +14,7 @@ from distprune.models import decoder_blocks
 from tests.allocation_oracle import sensitivities
 from tests.oneshot_oracle import Linear2d, first_inputs, linears, move, run_block, want
 
-__all__ = ["Reader", "remove_units"]
+__all__ = ["Reader", "plain_removal"]
 
 Kind = Literal["mlp", "heads", "kv_groups"]
 
@@ -32,7 +32,7 @@ class Reader:
 
 
 @torch.no_grad()
-def remove_units(
+def plain_removal(
     model: Any,
     samples: torch.Tensor,
     readers: Sequence[Reader],

@@ -14,11 +14,11 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.oneshot import BlockReport
-from distprune.removal import Criterion, Kept, UnitEvidence, choose_units
+from distprune.removal import Criterion, Kept, UnitEvidence, choose_units, remove_units
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.oneshot.test_tensor_parallel import make as make_plan, wrapped
-from tests.removal_oracle import Reader, remove_units
+from tests.removal_oracle import Reader, plain_removal
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import whole
 
@@ -97,7 +97,7 @@ def test_is_the_oracles(case: Case) -> None:
     refit = how.get("refit", "least_squares")
     share = 0.5 if how.get("targets", "dense" if refit == "least_squares" else "own") == "dense" else 0.0
     more: dict[str, Any] = {key: how[key] for key in ("criterion", "refit", "layers") if key in how}
-    wanted = remove_units(plain, TOKENS, READERS[architecture], keep, share=share, **more)
+    wanted = plain_removal(plain, TOKENS, READERS[architecture], keep, share=share, **more)
     model = make(architecture)
     kept, weights = chosen(model, case)
     assert by_kind(kept) == by_kind(wanted)
@@ -227,6 +227,17 @@ def test_zeros_stay_and_what_goes_is_zero() -> None:
     assert not weight[3:7].any()
     assert not weight[:, ~stays].any()
     assert weight[:3, stays].all()
+
+
+@pytest.mark.parametrize("case", [("llama", BOTH), ("llama", {"kv_groups": 1}), ("opt", {"mlp": 30})], ids=str)
+def test_what_is_cut_puts_out_what_is_zeroed(case: tuple[str, Any]) -> None:
+    model: Any = make(case[0])
+    kept = choose_units(model, TOKENS, case[1]).kept
+    with torch.no_grad():
+        zeroed = model(input_ids=TOKENS, use_cache=False).logits
+        remove_units(model, kept)
+        cut = model(input_ids=TOKENS, use_cache=False).logits
+    assert float((cut - zeroed).abs().max()) < 1e-4 * float(zeroed.abs().max())
 
 
 def test_a_norm_behind_the_map_before_a_gap() -> None:
