@@ -48,7 +48,12 @@ _INSIDE = Inside(
             "sharded_param",
             "device",
         ),
-        (_FSDP2 + "_fsdp_param_group", "FSDPParamGroup"): ("fsdp_params", "modules", "_reset_sharded_params"),
+        (_FSDP2 + "_fsdp_param_group", "FSDPParamGroup"): (
+            "fsdp_params",
+            "_module_to_pre_load_state_dict_hook_handle",
+            "_module_to_pre_save_state_dict_hook_handle",
+            "_reset_sharded_params",
+        ),
         (_FSDP2 + "_fsdp_state", "FSDPState"): (
             "_fsdp_param_groups",
             "_modules",
@@ -151,6 +156,12 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
     for state in left:
         for group in state._fsdp_param_groups:
             group.fsdp_params = [of for of in group.fsdp_params if of._module_info.module not in inside]
+            for hooks in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for module in inside & hooks.keys():
+                    del hooks[module]
         for others in (
             state._state_ctx.all_states,
             state._states_to_forward_prefetch,

@@ -163,7 +163,9 @@ def remove_then_step(_: int, layout: str) -> tuple[nn.Module, list[Any], dict[st
     model: Any = LAYOUTS[layout](tiny_model("llama", num_hidden_layers=4))
     step(model)  # of an optimizer that is gone then
     model.zero_grad()
-    gone = [weakref.ref(decoder_blocks(model)[index][1]) for index in (1, 3)]
+    blocks: list[Any] = [block for _, block in decoder_blocks(model)]
+    gone = [weakref.ref(blocks[index].self_attn.q_proj) for index in (1, 3)]
+    del blocks
     remove_layers(model, [0, 2])
     before = {f"{name}.before": whole(tensor) for name, tensor in model.state_dict().items()}
     return model, gone, before | step(model)
@@ -217,8 +219,8 @@ def test_compiled_models_follow() -> None:
 def count_traffic(_: int, script: Script, layout: str) -> tuple[int, int, int]:
     model: Any = LAYOUTS[layout](script.make())
     comm, kept = communicator(), kept_units(script, len(decoder_blocks(model)))
-    names = {f"{block}.{name}" for block in {key[0] for key in kept} for name in ("self_attn", "mlp.")}
-    held = [p.to_local().nbytes for name, p in model.named_parameters() if any(of in name for of in names)]
+    cut = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # along what FSDP2 shards
+    held = [p.to_local().nbytes for name, p in model.named_parameters() if name.split(".")[-2] in cut]
     remove_units(model, kept, group=comm)
     return comm.traffic.num_rounds, comm.traffic.num_bytes, sum(held)
 
@@ -227,4 +229,4 @@ def count_traffic(_: int, script: Script, layout: str) -> tuple[int, int, int]:
 def test_each_rank_moves_at_most_what_it_holds(layout: str, num_ranks: int) -> None:
     for num_rounds, num_bytes, num_held in run_threads(num_ranks, count_traffic, SCRIPTS["llama"], layout):
         assert num_rounds == 1 + 2 * 5 * 3  # q, k, v, gate and up of 3 blocks are cut along what goes
-        assert num_held / 4 < num_bytes <= num_held + num_rounds * 64
+        assert num_held / 3 < num_bytes <= num_held + num_rounds * 64
