@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distprune.checkpoint.carried import carried_tensors, own_config
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
-from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
@@ -31,27 +30,31 @@ def save_model(
     target: Path,
     *,
     updated: Collection[str] = (),
+    layers: Sequence[int] | None = None,
     group: Group = None,
     progress: Progress = None,
 ) -> None:
     """Write ``model`` into the existing directory ``target``, with the files of ``source``.
 
     What is written is what ``source`` holds, or zero, element for element: some models change their weights
-    while they run. ``updated`` names the parameters, or modules, whose weights were changed on purpose.
+    while they run. ``updated`` names the parameters, or modules, whose weights were changed on purpose. ``layers``:
+    which decoder blocks of ``source`` the model still has, by number, in order; they are numbered anew (``None``: all).
 
-    The weight files, their names and which tensor is in which are those of ``source``; dtypes are the
-    model's. The bytes are the same whatever the number of ranks and the layout. Config, tokenizer and
-    the other small files are copied.
+    The weight files, their names and which tensor is in which are those of ``source``; sizes and dtypes are the
+    model's. The bytes are the same whatever the number of ranks and the layout. Tokenizer, config and the other small
+    files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
     Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree
     and to raise together.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
-        ValueError: on every rank: the model's tensors are not those of ``source`` in name, shape or (but for
-            zeros and ``updated``) value, or ranks were given different arguments, or models of different dtypes.
+        ValueError: on every rank: the model's tensors are not those of ``source`` in name or (but for zeros and
+            ``updated``) value, or have other shapes than its config makes; or ranks were given different
+            arguments, or models of different dtypes.
+        NotImplementedError: on every rank: ``layers`` whose tensors are not stored under their numbers.
     """
-    writer = ModelWriter(model, source, target, group=group)
+    writer = ModelWriter(model, source, target, layers=layers, group=group)
     writer.allocate()
     with together(writer.comm, updated=sorted(updated)):
         writer.write(updated=updated, progress=progress)
@@ -63,16 +66,37 @@ class ModelWriter:
     Making one takes two rounds of 64 bytes on every rank of ``group``; raises as :func:`save_model`.
     """
 
-    def __init__(self, model: nn.Module, source: HfDirectory, target: Path, *, group: Group = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        source: HfDirectory,
+        target: Path,
+        *,
+        layers: Sequence[int] | None = None,
+        group: Group = None,
+    ) -> None:
         self.comm = communicator(group)
         self._source, self._target = source, target
         with together(self.comm):
-            self._names = _names(model, source)
             state = model.state_dict(keep_vars=True)
-            self._tensors = {stored: local_shard(stored, state[name]) for stored, name in self._names.items()}
-            self.files = [planned(target, file, self._tensors) for file in source.weight_files]
+            carried, self._num_removed = carried_tensors(model, source, layers)
+            self._carried = {of.stored: of for of in carried.values()}
+            self._tensors = {stored: local_shard(stored, state[of.name]) for stored, of in self._carried.items()}
+            is_smaller = any(self._tensors[of.stored].shape != of.read.shape for of in carried.values())
+            self._config = own_config(model, state) if is_smaller or self._num_removed else None
+            held = [
+                (file, [carried[e.name].stored for e in file.tensors if e.name in carried])
+                for file in source.weight_files
+            ]
+            # Of a file whose layers are all gone nothing is left.
+            self._files = [
+                (file, planned(target / file.path.name, [self._tensors[name] for name in names]))
+                for file, names in held
+                if names
+            ]
+            self.files = [written for _, written in self._files]
             dtypes = [str(entry.dtype) for file in self.files for entry in file.tensors]
-            facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes}
+            facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
 
     def allocate(self) -> None:
@@ -82,7 +106,7 @@ class ModelWriter:
         """
         with together(self.comm):
             if self.comm.rank == 0:
-                allocate_directory(self._source, self.files, self._target, self._tensors)
+                allocate_directory(self._source, self._files, self._target, self._config, self._num_removed)
 
     def write(
         self, prefixes: Sequence[str] | None = None, *, updated: Collection[str] = (), progress: Progress = None
@@ -96,18 +120,19 @@ class ModelWriter:
         rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
         chosen = {name: shard.owned_by(rank, first, self.comm.size) for name, shard in self._chosen(prefixes).items()}
         own = {name: shard for name, shard in chosen.items() if shard.owned and shard.local.numel()}
-        checked = self._tensors.keys() - self._chosen(updated).keys()
+        # What has another shape was changed on purpose.
+        checked = {name for name, shard in self._tensors.items() if shard.shape == self._carried[name].read.shape}
+        checked -= self._chosen(updated).keys()
         num_done, num_total = 0, sum(shard.local.nbytes for shard in own.values())
-        for file, source in zip(self.files, self._source.weight_files, strict=True):
+        for source, file in self._files:
             mine = [entry for entry in file.tensors if entry.name in own]
             if not mine:
                 continue
-            read_entries = {entry.name: entry for entry in source.tensors if entry.name in checked}
             with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
                 for entry in mine:
                     for values, stretches in chunks_of(own[entry.name]):
-                        if entry.name in read_entries:
-                            _check_unchanged(values, stretches, reading.fileno(), read_entries[entry.name])
+                        if entry.name in checked:
+                            _check_unchanged(values, stretches, reading.fileno(), self._carried[entry.name].read)
                         write_chunk(handle.fileno(), entry, values, stretches)
                         num_done += values.nbytes
                         if progress is not None:
@@ -123,22 +148,8 @@ class ModelWriter:
         return {
             stored: shard
             for stored, shard in self._tensors.items()
-            if prefixes is None or any(f"{self._names[stored]}.".startswith(f"{prefix}.") for prefix in prefixes)
+            if prefixes is None or any(f"{self._carried[stored].name}.".startswith(f"{prefix}.") for prefix in prefixes)
         }
-
-
-def _names(model: nn.Module, source: HfDirectory) -> dict[str, str]:
-    """Return the model's name of every tensor to write, by its name in the checkpoint."""
-    state = model.state_dict(keep_vars=True)
-    names = {stored: stored for stored in source.tensors}
-    if not names.keys() <= state.keys():
-        # Asked of the config's own model: transformers does not know the classes of a sharded one.
-        names = build_on_meta(source)[1]
-    absent = [name for name in names.values() if name not in state]
-    if absent:
-        raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
-    check_tensors(state, source, names)
-    return names
 
 
 def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory
 
-__all__ = ["check_tensors", "different_values", "model_names", "names_by_tensor"]
+__all__ = ["check_complete", "check_tensors", "different_values", "model_names", "names_by_tensor", "renumbered"]
 
 
 def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
@@ -43,23 +44,42 @@ def model_names(model: Any, directory: HfDirectory) -> dict[str, str]:
     return names
 
 
+def renumbered(name: str, index: int, new_index: int) -> str:
+    """Return the stored name ``name``, of a tensor of layer ``index``, as it is where the layer is ``new_index``.
+
+    Raises:
+        NotImplementedError: the first number in the name is not that of the layer.
+    """
+    parts = name.split(".")
+    place = next((number for number, part in enumerate(parts) if part.isdecimal()), None)
+    if place is None or int(parts[place]) != index:
+        raise NotImplementedError(f"tensor {name!r} of layer {index} is not named after it: layers cannot be removed")
+    parts[place] = str(new_index)
+    return ".".join(parts)
+
+
 def check_tensors(state: dict[str, torch.Tensor], directory: HfDirectory, names: dict[str, str]) -> None:
     """Check that every tensor of ``state`` is in the directory, under one of its ``names`` at least. Local.
 
     Raises:
         ValueError: one is not, or has another shape there.
     """
-    there = set(names.values())
-    missing = [aliases[0] for aliases in names_by_tensor(state) if not there.intersection(aliases)]
-    if missing:
-        raise ValueError(
-            f"{directory.path} lacks {len(missing)} tensors that the model calls for: missing {missing[:5]}"
-        )
+    check_complete(state, directory, names.values())
     tensors = directory.tensors
     for stored, name in names.items():
         shape, wanted = list(tensors[stored][1].shape), list(state[name].shape)
         if shape != wanted:
             raise ValueError(f"tensor {stored!r} is {shape} in {directory.path} and {wanted} in the model")
+
+
+def check_complete(state: dict[str, torch.Tensor], directory: HfDirectory, names: Iterable[str]) -> None:
+    """Raise a ValueError unless every tensor of ``state`` has one of the ``names`` that the directory holds. Local."""
+    there = set(names)
+    missing = [aliases[0] for aliases in names_by_tensor(state) if not there.intersection(aliases)]
+    if missing:
+        raise ValueError(
+            f"{directory.path} lacks {len(missing)} tensors that the model calls for: missing {missing[:5]}"
+        )
 
 
 def names_by_tensor(state: dict[str, torch.Tensor]) -> list[list[str]]:

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distprune.checkpoint.hf_directory import (
     CONFIG_NAME,
@@ -22,24 +23,24 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["allocate", "allocate_directory", "check_space", "planned", "write_small_files"]
+__all__ = ["allocate", "allocate_directory", "check_space", "planned"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
-def planned(target: Path, file: WeightFile, tensors: dict[str, LocalShard]) -> WeightFile:
-    """Return the weight file to write: the source's tensors in the source's order, in the model's dtypes."""
+def planned(path: Path, shards: Iterable[LocalShard]) -> WeightFile:
+    """Return the weight file to write at ``path``: whole tensors in the order, the sizes and dtypes of ``shards``."""
     entries: list[TensorEntry] = []
     position = 0
-    for shard in (tensors[entry.name] for entry in file.tensors if entry.name in tensors):
+    for shard in shards:
         stop = position + shard.geometry.global_numel * shard.local.element_size()
         entries.append(TensorEntry(shard.name, shard.local.dtype, shard.geometry.global_shape, position, stop))
         position = stop
     start = len(_header(entries))
     placed = tuple(replace(entry, start=start + entry.start, stop=start + entry.stop) for entry in entries)
-    return WeightFile(target / file.path.name, placed)
+    return WeightFile(path, placed)
 
 
 def _header(entries: Sequence[TensorEntry]) -> bytes:
@@ -54,21 +55,27 @@ def _header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def allocate_directory(
-    source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
+    source: HfDirectory,
+    files: Sequence[tuple[WeightFile, WeightFile]],
+    target: Path,
+    config: dict[str, Any] | None = None,
+    num_removed: int = 0,
 ) -> None:
-    """Make ``files`` at their full size in ``target``, and copy what is not weights. Local; for one rank.
+    """Make ``files``, (read, written), at their full size in ``target``, and copy what is not weights.
 
-    Of weight files that are there the weights stay; headers and small files are written anew.
+    Of weight files that are there the weights stay; headers and small files are written anew. ``config``: of a model of other
+    sizes than the source's, which has ``num_removed`` parameters less; ``None``: the source's own. Local; for one rank.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    check_space(target, files)
+    to_write = [written for _, written in files]
+    check_space(target, to_write)
     # Of weights that only their owner may read, the copy is such, too.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
-    for file, read in zip(files, source.weight_files, strict=True):
+    for read, file in files:
         allocate(file, read.path)
-    write_small_files(source, files, target, tensors)
+    _write_small_files(source, to_write, target, config, num_removed)
 
 
 def check_space(target: Path, files: list[WeightFile]) -> None:
@@ -100,25 +107,31 @@ def allocate(file: WeightFile, read: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def write_small_files(
-    source: HfDirectory, files: list[WeightFile], target: Path, tensors: dict[str, LocalShard]
+def _write_small_files(
+    source: HfDirectory,
+    files: list[WeightFile],
+    target: Path,
+    config: dict[str, Any] | None,
+    num_removed: int,
 ) -> None:
     """Copy what is not weights; the config then says the dtype, and the index the sizes, that are written."""
     for path in source.small_files:
         _write_file(target / path.name, path.read_bytes(), path)
-    config = read_json(source.path / CONFIG_NAME)
-    dtypes = {str(shard.local.dtype) for shard in tensors.values() if shard.local.dtype.is_floating_point}
+    written = [(entry, file.path.name) for file in files for entry in file.tensors]
+    is_copy = config is None
+    config = config or read_json(source.path / CONFIG_NAME)
+    dtypes = {str(entry.dtype) for entry, _ in written if entry.dtype.is_floating_point}
     stated = [key for key in ("dtype", "torch_dtype") if key in config]
     if len(dtypes) == 1 and stated:
         config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
+        is_copy = False
+    if not is_copy:
         _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
     if source.is_indexed:
-        written = [(entry, file.path.name) for file in files for entry in file.tensors]
-        total = sum(entry.stop - entry.start for entry, _ in written)
-        index = {
-            "metadata": {**source.index_metadata, "total_size": total},
-            "weight_map": {entry.name: name for entry, name in written},
-        }
+        metadata = {**source.index_metadata, "total_size": sum(entry.stop - entry.start for entry, _ in written)}
+        if isinstance(num_before := metadata.get("total_parameters"), int):
+            metadata["total_parameters"] = num_before - num_removed
+        index = {"metadata": metadata, "weight_map": {entry.name: name for entry, name in written}}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)
 

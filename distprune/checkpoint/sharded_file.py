@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from distprune.checkpoint.hf_directory import TensorEntry, WeightFile
+from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.output_files import allocate, check_space, planned
 from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives import Communicator, sum_together, together
@@ -37,7 +37,7 @@ def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard
     Raises:
         OSError: on every rank: the disk is full or not writable.
     """
-    file = _file(path, shards)
+    file = planned(path, shards.values())
     with together(comm):
         if comm.rank == 0:
             check_space(path.parent, [file])
@@ -52,7 +52,7 @@ def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard
 
 def read_shards(path: Path, shards: Mapping[str, LocalShard]) -> None:
     """Read ``shards`` in place from a file that :func:`write_shards` has written. Local."""
-    file = _file(path, shards)
+    file = planned(path, shards.values())
     fill_shards([(shards[entry.name], file, entry) for entry in file.tensors])
 
 
@@ -71,11 +71,6 @@ def file_digest(comm: Communicator, path: Path) -> str:
                 words += torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
 
     return sum_together(comm, (4,), fill).numpy().tobytes().hex()
-
-
-def _file(path: Path, shards: Mapping[str, LocalShard]) -> WeightFile:
-    names = tuple(TensorEntry(name, shard.local.dtype, shard.shape, 0, 0) for name, shard in shards.items())
-    return planned(path.parent, WeightFile(path, names), dict(shards))
 
 
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:

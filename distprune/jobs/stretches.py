@@ -71,7 +71,13 @@ class StretchWriter:
         self._stored = stored.stored
         self._parameter_of = {name: parameter for parameter, names in stored.stored.items() for name in names}
         self._tensors = {name: _whole(name, values[name]) for name in values if name in stored.written}
-        self.files = [planned(unfinished.folder, file, self._tensors) for file in source.weight_files]
+        self.files = [
+            planned(
+                unfinished.folder / file.path.name,
+                (self._tensors[e.name] for e in file.tensors if e.name in self._tensors),
+            )
+            for file in source.weight_files
+        ]
 
     @cached_property
     def stretches(self) -> list[list[_Part]]:
@@ -98,7 +104,8 @@ class StretchWriter:
         """
         with together(self._comm):
             if self._comm.rank == 0:
-                allocate_directory(self._source, self.files, self._unfinished.folder, self._tensors)
+                files = list(zip(self._source.weight_files, self.files, strict=True))
+                allocate_directory(self._source, files, self._unfinished.folder)
 
     def num_as_written(self) -> int:
         """Return how many of the recorded stretches are on the disk as they were written, and forget the others.

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,91 @@ def test_ranks_that_name_other_updates(tmp_path: Path) -> None:
     for error in run_threads(2, save, catch=True):
         assert isinstance(error, ValueError)
         assert "updated" in str(error)
+
+
+# Sizes of a model before and after, and which of its layers are left.
+SMALLER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10},
+        {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 21},
+    ),
+    "gpt2": ({"n_layer": 4}, {"n_layer": 2, "n_inner": 33}),
+    "bloom": ({"n_layer": 4}, {"n_layer": 2}),
+}
+KEPT, GONE = (0, 3), re.compile(r"\.[12]\.")
+
+
+def save_smaller_on_rank(_: int, small: Path, source: Path, target: Path, size: int) -> None:
+    model = load_model(small, mesh=init_device_mesh("cpu", (size,)))
+    everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    save_model(model, open_directory(source), target, layers=KEPT, updated=everything)
+
+
+def rename_stored(folder: Path) -> None:
+    """Take the prefix from the names in the files, as the hub has GPT-2, and use other names in the config."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {name.removeprefix("transformer."): file for name, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = config.pop("n_layer")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("architecture", SMALLER)
+def test_a_smaller_model_than_its_source(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    before, after = SMALLER[architecture]
+    files: dict[str, Any] = {"max_shard_size": "10KB", "tied": architecture != "gpt2"}
+    source = make_model(tmp_path / "model", architecture, **files, **before)
+    small = make_model(tmp_path / "small", architecture, **files, seed=1, **{**before, **after})
+    if architecture != "llama":
+        rename_stored(source)
+    target, again = tmp_path / "out", tmp_path / "out3"
+    for size, folder in ((1, target), (3, again)):
+        folder.mkdir()
+        run_threads(size, save_smaller_on_rank, small, source, folder, size)
+    files_of = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert files_of == {path.name: path.read_bytes() for path in again.iterdir()}
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values()), info
+    expected = AutoModelForCausalLM.from_pretrained(small)
+    ids = torch.arange(12).view(1, 12)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 15)
+    written, stored = open_directory(target), open_directory(source)
+    renumbered = {
+        re.sub(r"\.3\.", ".1.", name): file for name, (file, _) in stored.tensors.items() if not GONE.search(name)
+    }
+    assert {name: file.path.name for name, (file, _) in written.tensors.items()} == {
+        name: file.path.name for name, file in renumbered.items()
+    }
+    assert written.index_metadata["total_parameters"] == expected.num_parameters()
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((0, 1, 2), r"the model has no \['model.layers.2"),
+        ((0,), "lacks 9 tensors that the model calls for: missing"),
+        ((0, 4), "lacks 9 tensors that the model calls for: missing"),
+        (
+            (0, 3),
+            r"tensor 'model.layers.0.mlp.down_proj.weight' is \[20, 27\] in the model, and its config makes \[20, 28\]",
+        ),
+    ],
+)
+def test_a_smaller_model_that_is_not_as_said(tmp_path: Path, layers: tuple[int, ...], message: str) -> None:
+    source = open_directory(make_model(tmp_path / "model", num_hidden_layers=4))
+    model: Any = load_model(make_model(tmp_path / "small", num_hidden_layers=2, intermediate_size=27))
+    model.config.intermediate_size = 28
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=message):
+        save_model(model, source, tmp_path / "out", layers=layers)
+    assert list((tmp_path / "out").iterdir()) == []
