@@ -165,7 +165,9 @@ def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, t
 def streamed(_: int, folder: Path) -> Called:
     """The weights of a checkpoint, pruned from file to file."""
     directory, stored, tensors = checkpoint(folder)
-    unfinished = Unfinished(communicator(), folder / "streamed", {"blocks": [], "entries": {}, "digests": []})
+    unfinished = Unfinished(
+        communicator(), folder / "streamed", {"blocks": [], "entries": {}, "digests": []}, is_new=True
+    )
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:

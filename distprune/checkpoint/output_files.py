@@ -63,8 +63,9 @@ def allocate_directory(
 ) -> None:
     """Make ``files``, (read, written), at their full size in ``target``, and copy what is not weights.
 
-    Of weight files that are there the weights stay; headers and small files are written anew. ``config``: of a model of other
-    sizes than the source's, which has ``num_removed`` parameters less; ``None``: the source's own. Local; for one rank.
+    Of weight files that are there the weights stay; headers and small files are written anew. ``config``: of a model
+    of other sizes than the source's, which has ``num_removed`` parameters less; ``None``: the source's own. Local; for
+    one rank.
 
     Raises:
         OSError: the disk is full or not writable.

@@ -15,16 +15,16 @@ from typing_extensions import override
 from distprune.calibration import load_samples
 from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model
 from distprune.collectives import together
+from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.model_card import write_card
 from distprune.jobs.picture import can_draw, draw, write_picture
 from distprune.jobs.run import PruningJob, Run, check_unfinished, clock, write_report
 from distprune.jobs.shares import allocation_of, with_shares
-from distprune.jobs.unfinished import Unfinished, open_unfinished
+from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import (
     Allocation,
-    BlockReport,
     OneShotMethod,
     Sequential,
     TargetsOf,
@@ -119,9 +119,16 @@ def run_one_shot_job(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-            _begin(job, run, model, samples, writer, unfinished)
+            blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
+            journal = BlockJournal(run, unfinished, writer, blocks, _updated(job, model))
+            if unfinished.is_new:
+                if job.resume:
+                    run.told.say("nothing was recorded yet: starting at the first block")
+                unfinished.entries["before"] = run.evaluate(model, "before")
+                unfinished.entries["shares"] = _shares(job, run, model, samples)
+            journal.begin()
             with clock(run.seconds, "prune"):
-                pruning = _prune(job, run, model, samples, writer, unfinished)
+                pruning = _prune(job, run, model, samples, journal, unfinished.entries["shares"])
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
                 writer.write(updated=_updated(job, model), progress=progress)
@@ -135,24 +142,6 @@ def run_one_shot_job(
                         write_picture(partial(draw, pruning["blocks"], title), unfinished.folder, run.told.say)
             run.told.check()
     return report
-
-
-def _begin(
-    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, writer: ModelWriter, unfinished: Unfinished
-) -> None:
-    """Evaluate, share out the zeros and make the files, or read back what is done."""
-    if not unfinished.blocks:
-        if job.resume:
-            run.told.say("nothing was recorded yet: starting at the first block")
-        unfinished.entries["before"] = run.evaluate(model, "before")
-        unfinished.entries["shares"] = _shares(job, run, model, samples)
-        writer.allocate()
-        return
-    with together(run.comm):
-        unfinished.check_files(run.directory)
-    writer.allocate()  # what is there of the weights stays
-    blocks = decoder_blocks(model)
-    unfinished.check_blocks([name for name, _ in blocks])
 
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:
@@ -171,42 +160,15 @@ def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) 
 
 
 def _prune(
-    job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor, writer: ModelWriter, unfinished: Unfinished
+    job: OneShotJob,
+    run: Run,
+    model: nn.Module,
+    samples: torch.Tensor,
+    journal: BlockJournal,
+    shares: dict[str, float] | None,
 ) -> dict[str, Any]:
-    """Prune and write the blocks that are not on the disk yet; return the report on all of them.
-
-    Beside the stages of ``prune_blocks`` a block's seconds have ``write``, its digest included.
-    """
-    blocks, updated, done = decoder_blocks(model), _updated(job, model), len(unfinished.blocks)
-
-    def finished(index: int) -> bool:
-        if index < len(unfinished.blocks):
-            if unfinished.restore(writer, index, *blocks[index]):
-                return True
-            run.told.say(f"{blocks[index][0]} is not on the disk as it was written: it is pruned again")
-        if done:
-            run.told.say(f"going on at block {index} of {len(blocks)}")
-        resumed_at.append(index)
-        return False
-
-    resumed_at: list[int] = []
-    pattern, shares = with_shares(as_pattern(job.pattern, job.sparsity), None), unfinished.entries["shares"]
-
-    def on_block(index: int, block: BlockReport) -> None:
-        entry = block.to_dict()
-        with clock(entry["seconds"], "write"):
-            with together(run.comm):
-                try:
-                    writer.write([block.name], updated=updated)
-                except OSError as error:
-                    kept = f"; {index} of {len(blocks)} blocks are kept, --resume goes on with them" if index else ""
-                    raise OSError(error.errno, f"cannot write {block.name!r}: {error.strerror}{kept}") from error
-            digest = unfinished.digest(blocks[index][1])
-        # Local from here on: what one rank raises, prune_blocks raises on all.
-        unfinished.record(entry, digest)
-        run.told.block(entry, len(blocks))
-        run.told.check_here()
-
+    """Prune and write the blocks that are not on the disk yet; return the report on all of them."""
+    pattern = with_shares(as_pattern(job.pattern, job.sparsity), None)
     report = prune_blocks(
         model,
         samples,
@@ -218,14 +180,11 @@ def _prune(
         targets=job.targets,
         target_share=job.target_share,
         offload=job.offload,
-        finished=finished,
-        on_block=on_block,
+        finished=journal.finished,
+        on_block=journal.on_block,
     )
-    if not resumed_at:
-        run.told.say(f"going on at block {len(blocks)} of {len(blocks)}")
-    first = resumed_at[0] if resumed_at else len(blocks)
     asked = {"pattern": repr(pattern), "allocation": "uniform" if shares is None else "gradients"}
-    return {**report.to_dict(), **asked, "blocks": unfinished.blocks, "resumed_at": first}
+    return {**report.to_dict(), **asked, "blocks": journal.end(), "resumed_at": journal.resumed_at}
 
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:

@@ -71,12 +71,10 @@ class StretchWriter:
         self._stored = stored.stored
         self._parameter_of = {name: parameter for parameter, names in stored.stored.items() for name in names}
         self._tensors = {name: _whole(name, values[name]) for name in values if name in stored.written}
+        held = [[e.name for e in file.tensors if e.name in self._tensors] for file in source.weight_files]
         self.files = [
-            planned(
-                unfinished.folder / file.path.name,
-                (self._tensors[e.name] for e in file.tensors if e.name in self._tensors),
-            )
-            for file in source.weight_files
+            planned(unfinished.folder / file.path.name, [self._tensors[name] for name in names])
+            for file, names in zip(source.weight_files, held, strict=True)
         ]
 
     @cached_property

@@ -3,7 +3,7 @@
 ``.NAME.unfinished`` holds the model's files at their full size, of which some blocks are written, or the state of a
 training, and ``journal.json``: what the job was asked for, the report and the digest of each block (of each saved
 state) that every rank has on the disk, and a checksum of all that. The folder is renamed onto the target when
-everything is there.
+everything is there; or the folder ``smaller`` in it, where a model of other sizes is made of the one that was written.
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ __all__ = ["Unfinished", "open_unfinished"]
 JOURNAL_NAME = "journal.json"
 _NEW_JOURNAL = "journal.new"
 _OWN_NAMES = {JOURNAL_NAME, _NEW_JOURNAL, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
+_SMALLER = "smaller"
 _STATE = re.compile(r"state-\d+\.safetensors")
 
 
 class Unfinished:
     """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk,
-    :attr:`digests` what was noted to know them by."""
+    :attr:`digests` what was noted to know them by.
 
-    def __init__(self, comm: Communicator, folder: Path, journal: dict[str, Any]):
-        self.comm, self.folder, self._journal = comm, folder, journal
+    ``is_new``: nothing was recorded before.
+    """
+
+    def __init__(self, comm: Communicator, folder: Path, journal: dict[str, Any], *, is_new: bool):
+        self.comm, self.folder, self._journal, self.is_new = comm, folder, journal, is_new
         self.blocks: list[dict[str, Any]] = journal["blocks"]
         self.entries: dict[str, Any] = journal["entries"]
         self.digests: list[str] = journal["digests"]
+        self.result = folder  # what becomes the target
 
     @property
     def states(self) -> list[Path]:
@@ -55,12 +60,27 @@ class Unfinished:
         """Return the file of the state after so many steps."""
         return self.folder / f"state-{num_steps}.safetensors"
 
+    def begin_smaller(self) -> None:
+        """Let what becomes the target be a new folder, in place of one that is there. Every rank: two rounds.
+
+        Raises:
+            OSError: on every rank: it cannot be made.
+        """
+        self.result = self.folder / _SMALLER
+        with together(self.comm):
+            if self.comm.rank == 0:
+                remove_files(self.result)
+                self.result.mkdir()
+        with together(self.comm):
+            self.result.stat()
+
     def check_files(self, source: HfDirectory) -> None:
         """Raise a ValueError if anything lies in the folder but this job's files; its model is ``source``. Local."""
         written = [file.path for file in source.weight_files] + [*source.small_files, *self.states]
         names = {path.name for path in written} | _OWN_NAMES
         for path in sorted(self.folder.iterdir()):
-            if path.name not in names or path.is_symlink() or not path.is_file():
+            is_known = path.is_dir() if path.name == _SMALLER else path.name in names and path.is_file()
+            if path.is_symlink() or not is_known:
                 raise ValueError(f"{path} is not from this job; take it away, or remove {self.folder}")
 
     def check_blocks(self, names: Sequence[str]) -> None:
@@ -116,6 +136,10 @@ class Unfinished:
         """Note, on the first rank, that every rank has one more block on the disk. Local."""
         self.blocks.append(report)
         self.digests.append(digest)
+        self.record_entries()
+
+    def record_entries(self) -> None:
+        """Write the journal, on the first rank, with :attr:`entries` as they are. Local."""
         if self.comm.rank == 0:
             beside = self.folder / _NEW_JOURNAL
             with beside.open("w", encoding="utf-8") as file:
@@ -131,8 +155,8 @@ def open_unfinished(
 ) -> Iterator[Unfinished]:
     """Yield the folder for a job of these ``facts``, new or, with ``resume``, the one that is there.
 
-    When the body ends it becomes ``target``; if the body raises, it stays as far as there are finished blocks in
-    it. Every rank must enter it, and the first must hold the target's lock; five rounds.
+    When the body ends it becomes ``target``; if the body raises, it stays if anything is recorded in it. Every rank
+    must enter it, and the first must hold the target's lock; five rounds.
 
     Raises:
         FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
@@ -143,7 +167,8 @@ def open_unfinished(
     journal: dict[str, Any] = {"facts": plain, "entries": {}, "blocks": [], "digests": []}
     folder = target.parent / f".{target.name}.unfinished"
     with together(comm):
-        if os.path.lexists(folder / JOURNAL_NAME):
+        is_new = not os.path.lexists(folder / JOURNAL_NAME)
+        if not is_new:
             if not resume:
                 raise FileExistsError(f"{folder} is an unfinished job; pass --resume to go on with it, or remove it")
             journal = _read(folder / JOURNAL_NAME)
@@ -156,13 +181,13 @@ def open_unfinished(
                 )
     agree(comm, {"unfinished": str(folder), "journal": journal})
     with together(comm):
-        if comm.rank == 0 and not journal["blocks"]:
-            remove_files(folder)  # killed before its first block was done
+        if comm.rank == 0 and is_new:
+            remove_files(folder)  # killed before anything was recorded
             folder.mkdir()
     with together(comm):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
-    unfinished = Unfinished(comm, folder, journal)
+    unfinished = Unfinished(comm, folder, journal, is_new=is_new)
     try:
         yield unfinished
     except Exception:
@@ -172,8 +197,9 @@ def open_unfinished(
     with together(comm):
         if comm.rank == 0:
             states = unfinished.states
-            publish(folder, target, overwrite=overwrite, inputs=inputs)
+            publish(unfinished.result, target, overwrite=overwrite, inputs=inputs)
             # Last: a job that is killed in between has finished, and one that is killed before can go on.
+            remove_files(folder)  # of a smaller model; else it is there no more
             for name in (*(path.name for path in states), JOURNAL_NAME):
                 (target / name).unlink(missing_ok=True)  # a short training saves nothing
 
