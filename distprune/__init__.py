@@ -49,6 +49,7 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
 )
 from distprune.pruning.torch_api.shard_masks import shard_masks
+from distprune.removal import Shrunk, shrink_model
 from distprune.scores import ChannelNorm, Gradient, Magnitude, Movement, Random, Score, Taylor, Wanda
 from distprune.shards import Geometry, LocalShard
 from distprune.training import (
@@ -95,6 +96,7 @@ __all__ = [
     "RandomUnstructured",
     "Regrow",
     "Score",
+    "Shrunk",
     "Solver",
     "SparseGPT",
     "SparseTraining",
@@ -127,6 +129,7 @@ __all__ = [
     "random_unstructured",
     "remove",
     "shard_masks",
+    "shrink_model",
     "sparsity",
     "stepwise",
 ]

@@ -8,6 +8,8 @@ from distprune.removal.layers import LayerCriterion, choose_layers, skipping
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import check_layers, check_units, remove_layers, remove_units
 from distprune.removal.remover import Refit
+from distprune.removal.shrink_model import Shrunk, cut_model, shrink_model
+from distprune.removal.sizes import Sizes
 
 __all__ = [
     "OBS",
@@ -22,6 +24,8 @@ __all__ = [
     "OnBlockUnits",
     "Refit",
     "Removal",
+    "Shrunk",
+    "Sizes",
     "Taylor",
     "UnitEvidence",
     "check_layers",
@@ -29,7 +33,9 @@ __all__ = [
     "choose_experts",
     "choose_layers",
     "choose_units",
+    "cut_model",
     "remove_layers",
     "remove_units",
+    "shrink_model",
     "skipping",
 ]

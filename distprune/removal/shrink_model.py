@@ -1,0 +1,126 @@
+"""A smaller model in memory: what stays is chosen, what reads the rest refitted, and parameters cut where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from distprune.collectives import Group, communicator, together
+from distprune.models import Kind, decoder_blocks
+from distprune.oneshot import OneShotReport, TargetsOf
+from distprune.removal.choose_units import choose_units
+from distprune.removal.criteria import Criterion, CriterionName
+from distprune.removal.experts import ExpertCriterion, choose_experts
+from distprune.removal.layers import LayerCriterion, choose_layers
+from distprune.removal.plan import Kept
+from distprune.removal.rebuild import remove_layers, remove_units
+from distprune.removal.remover import Refit
+from distprune.removal.sizes import Sizes
+
+__all__ = ["Shrunk", "cut_model", "shrink_model"]
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What is left of a model: the same on every rank.
+
+    ``kept``: by block, kind and place the units that stay, ascending; blocks have the names they had before, and
+    ``layers`` are their numbers. ``report``: of the walk.
+    """
+
+    kept: Kept
+    layers: tuple[int, ...]
+    num_parameters: int
+    report: OneShotReport
+
+
+def shrink_model(
+    model: nn.Module,
+    samples: torch.Tensor,
+    *,
+    mlp: int | float | None = None,
+    heads: int | float | None = None,
+    kv_groups: int | float | None = None,
+    experts: int | float | None = None,
+    layers: int | float | None = None,
+    criterion: CriterionName | Criterion = "obs",
+    layer_criterion: LayerCriterion = "loss",
+    expert_criterion: ExpertCriterion = "output",
+    refit: Refit = "least_squares",
+    targets: TargetsOf | None = None,
+    target_share: float = 0.5,
+    group: Group = None,
+    offload: bool = False,
+) -> Shrunk:
+    """Make ``model`` smaller in place, in the layout it is in, and return what is left of it.
+
+    Its class stays, its configuration says the new sizes, and ``forward`` and ``generate`` work. Parameters are new
+    ones: make the optimizer afterwards.
+
+    Args:
+        model: of transformers; layouts as for :func:`distprune.prune_blocks`.
+        samples: token ids, (num_samples, length) int64, the same on every rank.
+        mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share: MLP channels,
+            query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers. ``None``:
+            all.
+        criterion: how units are chosen: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"``
+            (Minitron), ``"magnitude"``, or a criterion of one's own.
+        layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``choose_layers``.
+        expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
+        refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"bias"`` alone, where
+            it has one; or ``"none"``.
+        targets, target_share, group, offload: as of :func:`distprune.prune_blocks`.
+
+    Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
+    ``choose_experts``, ``choose_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank: sizes that are not possible, units that cannot be
+            removed, samples that do not fit, and what the walk meets; but for the last, nothing is changed.
+    """
+    comm = communicator(group)
+    sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers)
+    with together(comm, **vars(sizes)):
+        sizes.check(model)
+        num_layers, num_all = sizes.num_layers(model), len(decoder_blocks(model))
+    kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+    if experts is not None:  # which cannot be zeroed
+        kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm)
+        remove_units(model, kept, group=comm)
+    left = list(range(num_all))
+    if num_layers < num_all:
+        left = choose_layers(model, samples, num_layers, criterion=layer_criterion, group=comm)
+    removal = choose_units(
+        model,
+        samples,
+        sizes.in_walk,
+        layers=left,
+        criterion=criterion,
+        refit=refit,
+        targets=targets,
+        target_share=target_share,
+        group=comm,
+        offload=offload,
+    )
+    blocks = decoder_blocks(model)
+    kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
+    cut_model(model, removal.kept, left, group=comm)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Shrunk(kept | dict(removal.kept), removal.layers, num_parameters, removal.report)
+
+
+def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Group = None) -> None:
+    """Remove all layers but ``layers`` from ``model``, and from those all units but ``kept``, in place.
+
+    ``kept`` names blocks as they are before. Every rank must call it: as :func:`remove_layers` and
+    :func:`remove_units`, which raise.
+    """
+    before = [name for name, _ in decoder_blocks(model)]
+    if len(layers) < len(before):
+        remove_layers(model, layers, group=group)
+    names = dict(zip((before[index] for index in layers), (name for name, _ in decoder_blocks(model)), strict=True))
+    if renamed := {(names[block], kind, place): index for (block, kind, place), index in kept.items()}:
+        remove_units(model, renamed, group=group)

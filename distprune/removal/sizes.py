@@ -1,0 +1,85 @@
+"""How many units of each kind, and how many layers, a smaller model is to have; checked before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.models import Kind, decoder_blocks, find_all_units
+from distprune.removal.readers import num_to_keep
+from distprune.removal.rebuild import check_layers, check_units
+
+__all__ = ["Sizes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What stays: a number, or as a float a share of what is there; ``None``: all.
+
+    MLP channels, query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers.
+    """
+
+    mlp: int | float | None = None
+    heads: int | float | None = None
+    kv_groups: int | float | None = None
+    experts: int | float | None = None
+    layers: int | float | None = None
+
+    @override
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {size}" for kind, size in vars(self).items() if size is not None)
+
+    @property
+    def in_walk(self) -> dict[Kind, int | float]:
+        """What is chosen block after block, by kind."""
+        kinds: dict[Kind, int | float | None] = {"mlp": self.mlp, "heads": self.heads, "kv_groups": self.kv_groups}
+        return {kind: size for kind, size in kinds.items() if size is not None}
+
+    def check_asked(self) -> None:
+        """Raise a ValueError unless something is to be removed that can be in one go. Local."""
+        if all(size is None for size in vars(self).values()):
+            raise ValueError(f"there is nothing to remove: say how many of {', '.join(vars(self))} stay")
+        if self.heads is not None and self.kv_groups is not None:
+            raise ValueError("heads and kv_groups are inputs of one map: remove one of them, then the other")
+
+    def num_layers(self, model: nn.Module) -> int:
+        """Return how many decoder layers of ``model`` stay. Local.
+
+        Raises:
+            ValueError: none, or more than are there.
+        """
+        num_all = len(decoder_blocks(model))
+        if self.layers is None:
+            return num_all
+        if isinstance(self.layers, float) and not 0 < self.layers <= 1:
+            raise ValueError(f"layers: the share {self.layers} is not in (0, 1]")
+        num = max(1, round(self.layers * num_all)) if isinstance(self.layers, float) else self.layers
+        if not 1 <= num <= num_all:
+            raise ValueError(f"layers: {num} of {num_all} cannot stay; possible are 1 to {num_all}")
+        return num
+
+    def check(self, model: nn.Module) -> None:
+        """Check that ``model`` can have these sizes, in the layout it is in. Local; nothing is changed.
+
+        Raises:
+            ValueError, TypeError: sizes that are not possible; the message says which are.
+            NotImplementedError: units that cannot be removed from this model, or a layout in which they cannot.
+        """
+        self.check_asked()
+        kinds: dict[Kind, int | float] = self.in_walk
+        if self.experts is not None:
+            kinds["experts"] = self.experts
+        kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+        for kind, size in kinds.items():
+            for name, of_block in find_all_units(model, kind):
+                for units in of_block:
+                    num = num_to_keep(units, size, f"{name}.{units.name}")
+                    # Which ones does not matter: as many of each group.
+                    groups = torch.arange(units.num_units).view(units.num_groups, -1)
+                    kept[name, kind, units.name] = groups[:, : num // units.num_groups].flatten()
+        check_units(model, kept)
+        if (num_layers := self.num_layers(model)) < len(decoder_blocks(model)):
+            check_layers(model, range(num_layers))
