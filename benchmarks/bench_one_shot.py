@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from benchmarks.measure import heading, joined, on_ranks, speech_files, table
 from distprune.checkpoint import BUNDLED
-from distprune.cli.main import Request, app
+from distprune.cli.main import app
+from distprune.cli.options import Request
 from distprune.jobs import OneShotJob, run_one_shot_job
 
 LENGTH, EVALUATION_TOKENS, NUM_EVALUATED = 256, 512, 8  # tokens in a window; of each speech; speeches

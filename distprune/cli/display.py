@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import Kind, Watcher, by_metric, kinds_of, mean_error
+from distprune.jobs import Kind, Watcher, by_metric, kinds_of, mean_error, removal_rows
 
 __all__ = ["Display", "show_inspection"]
 
@@ -80,9 +80,12 @@ class Display(Watcher):
         pruning = report.get("pruning", {})
         if "training" in report:
             more = _training_rows(report["training"])
+        elif "removal" in report:
+            _show_blocks(report["removal"])
+            more = [*removal_rows(report["removal"]), *_walk_rows(report["removal"])]
         elif "blocks" in pruning:
             _show_blocks(pruning)
-            more = _one_shot_rows(pruning)
+            more = [*_walk_rows(pruning), ("allocation", pruning["allocation"])]
         else:
             share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
             more = [
@@ -103,7 +106,8 @@ class Display(Watcher):
         rows += [
             (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
         ]
-        console, table = _console_and_table("pruned" if pruning else "fine-tuned", ("", ""))
+        done = "pruned" if pruning else "made smaller" if "removal" in report else "fine-tuned"
+        console, table = _console_and_table(done, ("", ""))
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -122,12 +126,11 @@ def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _one_shot_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _walk_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:
     peaks = sorted((peak / 2**20 for peak in pruning["peak_memory"]), reverse=True)
     by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
     rows = [
         ("method", f"{pruning['method']}, {pruning['pattern']}"),
-        ("allocation", pruning["allocation"]),
         ("samples", str(pruning["num_samples"])),
         ("peak memory", f"{by_rank} MiB"),
     ]

@@ -7,7 +7,6 @@ import io
 import json
 import sys
 import traceback
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -15,18 +14,38 @@ from typing import Annotated, Any, Literal, NoReturn
 import torch
 import typer
 
-from distprune.checkpoint import BUNDLED, inspect_directory
+from distprune.checkpoint import inspect_directory
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
+from distprune.cli.options import (
+    MOST_TOKENS,
+    Device,
+    Dtype,
+    EvalLength,
+    EvalTokens,
+    EvaluateOn,
+    Model,
+    Output,
+    Overwrite,
+    Request,
+    Tasks,
+    Timeout,
+    common_fields,
+    number_of_samples,
+    request_of,
+)
 from distprune.cli.ranks import Launch
+from distprune.cli.shrink import shrink
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
     PruneJob,
+    ShrinkJob,
     StreamedJob,
     run_finetune_job,
     run_one_shot_job,
     run_prune_job,
+    run_shrink_job,
     run_streamed_job,
 )
 from distprune.oneshot import Allocation, OneShotMethod, Sequential, TargetsOf
@@ -42,50 +61,6 @@ app = typer.Typer(
 )
 
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
-_LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
-_MOST_TOKENS = 1 << 30
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DeviceName = Literal["auto", "cpu", "cuda"]
-
-# Options of all jobs.
-Model = Annotated[
-    str,
-    typer.Argument(help=f"A Hugging Face directory, org/name[@revision] of the hub, or {BUNDLED}, the bundled model."),
-]
-Output = Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")]
-Dtype = Annotated[DtypeName, typer.Option(help="Of the weights that are written. auto: as they are stored.")]
-Device = Annotated[DeviceName, typer.Option(help="auto: CUDA where there is a GPU.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace the model in the output directory.")]
-EvaluateOn = Annotated[
-    list[Path] | None,
-    typer.Option("--eval", help="Text or JSON-lines file. Report the perplexity before and after. Repeatable."),
-]
-EvalTokens = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="How much of each to use.")]
-EvalLength = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in one window.")]
-Tasks = Annotated[
-    list[str] | None,
-    typer.Option(help="Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after."),
-]
-Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others.")]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A job, and where to run it."""
-
-    job: PruneJob | OneShotJob | FinetuneJob
-    device: str
-    timeout: float
-
-
-def _number_of_samples(text: str) -> int:
-    """Return how many windows are meant; 0: all."""
-    if text == "all":
-        return 0
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
-        raise typer.BadParameter(f"{text!r} is neither 'all' nor a number from 1 to {_MOST_TOKENS}")
-    return int(text)
 
 
 @app.command()
@@ -127,9 +102,9 @@ def prune(
         typer.Option(help="Text or JSON-lines file. Prune block by block, with the inputs this text gives each layer."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(parser=_number_of_samples, metavar="N|all", help="Calibration windows, drawn by --seed.")
+        int, typer.Option(parser=number_of_samples, metavar="N|all", help="Calibration windows, drawn by --seed.")
     ] = "128",  # type: ignore[assignment]  # parsed, too
-    sequence_length: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens in each.")] = 2048,
+    sequence_length: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens in each.")] = 2048,
     allocation: Annotated[
         Allocation | None,
         typer.Option(
@@ -161,7 +136,7 @@ def prune(
         as_pattern(pattern, sparsity)
     except ValueError as error:
         raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None
-    common = {**_common(locals()), "sparsity": sparsity, "pattern": pattern}
+    common = {**common_fields(locals()), "sparsity": sparsity, "pattern": pattern}
     job: PruneJob | OneShotJob
     if calibration is None:
         method = method or "magnitude"
@@ -199,7 +174,7 @@ def prune(
             offload=offload,
             resume=resume,
         )
-    context.obj(_request(job, device, timeout))
+    context.obj(request_of(job, device, timeout))
 
 
 @app.command()
@@ -214,8 +189,8 @@ def finetune(
         str | None, typer.Option(help="The dense model: learn what it predicts, and not the text.")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = 2e-4,
-    batch_size: Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Windows a step, over all ranks.")] = 8,
-    sequence_length: Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens in each.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Windows a step, over all ranks.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens in each.")] = 256,
     seed: Annotated[int, typer.Option(help="To draw the windows.")] = 0,
     save_every: Annotated[
         float, typer.Option(min=0, help="Seconds between states that --resume can go on with.")
@@ -235,7 +210,7 @@ def finetune(
 ) -> None:
     """Train the pruned MODEL on --data with its zeros held, and write it to --output. Start it as prune."""
     job = FinetuneJob(
-        **_common(locals()),
+        **common_fields(locals()),
         data=str(data),
         steps=steps,
         minutes=minutes,
@@ -251,29 +226,10 @@ def finetune(
         job.check_length()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    context.obj(_request(job, device, timeout))
+    context.obj(request_of(job, device, timeout))
 
 
-def _common(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what every job is asked for, of the options as they are ``given``."""
-    dtype = given["dtype"]
-    return {
-        "model": given["model"],
-        "output": str(given["output"]),
-        "seed": given["seed"],
-        "dtype": None if dtype == "auto" else getattr(torch, dtype),
-        "overwrite": given["overwrite"],
-        "evaluate_on": tuple(map(str, given["evaluate_on"] or ())),
-        "evaluation_tokens": given["eval_tokens"],
-        "evaluation_length": given["eval_length"],
-        "tasks": tuple(name for names in given["tasks"] or () for name in names.split(",")),
-    }
-
-
-def _request(job: PruneJob | OneShotJob | FinetuneJob, device: DeviceName, timeout: float) -> Request:
-    if not 1 <= timeout <= _LONGEST_TIMEOUT:
-        raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
-    return Request(job, device, timeout)
+app.command()(shrink)
 
 
 @app.command()
@@ -339,6 +295,8 @@ def _work(request: Request, launch: Launch) -> int:
             report = run_streamed_job(request.job, watcher=display)
         elif isinstance(request.job, PruneJob):
             report = run_prune_job(request.job, device=device, watcher=display)
+        elif isinstance(request.job, ShrinkJob):
+            report = run_shrink_job(request.job, device=device, watcher=display)
         elif isinstance(request.job, FinetuneJob):
             report = run_finetune_job(request.job, device=device, watcher=display)
         else:

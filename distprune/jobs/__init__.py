@@ -6,11 +6,13 @@
 Call them in one process, or on every rank of an initialized process group.
 """
 
-from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error
+from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error, removal_rows
 from distprune.jobs.finetune import run_finetune_job
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.prune import PruneJob, run_prune_job
+from distprune.jobs.shrink import run_shrink_job
+from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.streamed import StreamedJob, run_streamed_job
 from distprune.jobs.watcher import Watcher
 
@@ -19,13 +21,16 @@ __all__ = [
     "Kind",
     "OneShotJob",
     "PruneJob",
+    "ShrinkJob",
     "StreamedJob",
     "Watcher",
     "by_metric",
     "kinds_of",
     "mean_error",
+    "removal_rows",
     "run_finetune_job",
     "run_one_shot_job",
     "run_prune_job",
+    "run_shrink_job",
     "run_streamed_job",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "shares_by_kind"]
+__all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "removal_rows", "shares_by_kind"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -70,3 +70,25 @@ def by_metric(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, floa
     for task, metrics in report["tasks_after"].items():
         for metric, after in metrics.items():
             yield task, metric, report["tasks_before"][task][metric], after
+
+
+def removal_rows(removal: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a removal has left, and how fast and large that is, in words: (what, how much)."""
+    num, num_before = removal["num_parameters"], removal["num_parameters_before"]
+    yield "parameters", f"{num:,} of {num_before:,} ({1 - num / num_before:.1%} removed)"
+    if (num_layers := len(removal["layers"])) < removal["num_layers_before"]:
+        yield "layers", f"{num_layers} of {removal['num_layers_before']}"
+    sizes = {(of["kind"], of["num"], of["num_before"]): None for block in removal["blocks"] for of in block["kept"]}
+    for kind, of_kind, before in sizes:
+        yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
+    if speed := removal["speed"]:
+        before, after = speed["before"], speed["after"]
+        for what, name in (("forward", "forward"), ("generation", "greedy generation")):
+            rates = " -> ".join(f"{of[what]['tokens_per_second']:,.0f}" for of in (before, after))
+            ratios = speed[what]
+            yield (
+                f"tokens per second, {name} of {before[what]['num_tokens']}",
+                f"{rates} ({ratios['speedup']:.2f} times; its FLOPs promise {ratios['promised']:.2f})",
+            )
+        for what, name in (("memory", "memory"), ("file_bytes", "weight files")):
+            yield name, " -> ".join(f"{of[what] / 2**20:,.0f}" for of in (before, after)) + " MiB"

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra, name_of_model
-from distprune.jobs.figures import by_metric, shares_by_kind
+from distprune.jobs.figures import by_metric, removal_rows, shares_by_kind
 
 __all__ = ["CARD_NAME", "model_card", "write_card"]
 
 CARD_NAME = "README.md"
 
 _OPTIONS = {"evaluate_on": "eval", "evaluation_tokens": "eval-tokens", "evaluation_length": "eval-length"}
-_NOT_SHOWN = ("model", "output", "overwrite")
+_NOT_SHOWN = ("model", "output", "overwrite", "speed")
 _FILES = ("calibration", "data", "evaluate_on", "tasks", "teacher")
 _COUNTS = ("num_zeros", "num_elements")
-_TAGS = ("distprune", "pruned", "sparse")
+_TAGS = ("distprune", "pruned")
+# What was done in words, the command, and what its output is called, by what the report has.
+_DONE = {
+    "training": ("fine-tuned with its zeros held", "finetune", "finetuned"),
+    "removal": ("made smaller", "shrink", "smaller"),
+    "pruning": ("pruned", "prune", "pruned"),
+}
 
 
 def write_card(report: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
@@ -46,14 +52,15 @@ def model_card(report: Mapping[str, Any], original: str | None) -> str:
     path = Path(report["model"])
     name = name_of_model(path)
     card.data.base_model = name
-    card.data.tags = sorted({*(card.data.tags or ()), *_TAGS})
-    done = "fine-tuned with its zeros held" if "training" in report else "pruned"
-    rows = _of_training(report) if "training" in report else _of_pruning(report)
+    kind = next(kind for kind in _DONE if kind in report)
+    rows = {"training": _of_training, "removal": _of_removal, "pruning": _of_pruning}[kind](report)
+    card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(() if kind == "removal" else ("sparse",))})
+    done, verb, result = _DONE[kind]
     lines = [f"# {name}, {done}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
     lines += [f"| {key} | {value} |" for key, value in _of_both(report)]
     if "(" not in (report["arguments"].get("pattern") or ""):  # else a Pattern, from Python
         revision = "" if name == path.name else f"@{path.name}"  # of the hub: the commit
-        lines += ["", "Made by", "", "```bash", _command(report, name, revision), "```"]
+        lines += ["", "Made by", "", "```bash", _command(report, [verb, name + revision], result), "```"]
     if card.text.strip():
         lines += ["", f"What follows is the card of {name} before it was {done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
@@ -70,8 +77,18 @@ def _of_pruning(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         by_kind = (f"{kind} {shares}" for kind, shares in shares_by_kind(pruning["blocks"]).items())
         yield "zeros by layer, allocated by gradients", "<br>".join(by_kind)
     if "calibration" in arguments:
-        text = Path(arguments["calibration"]).name
-        yield "calibration", f"{pruning['num_samples']} windows of {arguments['sequence_length']} tokens of {text}"
+        yield "calibration", _calibration(arguments, pruning["num_samples"])
+
+
+def _of_removal(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    arguments, removal = report["arguments"], report["removal"]
+    yield from removal_rows(removal)
+    yield "method", f"{removal['method']}, {arguments['refit'].replace('_', ' ')}"
+    yield "calibration", _calibration(arguments, removal["num_samples"])
+
+
+def _calibration(arguments: Mapping[str, Any], num_samples: int) -> str:
+    return f"{num_samples} windows of {arguments['sequence_length']} tokens of {Path(arguments['calibration']).name}"
 
 
 def _of_training(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -95,9 +112,9 @@ def _share(num_zeros: int, num_elements: int) -> str:
     return f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
 
 
-def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
-    verb, result = ("finetune", "finetuned") if "training" in report else ("prune", "pruned")
-    words = ["distprune", verb, name + revision]
+def _command(report: Mapping[str, Any], words: list[str], result: str) -> str:
+    """Return the command line that begins with ``words`` and writes to the model's name and ``result``."""
+    name, words = words[1].partition("@")[0].rpartition("/")[2], list(words)
     for key, value in report["arguments"].items():
         option = f"--{_OPTIONS.get(key, key).replace('_', '-')}"
         if key == "samples" and value is None:
@@ -112,4 +129,4 @@ def _command(report: Mapping[str, Any], name: str, revision: str) -> str:
                 option,
                 Path(each).name if key in _FILES else str(each).removeprefix("torch."),
             ]
-    return shlex.join([*words, "--output", f"{name.rpartition('/')[2]}-{result}"])
+    return shlex.join(["distprune", *words, "--output", f"{name}-{result}"])

@@ -1,5 +1,5 @@
-"""The pictures of jobs: of one-shot, relative error and sparsity by depth, a line for each kind of linear map; of
-fine-tuning, the loss.
+"""The pictures of jobs: of one-shot and removal, relative error and sparsity by depth, a line for each kind of linear
+map; of fine-tuning, the loss.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def write_picture(drawn: Callable[[], Any], folder: Path, say: Callable[[str], N
     (folder / PICTURE_NAME).write_bytes(written.getvalue())
 
 
-def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Return the matplotlib figure on an Agg canvas: the errors above, the sparsities below.
+def draw(blocks: Sequence[Mapping[str, Any]], title: str, *, share: str = "sparsity", gone: Sequence[int] = ()) -> Any:
+    """Return the matplotlib figure on an Agg canvas: the errors above, the sparsities, called ``share``, below.
+
+    Blocks that are ``gone`` are grey.
 
     Raises:
         ImportError: the extra ``plot`` is not installed.
@@ -56,13 +58,15 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str) -> Any:
     for axes in (errors, sparsities):
         axes.grid(alpha=0.3)
         axes.set_prop_cycle(matplotlib.cycler(linestyle=_STROKES) * colors)
+        for index in gone:
+            axes.axvspan(index - 0.5, index + 0.5, color="0.85")
     for name, by_depth in _by_kind(blocks).items():
         style = {"label": name, "marker": "o", "markersize": 3, "linewidth": 1.2}
         errors.plot(list(by_depth), [kind.error for kind in by_depth.values()], **style)  # None is no point
         sparsities.plot(list(by_depth), [kind.sparsity for kind in by_depth.values()], **style)
     errors.set_ylabel("relative error")
     errors.set_ylim(bottom=0)
-    sparsities.set_ylabel("sparsity")
+    sparsities.set_ylabel(share)
     sparsities.set_ylim(0, 1)
     sparsities.yaxis.set_major_formatter(ticks.PercentFormatter(xmax=1.0))
     sparsities.set_xlabel("block")

@@ -206,6 +206,29 @@ def test_killed_again_and_again_and_resumed(
     assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))
 
 
+def test_shrinking_killed_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
+    text = arguments[arguments.index("--calibration") + 1]
+    line = "--mlp 0.5 --layers 7 --layer-criterion influence --samples 30 --sequence-length 64 --no-speed --timeout 20"
+    shrinking = ["shrink", arguments[1], "--calibration", text, *line.split()]
+    first = Job([*shrinking, "--output", str(tmp_path / "out")], tmp_path)
+    first.until(lambda: first.num_done() > 2)
+    first.kill([0, 1])
+    first.has_ended([0, 1])
+    second = Job([*shrinking, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
+    second.until(lambda: (second.unfinished / "smaller").exists())
+    second.kill([0, 1])
+    second.has_ended([0, 1])
+    assert second.num_done() == 7
+    assert not (tmp_path / "out").exists()
+    last = Job([*shrinking, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
+    last.succeeds()
+    assert "going on at block 7 of 7\n" in last.said()
+    assert "layers that stay" not in last.said()  # they are recorded
+    Job([*shrinking, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]
+
+
 def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) -> None:
     first = Job([*fine_tuning, "--output", str(tmp_path / "out")], tmp_path)
     first.until(lambda: first.num_done() > 2)

@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from distprune.cli import main
-from distprune.cli.main import Request
-from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, StreamedJob
+from distprune.cli.options import Request
+from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, StreamedJob
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,9 @@ def test_defaults() -> None:
     ]
     assert asked("finetune m --output o --data d --steps 3") == [
         Request(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
+    ]
+    assert asked("shrink m --output o --calibration c --mlp 0.75") == [
+        Request(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
     ]
 
 
@@ -138,6 +141,31 @@ def test_every_option_arrives() -> None:
         resume=True,
     )
     assert asked(f"finetune {line} {training}") == [Request(tuned, "cpu", 30)]
+    removal = (
+        "--calibration c --mlp 1.0 --heads 6 --layers 24 --criterion fluctuation --layer-criterion influence "
+        "--refit bias --targets own --target-share 0.25 --samples all --sequence-length 9 --offload --no-speed --resume"
+    )
+    smaller = ShrinkJob(
+        **common,
+        calibration="c",
+        mlp=1.0,
+        heads=6,
+        layers=24,
+        criterion="fluctuation",
+        layer_criterion="influence",
+        refit="bias",
+        targets="own",
+        target_share=0.25,
+        samples=None,
+        sequence_length=9,
+        offload=True,
+        speed=False,
+        resume=True,
+    )
+    assert asked(f"shrink {line} {removal}") == [Request(smaller, "cpu", 30)]
+    (request,) = asked("shrink m --output o --calibration c --kv-groups 2")
+    assert isinstance(request.job, ShrinkJob)
+    assert (request.job.kv_groups, type(request.job.kv_groups)) == (2, int)  # two of them, and not a share of 2.0
 
 
 @pytest.mark.parametrize(
@@ -180,6 +208,16 @@ def test_every_option_arrives() -> None:
         "finetune m --output o --data d --steps 1 --batch-size 0",
         "finetune m --output o --data d --steps 1 --timeout 0",
         "finetune m --output o --steps 1",
+        "shrink m --output o --mlp 0.5",
+        "shrink m --output o --calibration c",
+        "shrink m --output o --calibration c --mlp 1.5",
+        "shrink m --output o --calibration c --mlp 0",
+        "shrink m --output o --calibration c --mlp -3",
+        "shrink m --output o --calibration c --mlp half",
+        "shrink m --output o --calibration c --mlp nan",
+        "shrink m --output o --calibration c --heads 2 --kv-groups 2",
+        "shrink m --output o --calibration c --mlp 0.5 --criterion best",
+        "shrink m --output o --calibration c --mlp 0.5 --timeout 0",
         "inspect",
         "sharpen m",
         "",

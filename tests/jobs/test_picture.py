@@ -51,6 +51,11 @@ def test_the_picture_has_a_line_for_each_kind() -> None:
         "up.*": [[2, 0.6]],
     }
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fc1", "fc2", "up.*"]
+    assert not errors.patches
+    errors, shares = draw([block_entry(0, {"fc1": 0.1})], "a title", share="removed", gone=[1, 3]).axes
+    assert shares.get_ylabel() == "removed"
+    for axes in (errors, shares):
+        assert [(grey.get_x(), grey.get_width()) for grey in axes.patches] == [(0.5, 1.0), (2.5, 1.0)]
 
 
 def test_the_picture_lies_beside_the_model_and_is_not_carried_on(job: OneShotJob, tmp_path: Path) -> None:

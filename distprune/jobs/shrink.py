@@ -1,0 +1,181 @@
+"""The job that makes a model smaller: load, choose what stays, refit block by block, cut, and write what is left."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distprune.calibration import load_samples
+from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model, save_model
+from distprune.collectives import together
+from distprune.jobs.block_journal import BlockJournal
+from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
+from distprune.jobs.model_card import write_card
+from distprune.jobs.picture import can_draw, draw, write_picture
+from distprune.jobs.run import Run, clock, write_report
+from distprune.jobs.shrink_job import ShrinkJob
+from distprune.jobs.speed import compare_speed
+from distprune.jobs.unfinished import Unfinished, open_unfinished
+from distprune.jobs.watcher import Watcher
+from distprune.models import decoder_blocks
+from distprune.oneshot import BlockReport
+from distprune.removal import Kept, choose_experts, choose_layers, choose_units, cut_model, remove_units
+
+__all__ = ["run_shrink_job"]
+
+
+def run_shrink_job(
+    job: ShrinkJob,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Run the job and return its report. The output is written whole, or not at all.
+
+    In the walk the units that go are zeroed, and finished blocks lie beside the output, at their old sizes. A job that
+    was killed goes on with ``resume`` after its last block that is as it was written, on as many ranks, and ends with
+    the same bytes. When all blocks are done the model is cut, and written beside the output, whose place it takes.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
+    job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
+            the model or the text, or sizes that the model cannot have; the message says which.
+        FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
+    """
+    run = Run(job, group, device, watcher)
+    draws = can_draw(run.told.say)
+    with locking(run.comm, run.output):
+        with together(run.comm):
+            tokenizer = load_tokenizer(run.directory.path)
+        model = run.load()
+        samples = load_samples(
+            tokenizer,
+            job.calibration,
+            model,
+            num_samples=job.samples,
+            sequence_length=job.sequence_length,
+            seed=job.seed,
+            group=run.comm,
+        )
+        with together(run.comm):
+            job.sizes.check(model)
+            tokens = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
+            facts = run.facts(**{"calibration tokens": tokens, "ranks": run.comm.size})
+        with open_unfinished(
+            run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+        ) as unfinished:
+            num_blocks, num_before = len(decoder_blocks(model)), _num_parameters(model)
+            _choose(job, run, model, samples, unfinished)
+            layers: list[int] = unfinished.entries["layers"]
+            with clock(run.seconds, "shrink"):
+                removal, kept = _walk(job, run, model, samples, unfinished)
+                cut_model(model, kept, layers, group=run.comm)
+            removal |= {
+                "pattern": str(job.sizes),
+                "layers": layers,
+                "num_layers_before": num_blocks,
+                "num_parameters_before": num_before,
+                "num_parameters": _num_parameters(model),
+            }
+            after = run.evaluate(model, "after")
+            unfinished.begin_smaller()
+            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+                save_model(
+                    model,
+                    run.directory,
+                    unfinished.result,
+                    updated=[name for name, _ in decoder_blocks(model)],
+                    layers=layers if len(layers) < num_blocks else None,
+                    group=run.comm,
+                    progress=progress,
+                )
+            del model
+            speed = compare_speed(run, run.directory.path, unfinished.result) if job.speed else None
+            report = run.report(unfinished.entries["before"], after, removal={**removal, "speed": speed})
+            with together(run.comm):
+                if run.comm.rank == 0:
+                    write_report(report, unfinished.result)
+                    write_card(report, unfinished.result, run.told.say)
+                    if draws:
+                        title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
+                        gone = sorted({*range(num_blocks)} - {*layers})
+                        drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone)
+                        write_picture(drawn, unfinished.result, run.told.say)
+            run.told.check()
+    return report
+
+
+def _choose(job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished) -> None:
+    """Evaluate the model, choose its experts and layers, unless that is recorded; the other experts are cut."""
+    entries, num_layers = unfinished.entries, job.sizes.num_layers(model)
+    if job.resume and unfinished.is_new:
+        run.told.say("nothing was recorded yet: starting at the beginning")
+    if "before" not in entries:
+        entries["before"] = run.evaluate(model, "before")
+    if job.experts is not None:
+        if "experts" not in entries:
+            num_before = num_units(model, ["experts"])
+            with clock(run.seconds, "choose"):
+                chosen = choose_experts(model, samples, job.experts, criterion=job.expert_criterion, group=run.comm)
+            entries["experts"] = {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
+        kept = [(block, of) for block, of_block in entries["experts"].items() for of in of_block]
+        remove_units(model, kept_of(kept), group=run.comm)
+    if "layers" not in entries:
+        layers = list(range(len(decoder_blocks(model))))
+        if num_layers < len(layers):
+            with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
+                layers = choose_layers(
+                    model, samples, num_layers, criterion=job.layer_criterion, group=run.comm, progress=progress
+                )
+            run.told.say(f"layers that stay: {as_text(layers)}")
+        entries["layers"] = layers
+        with together(run.comm):
+            unfinished.record_entries()
+
+
+def _walk(
+    job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished
+) -> tuple[dict[str, Any], Kept]:
+    """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
+    layers: list[int] = unfinished.entries["layers"]
+    experts = unfinished.entries.get("experts", {})
+    blocks = decoder_blocks(model)
+    num_before = num_units(model, list(job.sizes.in_walk))
+    writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
+    journal = BlockJournal(
+        run, unfinished, writer, [(index, *blocks[index]) for index in layers], [name for name, _ in blocks]
+    )
+    journal.begin()
+
+    def on_block(index: int, block: BlockReport, kept: Kept) -> None:
+        journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])
+
+    removal = choose_units(
+        model,
+        samples,
+        job.sizes.in_walk,
+        layers=layers,
+        criterion=job.criterion,
+        refit=job.refit,
+        targets=job.targets,
+        target_share=job.target_share,
+        group=run.comm,
+        offload=job.offload,
+        finished=journal.finished,
+        on_block=on_block,
+    )
+    entries = journal.end()
+    kept = [(entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts"]
+    return {**removal.report.to_dict(), "blocks": entries, "resumed_at": journal.resumed_at}, kept_of(kept)
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,267 @@
+"""Smaller models on disk: what stays is what stood there, over any ranks, killed and resumed, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distprune.checkpoint import ModelWriter
+from distprune.cli.display import Display
+from distprune.collectives import communicator
+from distprune.jobs import (
+    FinetuneJob,
+    ShrinkJob,
+    removal_rows,
+    run_finetune_job,
+    run_shrink_job,
+    shrink,
+    speed,
+)
+from distprune.jobs.run import REPORT_NAME
+from tests.hf_models import make_model, make_tokenizer
+from tests.jobs.test_one_shot import Killed
+from tests.jobs.test_prune import Heard, contents
+from tests.worlds import ProcessPool
+
+SIZES: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="session")
+def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("dense") / "model", max_shard_size="12KB", **SIZES)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def job(dense_folder: Path, text_file: Path, tmp_path: Path) -> ShrinkJob:
+    return ShrinkJob(
+        model=str(dense_folder),
+        output=str(tmp_path / "out"),
+        mlp=0.75,
+        heads=2,
+        layers=3,
+        calibration=str(text_file),
+        layer_criterion="influence",
+        samples=4,
+        sequence_length=16,
+        speed=False,
+    )
+
+
+def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
+    """Run this rank's job; return the error as text, or nothing. It may die at a block, or near the end."""
+    write = ModelWriter.write
+
+    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
+        if dies_at in (prefixes or ["smaller"]):
+            raise Killed
+        write(self, prefixes, **more)
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelWriter, "write", dying)
+        if dies_at == "walk":
+            patch.setattr(shrink, "choose_units", die)
+        try:
+            run_shrink_job(job)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def units_of(text: str) -> Iterator[int]:
+    for run in text.split(","):
+        first, *last = map(int, run.split("-"))
+        yield from range(first, (last or [first])[0] + 1)
+
+
+def sliced(folder: Path, report: dict[str, Any], width: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of the Llama in ``folder`` that stay, cut by hand as ``report`` says."""
+    tensors = tensors_of(folder)
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for number, block in enumerate(report["removal"]["blocks"]):
+        units = {of["kind"]: torch.tensor(list(units_of(of["units"]))) for of in block["kept"]}
+        heads = (units["heads"][:, None] * width + torch.arange(width)).flatten()
+        for name in (name for name in tensors if name.startswith(f"{block['name']}.")):
+            tensor = tensors[name]
+            for part, dim, index in (
+                ("gate_proj", 0, units["mlp"]),
+                ("up_proj", 0, units["mlp"]),
+                ("down_proj", 1, units["mlp"]),
+                ("q_proj", 0, heads),
+                ("o_proj", 1, heads),
+            ):
+                tensor = tensor.index_select(dim, index) if part in name else tensor
+            kept[name.replace(f".{block['index']}.", f".{number}.", 1)] = tensor
+    return kept
+
+
+def test_what_stays_is_what_stood_there(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, dense_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    job = dataclasses.replace(job, criterion="magnitude", refit="none")
+    assert pool.run(2, run_on_rank, job) == ["", ""]
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
+    removal = report["removal"]
+    assert [len(list(units_of(of["units"]))) for block in removal["blocks"] for of in block["kept"]] == [21, 2] * 3
+    expected, written = sliced(dense_folder, report, 6), tensors_of(tmp_path / "out")
+    assert expected.keys() == written.keys()
+    assert all(torch.equal(expected[name], written[name]) for name in expected)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.num_parameters() == removal["num_parameters"] < removal["num_parameters_before"]
+    assert (model.config.num_hidden_layers, model.config.num_attention_heads, model.config.head_dim) == (3, 2, 6)
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, text_file: Path) -> None:
+    """The same units over two ranks as over one, and the same weights but for rounding."""
+    job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16, evaluation_tokens=160)
+    reports = []
+    for world_size in (1, 2):
+        own = dataclasses.replace(job, output=str(tmp_path / f"out{world_size}"))
+        assert pool.run(world_size, run_on_rank, own) == [""] * world_size
+        reports.append(json.loads((Path(own.output) / REPORT_NAME).read_text()))
+    one, two = (report["removal"] for report in reports)
+    assert [block["kept"] for block in one["blocks"]] == [block["kept"] for block in two["blocks"]]
+    alone, spread = (tensors_of(tmp_path / f"out{world_size}") for world_size in (1, 2))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(spread[name], tensor)
+    assert reports[0]["perplexity_after"].keys() == {str(text_file)}
+    card = (tmp_path / "out1" / "README.md").read_text()
+    assert "| mlp | 21 of 28 |" in card
+    assert "| layers | 3 of 4 |" in card
+    assert "distprune shrink model --seed 0 --eval text.txt" in card
+    assert "--mlp 0.75 --heads 2 --layers 3 --calibration text.txt" in card
+    assert "sparse" not in card
+
+
+def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -> None:
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(2, run_on_rank, whole) == ["", ""]
+    removal = json.loads((tmp_path / "whole" / REPORT_NAME).read_text())["removal"]
+    again = dataclasses.replace(job, resume=True)
+    moments = ["walk", removal["blocks"][1]["name"], "smaller"]
+    for moment in moments:
+        asked = again if moment != moments[0] else job
+        assert pool.run(2, run_on_rank, asked, moment) == ["killed", "killed"]
+        assert not Path(job.output).exists()
+    for error in pool.run(2, run_on_rank, job):
+        assert error.startswith("FileExistsError: ")
+    for error in pool.run(2, run_on_rank, dataclasses.replace(again, heads=4)):
+        assert "cannot be resumed, the job was another: --heads: 2 then, 4 now" in error
+    assert pool.run(2, run_on_rank, again) == ["", ""]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    resumed = json.loads((Path(job.output) / REPORT_NAME).read_text())["removal"]
+    assert resumed["resumed_at"] == 3
+    assert [block["kept"] for block in resumed["blocks"]] == [block["kept"] for block in removal["blocks"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"mlp": 29}, "29 of the 28 of 'model.layers.0.mlp' cannot stay; possible are up to 28"),
+        ({"heads": 3}, "possible are multiples of 2, one for each group, up to 4"),
+        ({"heads": None, "experts": 2}, "no experts to remove"),
+        ({"layers": 5}, "layers: 5 of 4 cannot stay; possible are 1 to 4"),
+        ({"layers": 0.0}, r"the share 0.0 is not in \(0, 1\]"),
+        ({"kv_groups": 1}, "remove one of them, then the other"),
+        ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),
+    ],
+)
+def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        run_shrink_job(dataclasses.replace(job, **asked))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_can_be_fine_tuned(
+    job: ShrinkJob, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Display(visible=True).summary(run_shrink_job(job))
+    shown = capsys.readouterr().out
+    for row in ("made smaller", "3 of 4", "21 of 28", "2 of 4", "obs, mlp 0.75, heads 2, layers 3", "peak memory"):
+        assert row in shown
+    tuned = FinetuneJob(
+        model=job.output,
+        output=str(tmp_path / "tuned"),
+        data=str(text_file),
+        teacher=job.model,
+        steps=2,
+        batch_size=2,
+        sequence_length=16,
+        compute_dtype=torch.float32,
+    )
+    assert len(run_finetune_job(tuned)["training"]["losses"]) == 2
+    before, after = (tensors_of(Path(folder)) for folder in (job.output, tuned.output))
+    assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
+
+
+def test_the_speed_of_a_model(model_folder: Path) -> None:
+    """Measured in a process of its own; FLOPs are those of the matrix products."""
+    run: Any = SimpleNamespace(comm=communicator(None), device=torch.device("cpu"))
+    found = speed.measure_apart(run, model_folder)
+    of_layers, of_attention, of_head = 2 * 2880, 2 * 2 * 512 * 20, 67 * 20
+    assert found["parameters"] == of_layers + of_head + 5 * 20
+    assert found["forward"]["flops"] == 2 * 512 * (of_layers + of_attention + of_head)
+    assert found["forward"]["num_tokens"] == 512
+    assert found["generation"]["tokens_per_second"] > 0
+    assert found["file_bytes"] == (model_folder / "model.safetensors").stat().st_size
+
+
+def test_a_speed_that_cannot_be_measured(job: ShrinkJob, pool: ProcessPool) -> None:
+    said = pool.run(2, run_without_python, dataclasses.replace(job, speed=True))
+    assert said[0] == "speed is left out, measuring it failed: it ended with 1"
+    assert said[1] == "speed is left out, measuring it failed: rank 0 of 2: it ended with 1"
+
+
+def run_without_python(_: int, job: ShrinkJob) -> str:
+    """Run the job where a process of its own fails; return what it says last."""
+    heard = Heard()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        assert run_shrink_job(job, watcher=heard)["removal"]["speed"] is None
+    return heard.said[-1]
+
+
+def test_what_is_said_of_speed() -> None:
+    def figures(rate: float, size: int) -> dict[str, Any]:
+        kind = {"tokens_per_second": rate, "num_tokens": 64, "flops": size}
+        return {"forward": kind, "generation": kind, "memory": size << 20, "file_bytes": size << 20}
+
+    removal = {
+        "num_parameters": 75,
+        "num_parameters_before": 100,
+        "layers": [0, 1, 2],
+        "num_layers_before": 3,
+        "blocks": [{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
+        "speed": speed.compared(figures(100, 30), figures(120, 20)),
+    }
+    assert list(removal_rows(removal)) == [
+        ("parameters", "75 of 100 (25.0% removed)"),
+        ("kv groups", "2 of 3"),
+        ("tokens per second, forward of 64", "100 -> 120 (1.20 times; its FLOPs promise 1.50)"),
+        ("tokens per second, greedy generation of 64", "100 -> 120 (1.20 times; its FLOPs promise 1.50)"),
+        ("memory", "30 -> 20 MiB"),
+        ("weight files", "30 -> 20 MiB"),
+    ]
