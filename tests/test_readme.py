@@ -33,6 +33,7 @@ SAID = (
     "torch.Size([2048, 512]) 65.0%\nTrue\nTrue\n",
     "True: 60.0% of the weights are masked\n",
     "2 blocks, 50.0% of the weights are zero\nTrue\n",
+    "96 channels are left, and 82240 parameters\n",
     "30.0% of the weights are zero\n",
 )
 
