@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -89,9 +89,25 @@ def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
 
 
 def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    """Be a rank whose stretches and pieces are so small that a tiny model takes a second or two."""
-    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 12_000, 20, 20
+    """Be a rank whose stretches and pieces are so small that a tiny model has some."""
+    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 4_000, 20, 20
     be_rank(variables, arguments, log)
+
+
+def be_doomed_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be one that takes its time, and does not end before it is killed."""
+    record, write = stretches.StretchWriter._record, stretches.StretchWriter.write
+
+    def record_slowly(self: stretches.StretchWriter, done: Any) -> None:
+        record(self, done)
+        time.sleep(0.03)
+
+    def write_and_wait(self: stretches.StretchWriter, first: int, progress: Any) -> None:
+        write(self, first, progress)
+        time.sleep(5)  # and then the one that is left sees that it is alone
+
+    stretches.StretchWriter._record, stretches.StretchWriter.write = record_slowly, write_and_wait  # type: ignore[method-assign]
+    be_streaming_rank(variables, arguments, log)
 
 
 class Job:
@@ -245,8 +261,9 @@ def test_streaming_killed_four_times_and_resumed(tmp_path: Path, arguments: list
     chance = random.Random(5)
     num_done = -1
     for number in range(4):
-        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_streaming_rank)
-        job.until(lambda: job.num_done() > num_done)  # noqa: B023
+        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_doomed_streaming_rank)
+        all_done = f"going on after {num_done} of {num_done} stretches"
+        job.until(lambda: job.num_done() > num_done or all_done in job.said())  # noqa: B023
         time.sleep(chance.uniform(0, 0.1))
         victims = chance.choice([[0], [1], [0, 1]])
         job.kill(victims)
