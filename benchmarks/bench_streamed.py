@@ -147,7 +147,10 @@ def main() -> None:
                 print(rows[-1], flush=True)
     columns = ["pattern", "ranks", "s", "of it choosing s", "cp s", "cp and sync s", "GB/s", "of cp", "of cp and sync"]
     text = (
-        heading(f"A checkpoint of {size / 1e9:.2f} GB without its model", "python -m benchmarks.bench_streamed")
+        heading(
+            f"A checkpoint of {size / 1e9:.2f} GB without its model",
+            f"python -m benchmarks.bench_streamed{' --compare' * arguments.compare}",
+        )
         + f"\nA Llama of random bfloat16 weights in {_NUM_FILES} files, in the system's cache as far as it fits.\n"
         "Seconds are of a whole job after its imports, until all is on the disk; `cp` of the same files ran right\n"
         "before each, alone and with a `sync` of the copy. Memory is all of a rank's process but the files it maps,\n"
