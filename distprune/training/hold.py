@@ -202,9 +202,19 @@ class Hold:
     def _at_step(self, optimizer: Optimizer) -> None:
         """Do what is due before a step, now that its gradients are there."""
         if self._optimizers is None or optimizer is self._optimizers[0]:
+            if self._listeners and not self.leaves_gradients_dense:
+                self._mask_late(self._optimizers or [optimizer])
             for listener in self._listeners:
                 listener(optimizer, in_backward=in_backward())
         self._hold_in(optimizer)
+
+    def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
+        """Mask FSDP1's gradients, which no hook has masked: what grows now has no gradient yet, as in other layouts."""
+        for optimizer in optimizers:
+            for held, place in self._binding.of(optimizer):
+                if held.shard.tensor is None:
+                    held.read()
+                    held.mask_gradient(place)
 
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:

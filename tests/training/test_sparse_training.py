@@ -79,13 +79,15 @@ def alone(pool: ProcessPool, kind: str, clips: bool) -> tuple[list[float], list[
 
 # Elsewhere CI runs a sample.
 WHOLE, SAMPLED = [("fsdp2", 2)], ("cubic", "rigl")
+OF_FSDP1 = "set"  # what grows has no gradient yet, though FSDP1's are masked at the step alone
 LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
 def test_equals_one_process(pool: ProcessPool, runs_whole: bool, layout: str, num_ranks: int, kind: str) -> None:
-    if (layout, num_ranks) not in WHOLE and kind not in SAMPLED and not runs_whole:
+    is_sampled = (layout, num_ranks) in WHOLE or kind in SAMPLED or (layout, kind) == ("fsdp1", OF_FSDP1)
+    if not (is_sampled or runs_whole):
         pytest.skip("run with --whole")
     clips = layout in CLIPPED
     expected = alone(pool, kind, clips)
