@@ -2,7 +2,7 @@
 
 from distprune.calibration.batches import Batches
 from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
-from distprune.calibration.data import Samples, check_fit, load_samples, spread
+from distprune.calibration.data import Samples, check_fit, load_samples, own_samples, spread
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
@@ -34,6 +34,7 @@ __all__ = [
     "listening",
     "load_samples",
     "measure_sensitivities",
+    "own_samples",
     "pack_triangle",
     "shared_axis",
     "spread",

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from distprune.calibration.crew import Crew
 from distprune.calibration.text import draw_windows
 from distprune.collectives import Group, agree, communicator, together
 
-__all__ = ["Samples", "check_fit", "load_samples", "spread"]
+__all__ = ["Samples", "check_fit", "load_samples", "own_samples", "spread"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.dev
     chosen = [*mine, *[mine[-1] if mine else 0] * (num_rounds - len(mine))]
     batches = [{"input_ids": token_ids[i : i + 1].to(device), "use_cache": False} for i in chosen]
     return Samples(batches, len(mine))
+
+
+def own_samples(crew: Crew, model: nn.Module, token_ids: torch.Tensor) -> Samples:
+    """Return the samples that ``crew`` runs, on the device of ``model``. Local."""
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    return spread(token_ids, crew.number, crew.num_crews, device)
 
 
 def check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:

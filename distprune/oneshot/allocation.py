@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, find_crew, measure_sensitivities, spread
+from distprune.calibration import Sensitivity, find_crew, measure_sensitivities, own_samples
 from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
 from distprune.models import Found, LinearMap, decoder_blocks
 from distprune.oneshot.plan import Plan, make_plan
@@ -87,8 +87,7 @@ def allocate(
     ]
     crew = find_crew(comm, plan.axis)
     with together(comm):
-        device = next((parameter.device for parameter in model.parameters()), "cpu")
-        mine = spread(samples, crew.number, crew.num_crews, device)
+        mine = own_samples(crew, model, samples)
     found = measure_sensitivities(comm, crew, model, blocks, mine, progress)
     by_parameter = {shard.name: shard for shard in shards}
     maps: dict[str, _Map] = {}

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from distprune.calibration import Crew, Walk, catch_inputs, spread
+from distprune.calibration import Crew, Walk, catch_inputs, own_samples
 from distprune.collectives import Communicator, max_together, sum_together, together
 from distprune.models import evaluating
 from distprune.oneshot.block import BlockPruner
@@ -44,8 +44,7 @@ def run_blocks(
     reports = []
     with evaluating(model):
         with together(comm):
-            device = next((p.device for p in model.parameters()), "cpu")
-            mine = spread(samples, crew.number, crew.num_crews, device)
+            mine = own_samples(crew, model, samples)
             walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
             if crew.size > 1:
                 _check_whole(walk, samples.shape[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, Walk, find_crew, measure_sensitivities, shared_axis, spread
+from distprune.calibration import Moments, Walk, find_crew, measure_sensitivities, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.models import Found, Kind, decoder_blocks
 from distprune.oneshot.block import BlockPruner, Manner
@@ -134,8 +134,7 @@ def choose_units(
         asked = {name: dataclasses.replace(of, norms=n) for (name, of), n in zip(asked.items(), norms, strict=True)}
     if "gradients" in chosen.needs:
         with together(comm):
-            device = next((p.device for p in model.parameters()), "cpu")
-            mine = spread(samples, crew.number, crew.num_crews, device)
+            mine = own_samples(crew, model, samples)
         readers = [
             (block, {f"{name}.{reader}": linear for reader, linear in of_block.maps.items()})
             for (name, block), of_block in zip(blocks, plan.maps, strict=True)

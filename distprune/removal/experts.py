@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration import catch_inputs, find_crew, shared_axis, spread
+from distprune.calibration import catch_inputs, find_crew, own_samples, shared_axis
 from distprune.collectives import Group, agree, communicator, sum_together, together
 from distprune.models import Units, evaluating, expert_inputs, expert_weights, find_all_units, linear_maps
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
@@ -68,8 +68,7 @@ def choose_experts(
     kept: dict[Any, torch.Tensor] = {}
     with evaluating(model):
         with together(comm):
-            device = next((p.device for p in model.parameters()), "cpu")
-            mine = spread(samples, crew.number, crew.num_crews, device)
+            mine = own_samples(crew, model, samples)
             walk = catch_inputs(model, mine.batches, comm=comm)
         for index, (name, block) in enumerate(walk.blocks):
             units_here = found[index][1]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration import catch_inputs, find_crew, shared_axis, spread
+from distprune.calibration import catch_inputs, find_crew, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, agree, communicator, sum_together, together
 from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, evaluating
@@ -123,8 +123,7 @@ def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, pro
     influences: list[float] = []
     with evaluating(model):
         with together(comm):
-            device = next((p.device for p in model.parameters()), "cpu")
-            mine = spread(samples, crew.number, crew.num_crews, device)
+            mine = own_samples(crew, model, samples)
             walk = catch_inputs(model, mine.batches, comm=comm)
         for index in range(len(walk.blocks)):
             before = [hidden.clone() for hidden in walk.hidden]
