@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from distprune.removal.select import Selection
 from distprune.removal.smaller_config import Change, Smaller, smaller_config
 from distprune.shards import find_flat_parts
 
-__all__ = ["Kept", "Plan", "check_layout", "plan_units"]
+__all__ = ["Kept", "Plan", "check_ascending", "check_layout", "plan_units"]
 
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, Kind, str], torch.Tensor]
@@ -94,6 +94,12 @@ class _Cutting:
                 index = mask.nonzero()[:, 1].view(len(mask), -1)
             found.setdefault(name, []).append(Selection(dim, index))
         return found
+
+
+def check_ascending(layers: Sequence[int], num_layers: int) -> None:
+    """Raise a ValueError unless ``layers`` are some of the ``num_layers`` layers, in their order. Local."""
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ValueError(f"the layers that stay must be ascending indices of 0 to {num_layers - 1}, not {list(layers)}")
 
 
 def check_layout(model: nn.Module) -> None:

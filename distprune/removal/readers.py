@@ -11,6 +11,7 @@ from torch import nn
 
 from distprune.models import Kind, Units, find_all_units, find_units, linear_maps
 from distprune.oneshot.block_maps import BlockMaps
+from distprune.removal.plan import check_ascending
 from distprune.removal.remover import Asked
 
 __all__ = ["Readers", "find_readers", "layers_left", "num_to_keep"]
@@ -82,10 +83,8 @@ def layers_left(layers: Sequence[int] | None, num_layers: int) -> list[int]:
     """
     if layers is None:
         return list(range(num_layers))
-    kept = list(layers)
-    if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < num_layers:
-        raise ValueError(f"{layers=} must be some of the {num_layers} layers, 0 to {num_layers - 1}, ascending")
-    return kept
+    check_ascending(layers, num_layers)
+    return list(layers)
 
 
 def num_to_keep(units: Units, share: int | float, name: str) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.masks import Fsdp2Params, drop_modules, resize
 from distprune.models import decoder_blocks
-from distprune.removal.plan import Kept, check_layout, plan_units
+from distprune.removal.plan import Kept, check_ascending, check_layout, plan_units
 from distprune.removal.select import Selection, select
 from distprune.removal.smaller_config import Change, Smaller, smaller_config, text_config
 from distprune.shards import local_shard
@@ -68,8 +68,7 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
     check_layout(model)
     blocks = decoder_blocks(model)
     num_blocks, prefix = len(blocks), blocks[0][0].rpartition(".")[0]
-    if not kept or list(kept) != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < num_blocks:
-        raise ValueError(f"the layers that stay must be ascending indices of 0 to {num_blocks - 1}, not {list(kept)}")
+    check_ascending(kept, num_blocks)
     place = {str(before): str(after) for after, before in enumerate(kept)}
 
     def rename(name: str) -> str | None:

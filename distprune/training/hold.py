@@ -210,6 +210,8 @@ class Hold:
 
     def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
         """Mask FSDP1's gradients, which no hook has masked: what grows now has no gradient yet, as in other layouts."""
+        if all(held.shard.tensor is not None for held in self._binding.held):
+            return
         for optimizer in optimizers:
             for held, place in self._binding.of(optimizer):
                 if held.shard.tensor is None:
