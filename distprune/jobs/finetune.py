@@ -13,11 +13,11 @@ from distprune.calibration import Batches, check_fit
 from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, resolve_model, save_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
+from distprune.jobs.documents import write_documents
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.model_card import write_card
-from distprune.jobs.picture import can_draw, draw_losses, write_picture
-from distprune.jobs.run import Run, clock, write_report
+from distprune.jobs.picture import can_draw, draw_losses
+from distprune.jobs.run import Run, clock
 from distprune.jobs.steps import begin, train
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -101,13 +101,8 @@ def run_finetune_job(
                 "resumed_at": resumed_at,
             }
             report = run.report(unfinished.entries["before"], after, training=of_training)
-            with together(run.comm):
-                if run.comm.rank == 0:
-                    write_report(report, unfinished.folder)
-                    write_card(report, unfinished.folder, run.told.say)
-                    if draws:
-                        title = f"{run.directory.path.name}: {method}"
-                        write_picture(partial(draw_losses, losses, title), unfinished.folder, run.told.say)
+            drawn = partial(draw_losses, losses, f"{run.directory.path.name}: {method}") if draws else None
+            write_documents(run, report, unfinished.folder, drawn)
             run.told.check()
     return report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import load_samples
-from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model
+from distprune.checkpoint import ModelWriter, locking, name_of_model
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
-from distprune.jobs.model_card import write_card
-from distprune.jobs.picture import can_draw, draw, write_picture
-from distprune.jobs.run import PruningJob, Run, check_unfinished, clock, write_report
+from distprune.jobs.calibrated import calibration_facts, load_calibrated
+from distprune.jobs.documents import write_documents
+from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.run import PruningJob, Run, check_unfinished, clock
 from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -100,21 +99,9 @@ def run_one_shot_job(
     run = Run(job, group, device, watcher)
     draws = can_draw(run.told.say)
     with locking(run.comm, run.output):
+        model, samples = load_calibrated(run, job)
         with together(run.comm):
-            tokenizer = load_tokenizer(run.directory.path)
-        model = run.load()
-        samples = load_samples(
-            tokenizer,
-            job.calibration,
-            model,
-            num_samples=job.samples,
-            sequence_length=job.sequence_length,
-            seed=job.seed,
-            group=run.comm,
-        )
-        with together(run.comm):
-            tokens = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
-            facts = run.facts(**{"calibration tokens": tokens, "ranks": run.comm.size})
+            facts = calibration_facts(run, samples)
         with open_unfinished(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
@@ -133,13 +120,9 @@ def run_one_shot_job(
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
                 writer.write(updated=_updated(job, model), progress=progress)
             report = run.report(unfinished.entries["before"], after, pruning=pruning)
-            with together(run.comm):
-                if run.comm.rank == 0:
-                    write_report(report, unfinished.folder)
-                    write_card(report, unfinished.folder, run.told.say)
-                    if draws:
-                        title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
-                        write_picture(partial(draw, pruning["blocks"], title), unfinished.folder, run.told.say)
+            title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
+            drawn = partial(draw, pruning["blocks"], title) if draws else None
+            write_documents(run, report, unfinished.folder, drawn)
             run.told.check()
     return report
 

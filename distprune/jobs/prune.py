@@ -10,9 +10,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.checkpoint import save_model, writing
-from distprune.collectives import together
-from distprune.jobs.model_card import write_card
-from distprune.jobs.run import PruningJob, Run, clock, write_report
+from distprune.jobs.documents import write_documents
+from distprune.jobs.run import PruningJob, Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import prune_model
@@ -75,8 +74,5 @@ def run_prune_job(
         with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
             save_model(model, run.directory, staging, group=run.comm, progress=progress)
         report = run.report(before, after, pruning=pruned.to_dict())
-        with together(run.comm):
-            if run.comm.rank == 0:
-                write_report(report, staging)
-                write_card(report, staging, run.told.say)
+        write_documents(run, report, staging)
     return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distprune.calibration import load_samples
-from distprune.checkpoint import ModelWriter, load_tokenizer, locking, name_of_model, save_model
+from distprune.checkpoint import ModelWriter, locking, name_of_model, save_model
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
+from distprune.jobs.calibrated import calibration_facts, load_calibrated
+from distprune.jobs.documents import write_documents
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
-from distprune.jobs.model_card import write_card
-from distprune.jobs.picture import can_draw, draw, write_picture
-from distprune.jobs.run import Run, clock, write_report
+from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.run import Run, clock
 from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.speed import compare_speed
 from distprune.jobs.unfinished import Unfinished, open_unfinished
@@ -53,22 +52,10 @@ def run_shrink_job(
     run = Run(job, group, device, watcher)
     draws = can_draw(run.told.say)
     with locking(run.comm, run.output):
-        with together(run.comm):
-            tokenizer = load_tokenizer(run.directory.path)
-        model = run.load()
-        samples = load_samples(
-            tokenizer,
-            job.calibration,
-            model,
-            num_samples=job.samples,
-            sequence_length=job.sequence_length,
-            seed=job.seed,
-            group=run.comm,
-        )
+        model, samples = load_calibrated(run, job)
         with together(run.comm):
             job.sizes.check(model)
-            tokens = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
-            facts = run.facts(**{"calibration tokens": tokens, "ranks": run.comm.size})
+            facts = calibration_facts(run, samples)
         with open_unfinished(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
@@ -100,15 +87,10 @@ def run_shrink_job(
             del model
             speed = compare_speed(run, run.directory.path, unfinished.result) if job.speed else None
             report = run.report(unfinished.entries["before"], after, removal={**removal, "speed": speed})
-            with together(run.comm):
-                if run.comm.rank == 0:
-                    write_report(report, unfinished.result)
-                    write_card(report, unfinished.result, run.told.say)
-                    if draws:
-                        title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
-                        gone = sorted({*range(num_blocks)} - {*layers})
-                        drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone)
-                        write_picture(drawn, unfinished.result, run.told.say)
+            title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
+            gone = sorted({*range(num_blocks)} - {*layers})
+            drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone) if draws else None
+            write_documents(run, report, unfinished.result, drawn)
             run.told.check()
     return report
 

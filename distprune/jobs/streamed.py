@@ -13,9 +13,9 @@ from distprune.checkpoint import locking, remove_files
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.collectives import together
-from distprune.jobs.model_card import write_card
+from distprune.jobs.documents import write_documents
 from distprune.jobs.prune import PruneJob
-from distprune.jobs.run import Run, check_unfinished, clock, write_report
+from distprune.jobs.run import Run, check_unfinished, clock
 from distprune.jobs.stretches import StretchWriter
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -106,10 +106,7 @@ def run_streamed_job(
                 _write(job, run, writer, unfinished)
             none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
             report = run.report(none, none, pruning=pruning.report(writer.counts()).to_dict())
-            with together(comm):
-                if comm.rank == 0:
-                    write_report(report, unfinished.folder)
-                    write_card(report, unfinished.folder, run.told.say)
+            write_documents(run, report, unfinished.folder)
             run.told.check()
     return report
 
