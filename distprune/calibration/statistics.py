@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,7 +38,7 @@ from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_together
 from distprune.models import LinearMap
-from distprune.shards import local_of
+from distprune.shards import all_finite, local_of
 
 __all__ = ["InputStatistics", "StageDone"]
 
@@ -232,12 +233,7 @@ class InputStatistics:
         if self.of == "pairs":
             if total is None:
                 return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), home=home)
-            shapes = self._shapes(of)
-            sizes = [math.prod(shape) for shape in shapes.values()]
-            parts = {
-                key: part.view(shape)
-                for (key, shape), part in zip(shapes.items(), torch.split(total, sizes), strict=True)
-            }
+            parts = self._parts(of, total)
             values = unpack_triangle(parts.pop(_PRODUCTS)).to(device)
             towards = {key: part.float().to(device) for key, part in parts.items()}
             shift, sums = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
@@ -286,10 +282,7 @@ class InputStatistics:
         """Return the sums over all ranks, packed, of the inputs that are spread or at home here, by the first map."""
         totals: dict[str, torch.Tensor] = {}
         for of in (of for of, home in zip(inputs, homes, strict=True) if home.spread):
-
-            def fill(total: torch.Tensor, of: SharedInput = of) -> None:
-                total.copy_(self._addend(of))
-
+            fill = partial(self._fill, of)
             totals[of.names[0]] = sum_together(comm, (self._numel(of),), fill, torch.float64)
         for of_home in self._rounds_of(inputs, homes, comm.size):
             totals.update(self._sum_at_homes(comm, of_home))
@@ -328,18 +321,32 @@ class InputStatistics:
             shapes |= {name: (of.num_in, self.maps[name].num_out) for name in adding}
         return shapes
 
+    def _parts(self, of: SharedInput, total: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of what is packed in ``total``."""
+        shapes = self._shapes(of)
+        parts = torch.split(total, list(map(math.prod, shapes.values())))
+        return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
     def _numel(self, of: SharedInput) -> int:
         return sum(map(math.prod, self._shapes(of).values()))
 
     def _addend(self, of: SharedInput) -> torch.Tensor:
         """Return this rank's addend to all that is summed for ``"pairs"``, and let go of what it was made of."""
-        shapes, first = self._shapes(of), of.names[0]
-        parts = [pack_triangle(self._values(first, _PRODUCTS, (of.num_in, of.num_in)))]
-        parts += [self._values(first, key, shape) for key, shape in shapes.items() if key != _PRODUCTS]
-        self._sums.pop(first, None)
-        return torch.cat([part.reshape(-1) for part in parts])
+        total = torch.empty(self._numel(of), dtype=torch.float64)
+        self._fill(of, total)
+        return total
 
-    def _values(self, first: str, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _fill(self, of: SharedInput, total: torch.Tensor) -> None:
+        """Write this rank's addend into ``total``."""
+        first = of.names[0]
+        for key, part in self._parts(of, total).items():
+            if key == _PRODUCTS:
+                pack_triangle(self._values(first, key, (of.num_in, of.num_in)), out=part)
+            else:
+                part.copy_(self._values(first, key, part.shape))
+        self._sums.pop(first, None)
+
+    def _values(self, first: str, key: str, shape: Sequence[int]) -> torch.Tensor:
         """Return this rank's addend to a whole sum, zero but for its own features or rows."""
         total = self._sums.get(first)
         values = None if total is None else total.values if key == _PRODUCTS else total.towards.get(key)
@@ -370,10 +377,10 @@ class InputStatistics:
 
 def _spoiled(m: Moments) -> int:
     """Return 0 where all is finite, 2 where X^T X is not, 1 where what leads towards targets alone is not."""
-    if not bool(torch.isfinite(m.values).all()):
+    if not all_finite(m.values):
         return 2
     towards = [*m.residuals.values(), *([] if m.shift is None else [m.shift])]
-    return int(not all(bool(torch.isfinite(part).all()) for part in towards))
+    return int(not all(map(all_finite, towards)))
 
 
 def _width(x: torch.Tensor) -> int | None:

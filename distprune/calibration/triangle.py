@@ -9,13 +9,13 @@ __all__ = ["pack_triangle", "unpack_triangle"]
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
 
-def pack_triangle(symmetric: torch.Tensor) -> torch.Tensor:
+def pack_triangle(symmetric: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the upper triangle of (d, d) as (d // 2 + 1, d): the lower rows' part fills the upper rows' corner.
 
-    What is below the diagonal is not looked at.
+    What is below the diagonal is not looked at. ``out``: where to.
     """
     num_rows = symmetric.shape[0] // 2 + 1
-    packed = symmetric[:num_rows].clone()
+    packed = symmetric[:num_rows].clone() if out is None else out.copy_(symmetric[:num_rows])
     rest = symmetric[num_rows:, num_rows:]
     corner = packed[1 : 1 + len(rest), : len(rest)]
     corner.copy_(corner.triu(1) + rest.triu().t())

@@ -27,6 +27,7 @@ from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
 from distprune.masks import kept_gathered, reset_forward, take_roots
 from distprune.models import decoder_blocks, keeping_weights
+from distprune.shards import all_finite
 
 __all__ = ["Call", "Walk", "catch_inputs", "fitting"]
 
@@ -124,7 +125,7 @@ class Walk:
                 for sample in range(self.num_samples):
                     begin(sample)
                     output = run(sample)
-                    if not bool(torch.isfinite(output).all()):
+                    if not all_finite(output):
                         bad.append(sample)
                     # In place if it fits: elsewhere it would lie among what the next block needs.
                     own = stream[sample]

@@ -22,6 +22,7 @@ from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
 from distprune.patterns import Pattern
 from distprune.scores import Score, local_scores
 from distprune.selection import keep_highest_per_row
+from distprune.shards import all_finite
 
 __all__ = ["ADMM"]
 
@@ -32,7 +33,7 @@ _CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices ar
 
 
 @dataclass(frozen=True)
-class ADMM(Solver):
+class ADMM(Solver["_Inputs"]):
     """``damping`` is added to the diagonal of A. Arithmetic is float32; unstructured means of each row.
 
     Blocks of weights compete over all rows, by the sums of V^2, whenever the mask moves. Weights of inputs that were
@@ -52,34 +53,42 @@ class ADMM(Solver):
         return [Stage(0, num_in, _part_of(pattern, _closed(step))) for step in range(1, NUM_CLOSING + 1)]
 
     @override
-    def prepared_numel(self, rows: Rows) -> int:
-        return 2 * (rows.num_in // 2 + 1) * rows.num_in + rows.num_in
-
-    @override
-    def prepare(self, moments: Moments) -> Moments:
+    def prepare(self, moments: Moments) -> _Inputs:
         products = moments.values
         if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
             products = torch.eye(len(products), device=products.device)
         scale = products.diagonal().sqrt() + _SMALLEST_NORM
-        a = products / scale / scale[:, None]
+        a = products / torch.outer(scale, scale)
         damped = a.clone()
         damped.diagonal().add_(self.damping + PENALTY)
         lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) != 0 or not bool(torch.isfinite(lower).all()):
+        if int(info) != 0 or not all_finite(lower):
             raise ValueError(
                 f"the second moments of the {len(a)} inputs of {moments.names[0]!r} have no inverse with "
                 f"damping={self.damping}; raise it, as ADMM(damping={10 * self.damping})"
             )
-        packed = [pack_triangle(torch.cholesky_inverse(lower)).reshape(-1), pack_triangle(a).reshape(-1), scale]
-        return dataclasses.replace(moments, values=torch.cat(packed))
+        return _Inputs(torch.cholesky_inverse(lower), a, scale)
 
     @override
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+    def packed_numel(self, rows: Rows) -> int:
+        return 2 * (rows.num_in // 2 + 1) * rows.num_in + rows.num_in
+
+    @override
+    def pack(self, prepared: _Inputs) -> torch.Tensor:
+        triangles = [pack_triangle(of).reshape(-1) for of in (prepared.inverse, prepared.a)]
+        return torch.cat([*triangles, prepared.scale])
+
+    @override
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> _Inputs:
+        half = (packed.numel() - rows.num_in) // 2
+        inverse, a, scale = torch.split(packed, [half, half, rows.num_in])
+        return _Inputs(unpack_triangle(inverse.view(-1, rows.num_in)), unpack_triangle(a.view(-1, rows.num_in)), scale)
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Solving:
         solved: dict[str, Solved] = {}
-        first = next(iter(rows.values()))
-        inputs = _Inputs.of(moments.values.to(first.weight.device), first.num_in)
         if not pattern.by_row().is_by_row:
-            descents = {name: _Descent(of_layer.weight, inputs) for name, of_layer in rows.items()}
+            descents = {name: _Descent(of_layer.weight, prepared) for name, of_layer in rows.items()}
             keep: Mapping[str, torch.Tensor] = {}
             for step in range(1, NUM_STEPS + 1):
                 if step <= NUM_CLOSING:
@@ -88,11 +97,11 @@ class ADMM(Solver):
                 for name, of in descents.items():
                     of.step(keep[name] if step <= NUM_CLOSING else None)
             return {name: Solved(*of.finish(), self.damping) for name, of in descents.items()}
-        size = max(1, _CHUNK // max(first.num_in, 1))
+        size = max(1, _CHUNK // max(len(prepared.scale), 1))
         for name, of_layer in rows.items():
             own, num_pruned, error = pattern.by_row().of(of_layer.name), 0, 0.0
             for weight in torch.split(of_layer.weight, size):
-                descent = _Descent(weight, inputs)
+                descent = _Descent(weight, prepared)
                 for step in range(1, NUM_STEPS + 1):
                     descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
                 num_gone, of_rows = descent.finish()
@@ -103,17 +112,11 @@ class ADMM(Solver):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """``inverse`` is (A + (lambda + rho) I)^-1, (in, in), as ``a``; ``scale`` (in,) is S."""
+    """``inverse`` is (A + (lambda + rho) I)^-1, (in, in), as ``a``; both symmetric. ``scale`` (in,) is S."""
 
     inverse: torch.Tensor
     a: torch.Tensor
     scale: torch.Tensor
-
-    @staticmethod
-    def of(packed: torch.Tensor, num_in: int) -> _Inputs:
-        half = (packed.numel() - num_in) // 2
-        inverse, a, scale = torch.split(packed, [half, half, num_in])
-        return _Inputs(unpack_triangle(inverse.view(-1, num_in)), unpack_triangle(a.view(-1, num_in)), scale)
 
 
 class _Descent:

@@ -2,6 +2,7 @@
 
 Rows whose input has a home (see :mod:`distprune.calibration.homes`) are solved there, input after input. Rows whose
 input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
+What they need of their input is prepared by its home, where there are several; a single one by every rank.
 What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Solving
 from distprune.patterns import Choice, Pattern, Ranked
 from distprune.scores import LocalScores
+from distprune.shards import all_finite
 
 __all__ = ["Clock", "prune_rows"]
 
@@ -37,7 +40,7 @@ def prune_rows(
     comm: Communicator,
     rows: Mapping[str, Rows],
     moments: list[Moments],
-    solver: Solver,
+    solver: Solver[Any],
     pattern: Pattern,
     clock: Clock,
     aim: Aim = _HALFWAY,
@@ -45,10 +48,10 @@ def prune_rows(
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
-    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer;
-    where inputs have homes, those of ``move_rows`` and its ``back()``; where something is prepared for inputs that are
-    spread, 1 of 64 bytes and 1 for each of them, and 2 before (see ``sum_gram``) where the solver needs W^T W; and for
-    each stage one choice of ``pattern`` for all of them.
+    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have homes, those of
+    ``move_rows`` and its ``back()``; where several are spread, or the solver decides, 1 of 64 bytes and 1 for each of
+    what is prepared for them; 2 before (see ``sum_gram``) where the solver needs W^T W; and for each stage one choice
+    of ``pattern`` for all of them.
 
     Raises:
         ValueError: on every rank: new weights are not finite.
@@ -73,17 +76,8 @@ def prune_rows(
     except Exception as caught:
         work.error = caught
     spread = [work.with_gram(comm, m) for m in spread]
-    try:
-        for i, m in enumerate(spread):
-            spread[i] = work.prepared(m)
-    except Exception as caught:
-        work.error = work.error or caught
     if spread:
-        if solver.prepared_numel(work.rows[spread[0].names[0]]):
-            with clock("factor"):
-                agree(comm, {}, work.error)
-                spread = [dataclasses.replace(m, values=broadcast_tensor(comm, m.values, m.home.rank)) for m in spread]
-        work.solve(comm, spread)
+        work.solve(comm, work.prepared_together(comm, spread))
     with clock("sweep"):  # or wait for those that still do
         totals = sum_outcomes(comm, list(rows), work.outcome)
         if moved is not None:
@@ -97,7 +91,7 @@ class _Work:
 
     rank: int
     rows: Mapping[str, Rows]
-    solver: Solver
+    solver: Solver[Any]
     pattern: Pattern
     clock: Clock
     aim: Aim
@@ -128,18 +122,46 @@ class _Work:
             num_rows = sum(of.num_out for of in rows)
             return dataclasses.replace(m, gram=sum_gram(comm, num_rows, rows[0].num_in, make))
 
-    def prepared(self, m: Moments) -> Moments:
-        """Return what the solver makes of ``m`` on its home, elsewhere room for it."""
-        if m.home.rank == self.rank:
-            with self.clock("factor"):
-                return self.solver.prepare(m)
-        numel = self.solver.prepared_numel(self.rows[m.names[0]])
-        return dataclasses.replace(m, values=torch.empty(numel), gram=None) if numel else m
+    def prepared(self, m: Moments) -> _Input:
+        """Return what the solver makes of ``m``."""
+        with self.clock("factor"):
+            return _Input(m.names, m.home.rank, self.solver.prepare(m))
 
-    def solve(self, comm: Communicator, inputs: Sequence[Moments]) -> None:
+    def prepared_together(self, comm: Communicator, spread: list[Moments]) -> list[_Input]:
+        """Return what the solver makes of ``spread``, which is used up; every rank must call it."""
+        sizes = [self.solver.packed_numel(self.rows[m.names[0]]) for m in spread]
+        sends = any(sizes) and (len(spread) > 1 or self.solver.decides)
+        inputs = [_Input(m.names, m.home.rank, None) for m in spread]
+        packed = [torch.empty(numel if sends else 0) for numel in sizes]
+        try:
+            for i, of in enumerate(inputs):
+                m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
+                if self.error is None and (of.home == self.rank or not sends):
+                    inputs[i] = self.prepared(m)
+                    packed[i] = self.solver.pack(inputs[i].prepared) if sends else packed[i]
+        except Exception as caught:
+            self.error = caught
+        if not sends:
+            return inputs
+        with self.clock("factor"):
+            agree(comm, {}, self.error)
+            for i, of in enumerate(inputs):
+                packed[i] = broadcast_tensor(comm, packed[i], of.home)
+            try:
+                for i, of in enumerate(inputs):
+                    rows, values = self.rows[of.names[0]], packed.pop(0)
+                    if of.home != self.rank:
+                        inputs[i] = _Input(of.names, of.home, self.solver.unpack(values.to(rows.weight.device), rows))
+            except Exception as caught:
+                self.error = caught
+        return inputs
+
+    def solve(self, comm: Communicator, inputs: Sequence[_Input]) -> None:
         """Solve the layers of ``inputs``, of which the ranks of ``comm`` hold all rows, side by side."""
         with self.clock("sweep"):
-            tasks = [_Task(m, self.solver, {name: self.rows[name] for name in m.names}, self.pattern) for m in inputs]
+            tasks = [
+                _Task(of, self.solver, {name: self.rows[name] for name in of.names}, self.pattern) for of in inputs
+            ]
             keep: Callable[[], dict[str, torch.Tensor]] = dict
             for stage in range(max(len(task.stages) for task in tasks)):
                 asked = [task for task in tasks if stage < len(task.stages)]
@@ -185,7 +207,7 @@ class _Work:
             rows, outcome = self.rows[name], self.outcomes[name]
             outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping if is_home else 0.0
             outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
-            if not bool(torch.isfinite(rows.weight).all()):
+            if not all_finite(rows.weight):
                 self.error = self.error or ValueError(
                     f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}"
                 )
@@ -198,13 +220,22 @@ class _Work:
         return found if self.rows[name].owned else Outcome(damping=found.damping)
 
 
+@dataclass(frozen=True)
+class _Input:
+    """The input of layers ``names``, and what the solver prepared for it; ``None`` after an error."""
+
+    names: tuple[str, ...]
+    home: int
+    prepared: Any
+
+
 class _Task:
     """Layers that share an input, on their way."""
 
-    def __init__(self, m: Moments, solver: Solver, rows: Mapping[str, Rows], pattern: Pattern) -> None:
-        self.rows, self.home = rows, m.home.rank
+    def __init__(self, of: _Input, solver: Solver[Any], rows: Mapping[str, Rows], pattern: Pattern) -> None:
+        self.rows, self.home = rows, of.home
         self.stages = solver.stages(next(iter(rows.values())).num_in, pattern)
-        self.solving: Solving = solver.prune(rows, m, pattern)
+        self.solving: Solving = solver.prune(rows, of.prepared, pattern)
 
     def members(self, stage: int) -> list[Member]:
         num_columns = self.stages[stage].stop - self.stages[stage].start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ TargetsOf = Literal["own", "dense"]
 class Plan:
     """What a call comes to, before anything has changed or was communicated."""
 
-    solver: Solver
+    solver: Solver[Any]
     pattern: Pattern
     maps: list[BlockMaps]  # of each block
     shards: list[LocalShard]  # every parameter's part on this rank
@@ -75,7 +75,7 @@ def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def make_plan(
     model: nn.Module,
     samples: torch.Tensor,
-    method: OneShotMethod | Score | Solver,
+    method: OneShotMethod | Score | Solver[Any],
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None,
     seed: int | None,
@@ -117,7 +117,7 @@ def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
 
 def make_manner(
     plan: Plan,
-    method: OneShotMethod | Score | Solver,
+    method: OneShotMethod | Score | Solver[Any],
     sequential: Sequential | None,
     targets: TargetsOf | None,
     target_share: float,
@@ -145,12 +145,12 @@ def check_share(targets: TargetsOf, target_share: float) -> float:
     return float(target_share) if targets == "dense" else 0.0
 
 
-def solver_of(method: OneShotMethod | Score | Solver, seed: int | None) -> Solver:
+def solver_of(method: OneShotMethod | Score | Solver[Any], seed: int | None) -> Solver[Any]:
     if isinstance(method, Solver):
         return method
     if isinstance(method, Score):
         return Scored(method)
-    solvers: dict[str, Solver] = {
+    solvers: dict[str, Solver[Any]] = {
         "admm": ADMM(),
         "wanda": Scored(Wanda(), by_row=True),
         "sparsegpt": SparseGPT(),

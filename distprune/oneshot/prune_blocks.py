@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def prune_blocks(
     model: nn.Module,
     samples: torch.Tensor,
     *,
-    method: OneShotMethod | Score | Solver,
+    method: OneShotMethod | Score | Solver[Any],
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None = None,
     group: Group = None,

@@ -15,6 +15,7 @@ import torch
 
 from distprune.calibration import Moments
 from distprune.oneshot.rows import Rows
+from distprune.shards import all_finite
 
 __all__ = ["Aim", "retarget"]
 
@@ -68,6 +69,6 @@ def _factor(a: torch.Tensor, name: str, damping: float) -> torch.Tensor:
         a.diagonal().copy_(diagonal + damping * 10**raised)
         lower: torch.Tensor
         lower, info = torch.linalg.cholesky_ex(a)
-        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+        if int(info) == 0 and all_finite(lower):
             return lower
     raise ValueError(f"the second moments of the {len(a)} inputs of {name!r} have no inverse with any damping")

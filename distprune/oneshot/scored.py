@@ -22,7 +22,7 @@ _CHUNK = 1 << 20  # weights whose outputs are computed at a time
 
 
 @dataclass(frozen=True)
-class Scored(Solver):
+class Scored(Solver[Moments]):
     """Zeroes what scores lowest. ``by_row``: unstructured, too, the inputs of one output compete with each other.
 
     A layer that saw no token is scored as if all of its inputs were alike. Zeros go first. Temporaries beyond the masks
@@ -33,7 +33,7 @@ class Scored(Solver):
     by_row: bool = False
 
     @override
-    def scored_by(self, score: Score) -> Solver:
+    def scored_by(self, score: Score) -> Solver[Moments]:
         return dataclasses.replace(self, score=score)
 
     @override
@@ -41,8 +41,12 @@ class Scored(Solver):
         return [Stage(0, num_in, pattern.by_row() if self.by_row else pattern)]
 
     @override
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
-        norms = moments.square_sums.sqrt() if moments.num_tokens else torch.ones_like(moments.square_sums)
+    def prepare(self, moments: Moments) -> Moments:
+        return moments
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Solving:
+        norms = prepared.square_sums.sqrt() if prepared.num_tokens else torch.ones_like(prepared.square_sums)
         shards = [of_layer.shard(of_layer.weight) for of_layer in rows.values()]
         evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards}
         masks = yield dict(zip(rows, local_scores(self.score, shards, evidence, in_place=True), strict=True))
@@ -51,7 +55,7 @@ class Scored(Solver):
             step, error = max(1, _CHUNK // max(of_layer.num_in, 1)), 0.0
             for start in range(0, len(of_layer.weight), step):
                 weight, keep = of_layer.weight[start : start + step], masks[name][start : start + step]
-                error += moments.squared_output(weight.float().masked_fill(keep, 0))
+                error += prepared.squared_output(weight.float().masked_fill(keep, 0))
                 zero_where_pruned(weight, keep)
             solved[name] = Solved(masks[name].numel() - int(torch.count_nonzero(masks[name])), error)
         return solved

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from typing_extensions import override
@@ -18,7 +18,9 @@ from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, LocalScores, Magnitude, Score
 
-__all__ = ["Computed", "Solved", "Solver", "Solving", "Stage"]
+__all__ = ["Computed", "Prepared", "Solved", "Solver", "Solving", "Stage"]
+
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,19 @@ class Computed(Score):
         return elements.weight
 
 
-class Solver(ABC):
-    """Subclasses give :meth:`prune`; what they do not override asks for nothing else."""
+class Solver(ABC, Generic[Prepared]):
+    """Subclasses give :meth:`prepare` and :meth:`prune`; what they do not override asks for nothing else.
+
+    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. Where several inputs are
+    spread each rank makes that of some, and sends it to the others; a single one is made on all ranks at once.
+    """
 
     needs: ClassVar[MomentsOf] = "features"
+    decides: ClassVar[bool] = False  # prepare makes a choice, which must be that of one rank
     needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
     score: Score = Magnitude()  # of what is yielded
 
-    def scored_by(self, score: Score) -> Solver:  # noqa: ARG002
+    def scored_by(self, score: Score) -> Solver[Prepared]:  # noqa: ARG002
         """Return the solver with its ``score`` replaced, by one that was told its seed."""
         return self
 
@@ -74,20 +81,25 @@ class Solver(ABC):
         """Return the weights of ``rows``, (rows, in), as their Gram matrix is to be taken."""
         return rows.weight
 
-    def prepared_numel(self, rows: Rows) -> int:  # noqa: ARG002
-        """Return how many float32 numbers :meth:`prepare` makes of the moments of the inputs of ``rows``."""
+    @abstractmethod
+    def prepare(self, moments: Moments) -> Prepared:
+        """Return what :meth:`prune` is given; ``moments`` may be overwritten, or returned as they are."""
+
+    def packed_numel(self, rows: Rows) -> int:  # noqa: ARG002
+        """Return how many float32 numbers what is prepared for ``rows`` is sent as; 0: it is made on every rank."""
         return 0
 
-    def prepare(self, moments: Moments) -> Moments:
-        """Return ``moments`` with other ``values``, 1-D: work done once an input, then sent to all that need it.
+    def pack(self, prepared: Prepared) -> torch.Tensor:
+        """Return ``prepared`` as one vector, float32, as it is sent."""
+        raise NotImplementedError
 
-        ``moments`` may be overwritten.
-        """
-        return moments
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> Prepared:
+        """Return what was packed, bit by bit."""
+        raise NotImplementedError
 
     @abstractmethod
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
-        """Write new weights into ``rows``, by layer, of layers that share the input of ``moments``.
+    def prune(self, rows: Mapping[str, Rows], prepared: Prepared, pattern: Pattern) -> Solving:
+        """Write new weights into ``rows``, by layer, of layers that share the input that ``prepared`` is of.
 
         A generator that yields once for each of its ``stages``.
         """

@@ -7,7 +7,6 @@ over all rows.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
 from distprune.patterns import Pattern
 from distprune.scores import Score, local_scores
+from distprune.shards import all_finite
 
 __all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
 
@@ -29,6 +29,7 @@ COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
 _MAX_RAISED = 8
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
+_FLOATS = 2  # float32 numbers that a float64 takes
 _STRETCH = 192  # columns of a triangular matrix that are inverted together
 
 
@@ -37,25 +38,14 @@ class Factor:
     """``upper`` (in, in), float32: the inverse of the damped H is upper^T upper.
 
     ``dead`` (in,) says which inputs were always 0; ``added`` was added to the diagonal: 0.01 of its mean,
-    times ten for each of ``num_raised``.
+    times ten for each of ``num_raised``. X^T X is ``scale`` times H.
     """
 
     upper: torch.Tensor
     dead: torch.Tensor
     num_raised: int
     added: float
-
-    def pack(self) -> torch.Tensor:
-        """Return all of it as one vector, float32, 2 bytes for each element of ``upper``."""
-        numbers = self.upper.new_tensor([self.num_raised, self.added])
-        return torch.cat([pack_triangle(self.upper).reshape(-1), self.dead.float(), numbers])
-
-    @staticmethod
-    def unpack(packed: torch.Tensor, num_in: int) -> Factor:
-        """Return what :meth:`pack` packed."""
-        triangle, dead, numbers = torch.split(packed, [packed.numel() - num_in - 2, num_in, 2])
-        upper = unpack_triangle(triangle.view(-1, num_in)).triu_()
-        return Factor(upper, dead != 0, int(numbers[0]), float(numbers[1]))
+    scale: float
 
 
 def factor(products: torch.Tensor, num_tokens: int) -> Factor:
@@ -79,10 +69,10 @@ def factor(products: torch.Tensor, num_tokens: int) -> Factor:
         h.diagonal().copy_(diagonal + added)
         # With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, and H^-1 = (R^-1)^T R^-1.
         lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
-        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+        if int(info) == 0 and all_finite(lower):
             upper = _inverse(lower.flip(0, 1))
-            if bool(torch.isfinite(upper).all()):
-                return Factor(upper, dead, num_raised, added)
+            if all_finite(upper):
+                return Factor(upper, dead, num_raised, added, max(num_tokens, 1) / 2)
     raise ValueError(f"the second moments of {len(h)} inputs are not positive definite with any damping")
 
 
@@ -98,7 +88,7 @@ def _inverse(upper: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SparseGPT(Solver):
+class SparseGPT(Solver[Factor]):
     """Arithmetic is float32. Unstructured: exactly ``round(sparsity * out * columns)`` of every block of 128 columns,
     over all rows; blocks of weights: that fraction of those in each block of columns, by the sums of their scores; the
     other patterns are settled by each row. The errors are those of X^T X itself, without the damping.
@@ -114,18 +104,33 @@ class SparseGPT(Solver):
         return [Stage(start, stop, pattern.part(start, stop)) for start, stop in _columns(num_in, pattern)]
 
     @override
-    def prepared_numel(self, rows: Rows) -> int:
-        return (rows.num_in // 2 + 1) * rows.num_in + rows.num_in + 2
+    def prepare(self, moments: Moments) -> Factor:
+        return factor(moments.values, moments.num_tokens)
 
     @override
-    def prepare(self, moments: Moments) -> Moments:
-        return dataclasses.replace(moments, values=factor(moments.values, moments.num_tokens).pack())
+    def packed_numel(self, rows: Rows) -> int:
+        return (rows.num_in // 2 + 1) * rows.num_in + rows.num_in + 3 * _FLOATS
 
     @override
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+    def pack(self, prepared: Factor) -> torch.Tensor:
+        numbers = torch.tensor([prepared.num_raised, prepared.added, prepared.scale], dtype=torch.float64)
+        upper = prepared.upper
+        return torch.cat(
+            [pack_triangle(upper).reshape(-1), prepared.dead.float(), numbers.view(torch.float32).to(upper.device)]
+        )
+
+    @override
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> Factor:
+        num_in = rows.num_in
+        triangle, dead, numbers = torch.split(packed, [packed.numel() - num_in - 3 * _FLOATS, num_in, 3 * _FLOATS])
+        num_raised, added, scale = numbers.cpu().clone().view(torch.float64).tolist()
+        return Factor(unpack_triangle(triangle.view(-1, num_in)).triu_(), dead != 0, int(num_raised), added, scale)
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Solving:
         first = next(iter(rows.values()))
         own = [pattern.of(of_map.name) for of_map in rows.values()]
-        sweep = _Sweep(rows, Factor.unpack(moments.values.to(first.weight.device), first.num_in))
+        sweep = _Sweep(rows, prepared)
         for start, stop in _columns(first.num_in, pattern):
             if pattern.is_by_row:
                 group = pattern.width if pattern.width > 1 else 0  # settled among themselves as they come up
@@ -135,8 +140,7 @@ class SparseGPT(Solver):
                 keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
                 stays = torch.cat([keep[name] for name in rows])
                 sweep.run(start, stop, 0, lambda *_, kept=stays: kept)
-        scale = max(moments.num_tokens, 1) / 2  # of X^T X, by that of H
-        return {name: sweep.finish(name, of_map.weight, scale) for name, of_map in rows.items()}
+        return {name: sweep.finish(name, of_map.weight) for name, of_map in rows.items()}
 
 
 def _kept(sweep: _Sweep, own: Sequence[Pattern], start: int, stop: int) -> torch.Tensor:
@@ -213,8 +217,8 @@ class _Sweep:
         self._errors += errors.square_().sum(dim=0, dtype=torch.float64)
         self._num_pruned += len(stays) - stays.sum(dim=0)
 
-    def finish(self, name: str, original: torch.Tensor, scale: float) -> Solved:
-        """Write the new weights of layer ``name`` into ``original`` (rows, in); X^T X is ``scale`` times H.
+    def finish(self, name: str, original: torch.Tensor) -> Solved:
+        """Write the new weights of layer ``name`` into ``original`` (rows, in).
 
         With W - W' = E upper, E the errors, the error under the damped H is ||E||^2; what the damping
         added to it is taken off again.
@@ -224,5 +228,5 @@ class _Sweep:
         change = (original.float() - new).mul_(~self.factor.dead)
         added = self.factor.added * float(change.square_().sum(dtype=torch.float64))
         original.copy_(new)
-        error = max(float(self._errors[part].sum()) - added, 0.0) * scale
+        error = max(float(self._errors[part].sum()) - added, 0.0) * self.factor.scale
         return Solved(int(self._num_pruned[part].sum()), error, DAMPING * 10**self.factor.num_raised)

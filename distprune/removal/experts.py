@@ -16,6 +16,7 @@ from distprune.models import Units, evaluating, expert_inputs, expert_weights, f
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
+from distprune.shards import all_finite
 
 __all__ = ["ExpertCriterion", "choose_experts"]
 
@@ -86,7 +87,7 @@ def choose_experts(
                 words.copy_(torch.cat([torch.empty(0), *(of_units.scores for of_units in heard)]))
 
             total = sum_together(comm, (sum(of.num_units for of in units_here),), fill, torch.float64)
-            if not bool(torch.isfinite(total).all()):  # the same on every rank
+            if not all_finite(total):  # the same on every rank
                 raise ValueError(f"experts of block {name!r} put out NaN or Inf")
             for units, scores in zip(units_here, torch.split(total, [of.num_units for of in units_here]), strict=True):
                 kept[name, "experts", units.name] = _highest(scores.tolist(), units, num_kept[name, units.name])

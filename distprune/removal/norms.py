@@ -9,7 +9,7 @@ import torch
 from distprune.collectives import Communicator, max_together, sum_together
 from distprune.models import Cut, Units
 from distprune.scores.exact_sum import grid_scale, on_grid
-from distprune.shards import LocalShard
+from distprune.shards import LocalShard, all_finite
 
 __all__ = ["unit_norms"]
 
@@ -35,7 +35,7 @@ def unit_norms(
         for shard in shards.values():
             if shard.local.numel():
                 largest[0] = max(float(largest[0]), float(shard.local.abs().max()))
-                if not bool(torch.isfinite(shard.local).all()):
+                if not all_finite(shard.local):
                     raise ValueError(f"weights of {shard.name!r} are NaN or infinite")
 
     largest = float(max_together(comm, (1,), look, torch.float64)[0])

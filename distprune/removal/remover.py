@@ -8,7 +8,6 @@ which each rank changes where they lie.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,7 +61,19 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class UnitRemover(Solver):
+class Fitted:
+    """``stays`` (in,), bool; ``coefficients`` (gone, kept), by which columns that stay make up for those that go;
+    ``lost`` (gone, gone), of which the error is; ``means`` (gone,), what the bias gains. float32.
+    """
+
+    stays: torch.Tensor
+    coefficients: torch.Tensor
+    lost: torch.Tensor
+    means: torch.Tensor
+
+
+@dataclass(frozen=True)
+class UnitRemover(Solver[Fitted]):
     """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
 
     ``kept`` are the units that stay, by reader, on its home alone; ``offsets``, by the map's name in the block, rows
@@ -71,6 +82,7 @@ class UnitRemover(Solver):
 
     needs: ClassVar[MomentsOf] = "pairs"
     needs_gram: ClassVar[bool] = True
+    decides: ClassVar[bool] = True
     asked: Mapping[str, Asked]
     prefix: str  # the block's name and a dot
     criterion: Criterion
@@ -89,12 +101,7 @@ class UnitRemover(Solver):
         return rows.weight.float() * own.sqrt()[:, None]
 
     @override
-    def prepared_numel(self, rows: Rows) -> int:
-        num_gone = self.asked[rows.name].num_gone
-        return rows.num_in * (1 + num_gone) + num_gone  # kept or not; coefficients and errors; means
-
-    @override
-    def prepare(self, moments: Moments) -> Moments:
+    def prepare(self, moments: Moments) -> Fitted:
         name = f"{self.prefix}{moments.names[0]}"
         asked = self.asked[name]
         evidence = _evidence(asked, moments, self.damping, centered=asked.has_bias and self.refit != "none")
@@ -114,32 +121,45 @@ class UnitRemover(Solver):
         lost = of_other - coefficients @ between.t()
         lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
         means = evidence.means[other] - coefficients @ evidence.means[own]
-        packed = [stays, coefficients.reshape(-1), lost.reshape(-1), means]
-        return dataclasses.replace(moments, values=torch.cat([part.float() for part in packed]), gram=None)
+        return Fitted(stays, coefficients.float(), lost.float(), means.float())
 
     @override
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+    def packed_numel(self, rows: Rows) -> int:
+        return sum(map(math.prod, self._shapes(rows)))
+
+    @override
+    def pack(self, prepared: Fitted) -> torch.Tensor:
+        parts = (prepared.stays, prepared.coefficients, prepared.lost, prepared.means)
+        return torch.cat([part.float().reshape(-1) for part in parts])
+
+    @override
+    def unpack(self, packed: torch.Tensor, rows: Rows) -> Fitted:
+        shapes = self._shapes(rows)
+        parts = torch.split(packed, list(map(math.prod, shapes)))
+        stays, *others = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        return Fitted(stays != 0, *others)
+
+    def _shapes(self, rows: Rows) -> list[tuple[int, ...]]:
+        num_gone = self.asked[rows.name].num_gone
+        return [(rows.num_in,), (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)]
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Solving:
         yield from ()
+        own, other = prepared.stays.nonzero()[:, 0], (~prepared.stays).nonzero()[:, 0]
         solved: dict[str, Solved] = {}
         for name, of in rows.items():
-            asked = self.asked[of.name]
-            values, num_gone = moments.values.to(of.weight.device), asked.num_gone
-            sizes = [of.num_in, num_gone * (of.num_in - num_gone), num_gone**2, num_gone]
-            stays, coefficients, lost, means = torch.split(values, sizes)
-            own, other = (stays != 0).nonzero()[:, 0], (stays == 0).nonzero()[:, 0]
             error, offsets = 0.0, []
             for weight in torch.split(of.weight, max(1, _CHUNK // max(of.num_in, 1))) if of.weight.numel() else ():
                 gone, before = weight[:, other].float(), weight[:, own]
-                change = (gone @ coefficients.view(num_gone, len(own))).masked_fill_(
-                    before == 0, 0
-                )  # what was pruned stays so
+                change = (gone @ prepared.coefficients).masked_fill_(before == 0, 0)  # what was pruned stays so
                 weight[:, own] = (before + change).to(weight.dtype)
                 weight[:, other] = 0
-                error += float((gone @ lost.view(num_gone, num_gone)).mul_(gone).sum(dtype=torch.float64))
-                offsets.append(gone @ means)
-            if asked.has_bias and self.refit != "none":
+                error += float((gone @ prepared.lost).mul_(gone).sum(dtype=torch.float64))
+                offsets.append(gone @ prepared.means)
+            if self.asked[of.name].has_bias and self.refit != "none":
                 self.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
-            solved[name] = Solved(num_gone * len(of.weight), max(error, 0.0), self.damping)
+            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), self.damping)
         return solved
 
 

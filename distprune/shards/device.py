@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["chunk_size", "fetched", "on_host", "sent"]
+__all__ = ["all_finite", "chunk_size", "fetched", "on_host", "sent"]
 
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
@@ -21,6 +21,11 @@ def on_host(device: torch.device) -> bool:
 def chunk_size(device: torch.device) -> int:
     """Return how many elements one pass works on at a time on ``device``."""
     return _HOST_CHUNK if on_host(device) else _DEVICE_CHUNK
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Return whether none of ``values`` is NaN or infinite: one pass without temporaries, and one wait for a device."""
+    return not values.numel() or bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from distprune import Block, NByM, Unstructured
 from distprune.calibration import Moments
 from distprune.oneshot import BlockReport, OneShotMethod, SparseGPT, prune_blocks
+from distprune.oneshot.sparsegpt import Factor
 from distprune.patterns import Pattern
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
@@ -58,15 +59,16 @@ class Failing(SparseGPT):
     spread: bool
 
     @override
-    def prepare(self, moments: Moments) -> Moments:
-        if self.where == "prepare" and moments.home.spread == self.spread and (self.rank == 1 or self.spread):
+    def prepare(self, moments: Moments) -> Factor:
+        if self.where == "prepare" and moments.home.spread == self.spread and self.rank == 1:
             raise Boom("boom")
         return super().prepare(moments)
 
     @override
-    def prune(self, rows: Any, moments: Moments, pattern: Pattern) -> Any:
-        steps = super().prune(rows, moments, pattern)
-        if self.rank != 1 or not self.where.isdigit() or moments.home.spread != self.spread:
+    def prune(self, rows: Any, prepared: Factor, pattern: Pattern) -> Any:
+        steps = super().prune(rows, prepared, pattern)
+        is_spread = any(len(of.weight) < of.num_out for of in rows.values())
+        if self.rank != 1 or not self.where.isdigit() or is_spread != self.spread:
             return (yield from steps)
         keep = None
         for _ in range(int(self.where)):

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
-from distprune.oneshot import Solved, Solver, Solving, prune_blocks
+from distprune.oneshot import Solved, Solver, Solving, SparseGPT, prune_blocks
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, Score
@@ -27,24 +27,28 @@ TOKENS = samples(4)
 
 
 @dataclass(frozen=True)
-class Refitted(Solver):
+class Refitted(Solver[Moments]):
     """Keeps the largest |w| ||x||, and scales what is left so that each row puts out as much as before."""
 
     needs: ClassVar[MomentsOf] = "pairs"
 
     @override
-    def prune(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern) -> Solving:
+    def prepare(self, moments: Moments) -> Moments:
+        return moments
+
+    @override
+    def prune(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Solving:
         assert isinstance(pattern, PerRow)
         assert isinstance(pattern.sparsity, float)
         solved = {}
         for name, of_layer in rows.items():
             before = of_layer.weight.clone()
-            scores = before.abs() * moments.square_sums.sqrt()
+            scores = before.abs() * prepared.square_sums.sqrt()
             keep = scores > scores.kthvalue(round(pattern.sparsity * scores.shape[1]), dim=1, keepdim=True).values
             pruned = before * keep
-            size = [((w @ moments.values) * w).sum(dim=1, keepdim=True) for w in (before, pruned)]
+            size = [((w @ prepared.values) * w).sum(dim=1, keepdim=True) for w in (before, pruned)]
             of_layer.weight.copy_(pruned * (size[0] / size[1]).sqrt())
-            solved[name] = Solved(int((~keep).sum()), moments.squared_output(before - of_layer.weight))
+            solved[name] = Solved(int((~keep).sum()), prepared.squared_output(before - of_layer.weight))
         return solved
         yield {}  # what makes it a generator: nothing competes
 
@@ -90,6 +94,20 @@ def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
         prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))
     with pytest.raises(NotImplementedError, match="ADMM settles rows, or blocks of weights"):
         prune_blocks(one, TOKENS, method="admm", pattern=Channels(0.5, 0))
+
+
+@pytest.mark.parametrize("solver", [ADMM(), SparseGPT()], ids=str)
+@pytest.mark.parametrize("num_in", [1, 2, 7, 8])
+def test_what_is_sent_is_what_was_prepared(solver: Solver[Any], num_in: int) -> None:
+    x = torch.randn(40, num_in, generator=torch.Generator().manual_seed(num_in))
+    x[:, num_in // 2] = 0
+    prepared = solver.prepare(Moments(("up",), 40, x.t() @ x))
+    rows = Rows(torch.zeros(3, num_in), ((0, 3),), 3, owned=True)
+    packed = solver.pack(prepared)
+    assert (packed.dtype, packed.shape) == (torch.float32, (solver.packed_numel(rows),))
+    sent = solver.unpack(packed, rows)
+    for name, value in vars(prepared).items():
+        assert torch.equal(torch.as_tensor(vars(sent)[name]), torch.as_tensor(value)), name
 
 
 def test_no_inverse() -> None:
