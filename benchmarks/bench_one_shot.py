@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import tempfile
 import textwrap
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import heading, joined, on_ranks, speech_files, table
+from benchmarks.measure import heading, joined, on_ranks, speech_files, spread, table, unpin
 from distprune.checkpoint import BUNDLED
 from distprune.cli.main import app
 from distprune.cli.options import Request
@@ -101,7 +100,7 @@ def write_texts(folder: Path) -> None:
 def run(_: int, job: OneShotJob) -> dict[str, Any]:
     """Run the job on this rank; return the perplexity on all texts as one, and seconds of pruning."""
     if dist.get_world_size() == 1:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # another run may be on the first core
+        unpin()
     report = run_one_shot_job(job)
 
     def mean(when: str) -> float:  # every text counts as many tokens
@@ -139,12 +138,6 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:
 
     def of(kind: tuple[str, str, int], ranks: int) -> dict[int, dict[str, Any]]:
         return {c.seed: e for c, e in entries.items() if (c.method, c.pattern, c.samples, c.ranks) == (*kind, ranks)}
-
-    def spread(values: list[float], digits: int) -> str:
-        if not values:
-            return ""
-        middle, least, greatest = (f"{fn(values):.{digits}f}" for fn in (statistics.median, min, max))
-        return f"{middle} ({least} to {greatest})"
 
     def faster(many: dict[int, dict[str, Any]], few: dict[int, dict[str, Any]]) -> str:
         return spread([few[seed]["seconds"] / many[seed]["seconds"] for seed in few.keys() & many.keys()], 2)

