@@ -1,4 +1,4 @@
-"""Peak memory of one-shot pruning, with 4, 16 and 32 decoder blocks: what a rank needs beyond its shard.
+"""Peak memory of one-shot pruning and of removal, with few and many decoder blocks: what a rank needs beyond its shard.
 
 python -m benchmarks.bench_one_shot_memory --output benchmarks/results/one_shot_memory_HARDWARE_DATE.md
 """
@@ -20,10 +20,11 @@ from benchmarks.measure import heading, on_ranks, peak_memory, table
 from distprune import Unstructured
 from distprune.models import decoder_blocks, linear_maps
 from distprune.oneshot import OneShotMethod, prune_blocks
+from distprune.removal import shrink_model
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
 
-NUM_BLOCKS = (4, 16, 32)
+NUM_BLOCKS = {"shrink": (8, 30), "wanda": (4, 16, 32), "sparsegpt": (4, 16, 32), "admm": (4, 16, 32)}
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": "0"}  # glibc's variables
 EXPLANATION = f"""
 MiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with glibc
@@ -34,14 +35,16 @@ share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gat
 buffer and copies it out of it, to learn how blocks are called, so it is there twice for a moment. SparseGPT's
 factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32, too. ADMM prunes
 layer by layer, towards the dense model's outputs: of its activations there are two streams, and four times as much of
-what the layers of a block are given and add to. Blocks of SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH}
+what the layers of a block are given and add to. "shrink" is shrink_model, by OBS with its refit: a quarter of the
+MLP channels goes, and parameters are cut. It needs what ADMM does, and for the choice twice X^T X more. Blocks of
+SmolLM2-135M's size, {NUM_SAMPLES} samples of {LENGTH}
 tokens.
 
 """
 
 
-def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> dict[str, int]:
-    """Prune a random Llama of ``num_blocks`` and return, in bytes, the peak and what it is allowed to be made of."""
+def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
+    """Prune a random Llama of ``num_blocks``, or make it smaller; return the peak and its parts, in bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -66,17 +69,16 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> 
     samples = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what building the model left behind would hide what pruning takes
+    size = 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks
     with peak_memory() as peak:
-        prune_blocks(
-            model,
-            samples,
-            method=cast(OneShotMethod, method),
-            pattern=Unstructured(0.5),
-            offload=offload,
-        )
+        if method == "shrink":
+            shrink_model(model, samples, mlp=0.75)
+        else:
+            prune_blocks(model, samples, method=cast(OneShotMethod, method), pattern=Unstructured(0.5))
     words = {
         "wanda": 0,
         "sparsegpt": 3 * min(inputs) ** 2 + max(inputs) ** 2,
+        "shrink": 3 * max(inputs) ** 2 + max(inputs) * min(inputs),
         "admm": max(inputs) ** 2 + max(inputs) * min(inputs),  # of the last layer: its inputs, and its targets
     }
     return {
@@ -84,19 +86,20 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int, offload: bool) -> 
         "statistics": 8 * words[method],
         "block": block,
         "activations": 4 * NUM_SAMPLES // num_ranks * LENGTH * SIZE,
-        "shard": 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks,
+        "shard": size,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="+", default=list(NUM_BLOCKS), choices=NUM_BLOCKS)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows: list[tuple[Any, ...]] = []
-    for method in ("wanda", "sparsegpt", "admm"):
+    for method in arguments.methods:
         for num_ranks in (1, 2):
-            for num_blocks in NUM_BLOCKS:
-                what = num_ranks, run, num_ranks, method, num_blocks, False
+            for num_blocks in NUM_BLOCKS[method]:
+                what = num_ranks, run, num_ranks, method, num_blocks
                 os.environ.update(RETURN_MEMORY)
                 in_use = max(result["peak"] for result in on_ranks(*what))
                 for variable in RETURN_MEMORY:
@@ -106,7 +109,7 @@ def main() -> None:
                 rows.append((method, num_ranks, num_blocks, *mebi))
                 print(rows[-1], flush=True)
     columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
-    text = heading("Memory of one-shot pruning", "python -m benchmarks.bench_one_shot_memory")
+    text = heading("Memory of one-shot pruning and removal", "python -m benchmarks.bench_one_shot_memory")
     text += EXPLANATION + table(columns, rows)
     print(text)
     if arguments.output is not None:

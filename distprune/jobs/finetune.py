@@ -43,7 +43,7 @@ def run_finetune_job(
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the models sharded by FSDP2. Communicates what the functions it calls do; a step what FSDP2
-    does, and two rounds of 64 bytes at most.
+    does, and three rounds of 64 bytes at most.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job, a

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint import read_shards, write_shards
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives import Communicator, sum_together, together
 from distprune.masks import bits_of, make_zeros_positive
 from distprune.models import evaluating
 from distprune.pruning.agreement import agree_on_model
@@ -34,7 +34,7 @@ class MaskedTraining:
     With a ``teacher``, towards what it predicts, and not towards the text. Every zero is held, in every parameter, and
     one that is all zeros stays so. Without dropout, so that a step follows from its batch.
 
-    Every rank must make one: five rounds, two of them of 16 bytes a parameter.
+    Every rank must make one: six rounds, two of them of 16 bytes a parameter.
 
     Raises:
         ValueError: on every rank: the model is not pruned.
@@ -45,31 +45,32 @@ class MaskedTraining:
     ) -> None:
         self._comm, self.model, self._teacher, self._compute_dtype = comm, model, teacher, compute_dtype
         agreed = agree_on_model(comm, model, "*", ())
-        self._shards = agreed.shards()
-        for shard in self._shards:
-            make_zeros_positive(shard.local)  # what other tools prune may be -0.0
         place = agreed.roster.index()
 
         def fill(words: torch.Tensor) -> None:
+            self._shards = agreed.shards()
+            for shard in self._shards:
+                make_zeros_positive(shard.local)  # what other tools prune may be -0.0
             owned = [shard for shard in self._shards if shard.owned]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
                 words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
 
-        counts = sum_together(comm, (len(place), 2), fill)
-        dead = [name for name, i in place.items() if counts[i, 0] == counts[i, 1]]
+        counts: list[list[int]] = sum_together(comm, (len(place), 2), fill).tolist()
+        dead = [name for name, i in place.items() if counts[i][0] == counts[i][1]]
         trained = [shard.tensor for shard in self._shards if shard.name not in dead and shard.tensor is not None]
         self._trained = [tensor for tensor in trained if tensor.requires_grad]
-        self.num_zeros, self.num_elements = counts.sum(dim=0).tolist()
-        shares = [num / numel for num, numel in counts.tolist() if num < numel]
+        self.num_zeros, self.num_elements = map(sum, zip(*counts, strict=True))
+        shares = [num / numel for num, numel in counts if num < numel]
         if max(shares, default=0.0) < _LEAST_ZEROS:
             raise ValueError(
                 f"the model is not pruned, there is nothing to hold: {self.num_zeros:,} of {self.num_elements:,} "
                 f"weights are zero, and in no parameter {_LEAST_ZEROS:.0%}; prune it first, with distprune prune"
             )
-        self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
+        with together(comm):
+            self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
+            self.set_step(0)
+            self._zeros_before = self._zeros()
         self._hold: Hold = hold_zeros(model, self._optimizer, include="*", exclude=dead, group=comm)
-        self._zeros_before = self._zeros()
-        self.set_step(0)
 
     def set_step(self, num_steps: int) -> None:
         """Have the optimizer know that so many steps are done; its moments are zero. Local."""
@@ -138,7 +139,9 @@ class MaskedTraining:
 
     def write(self, path: Path, like: Path) -> None:
         """Write the state into the new file ``path``. Every rank must call it; errors as :func:`write_shards`."""
-        write_shards(self._comm, path, self._state(), like=like)
+        with together(self._comm):
+            state = self._state()
+        write_shards(self._comm, path, state, like=like)
 
     def read(self, path: Path, num_steps: int) -> None:
         """Read the state after ``num_steps`` steps from the file ``path``. Local."""

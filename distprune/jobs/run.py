@@ -111,12 +111,14 @@ class Run:
     def __init__(
         self, job: Job, group: dist.ProcessGroup | None, device: torch.device | str, watcher: Watcher | None
     ) -> None:
-        self.job, self.device = job, torch.device(device)
-        self.comm = communicator(group)
+        self.job, self.comm = job, communicator(group)
         self.told = Told(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
-        with together(self.comm, **job.flags(), resume=getattr(job, "resume", False), device=self.device.type):
+        with together(self.comm):
             job.check()
+            self.device = torch.device(device)
+            asked = {**job.flags(), "resume": getattr(job, "resume", False), "device": self.device.type}
+        agree(self.comm, asked)
         path = resolve_model(job.model, group=self.comm, log=self.told.say)
         seen: dict[str, str] = {}
         self._tokens: dict[str, torch.Tensor] = {}
@@ -133,11 +135,11 @@ class Run:
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
+            self._mesh: DeviceMesh | None = None
+            if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
+                self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
         agree(self.comm, seen)
         self._started = time.perf_counter()
-        self._mesh: DeviceMesh | None = None
-        if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
-            self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
 
     def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.
@@ -174,11 +176,15 @@ class Run:
         return {**self.job.flags(), **files, **more}
 
     def report(self, before: dict[str, Any], after: dict[str, Any], **work: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`. Local."""
+        """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.
+
+        Every rank must call it: one round.
+        """
         self.seconds["total"] = time.perf_counter() - self._started
+        with together(self.comm):  # metadata of packages are files
+            versions = {"distprune": version("distprune"), "torch": torch.__version__}
         return {
-            "distprune": version("distprune"),
-            "torch": torch.__version__,
+            **versions,
             "python": platform.python_version(),
             "model": str(self.directory.path),
             "arguments": self.job.arguments(),

@@ -108,8 +108,9 @@ def _choose(job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, u
             with clock(run.seconds, "choose"):
                 chosen = choose_experts(model, samples, job.experts, criterion=job.expert_criterion, group=run.comm)
             entries["experts"] = {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
-        kept = [(block, of) for block, of_block in entries["experts"].items() for of in of_block]
-        remove_units(model, kept_of(kept), group=run.comm)
+        with together(run.comm):
+            kept = kept_of((block, of) for block, of_block in entries["experts"].items() for of in of_block)
+        remove_units(model, kept, group=run.comm)
     if "layers" not in entries:
         layers = list(range(len(decoder_blocks(model))))
         if num_layers < len(layers):
@@ -155,8 +156,9 @@ def _walk(
         on_block=on_block,
     )
     entries = journal.end()
-    kept = [(entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts"]
-    return {**removal.report.to_dict(), "blocks": entries, "resumed_at": journal.resumed_at}, kept_of(kept)
+    with together(run.comm):
+        kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
+    return {**removal.report.to_dict(), "blocks": entries, "resumed_at": journal.resumed_at}, kept
 
 
 def _num_parameters(model: nn.Module) -> int:

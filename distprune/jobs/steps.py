@@ -54,7 +54,7 @@ def train(
 ) -> tuple[float, list[float]]:
     """Do all steps that are left; return the seconds and the losses of all, those of earlier runs too.
 
-    Every rank must call it: two rounds a step. What time it is the first rank says.
+    Every rank must call it: three rounds a step. What time it is the first rank says.
 
     Raises:
         ValueError: on every rank: a loss, or a gradient, that is no finite number.
@@ -84,7 +84,8 @@ def train(
                     f"try a lower --learning-rate, or --compute-dtype float32{kept}"
                 )
             now = min(job.share(len(losses) + 1, seconds), 1.0)
-            training.step(job.learning_rate * _factor((share + now) / 2), math.sqrt(squares))
+            with together(run.comm):
+                training.step(job.learning_rate * _factor((share + now) / 2), math.sqrt(squares))
             losses.append(loss)
             if int(now * _NUM_SAID) > int(share * _NUM_SAID) or len(losses) == 1:
                 run.told.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")

@@ -22,7 +22,7 @@ from torch import nn
 
 from distprune.checkpoint import Inputs, ModelWriter, file_digest, publish, remove_files
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
-from distprune.collectives import Communicator, agree, together
+from distprune.collectives import Communicator, agree, sum_together, together
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME
@@ -115,14 +115,17 @@ class Unfinished:
         del self.blocks[number:], self.digests[number:]
 
     def digest(self, block: nn.Module) -> str:
-        """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 32 bytes."""
-        own = hashlib.sha256()
-        for name, part in _local_parts(block).items():
-            own.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
-            for _, chunk in flat_chunks(part):
-                own.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
-        words = torch.frombuffer(bytearray(own.digest()), dtype=torch.int64)
-        return self.comm.sum(words).numpy().tobytes().hex()  # sums wrap around
+        """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 40 bytes."""
+
+        def fill(words: torch.Tensor) -> None:
+            own = hashlib.sha256()
+            for name, part in _local_parts(block).items():
+                own.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
+                for _, chunk in flat_chunks(part):
+                    own.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
+            words.copy_(torch.frombuffer(bytearray(own.digest()), dtype=torch.int64))
+
+        return sum_together(self.comm, (4,), fill).numpy().tobytes().hex()  # sums wrap around
 
     def is_as_written(self, state: Path) -> bool:
         """Return whether the file ``state`` is what was recorded last. Every rank must call it: one round of 40 bytes.
@@ -163,10 +166,10 @@ def open_unfinished(
         ValueError: on every rank: the one that is there was asked for something else, or its journal is damaged.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
-    plain = json.loads(json.dumps(dict(facts)))
-    journal: dict[str, Any] = {"facts": plain, "entries": {}, "blocks": [], "digests": []}
     folder = target.parent / f".{target.name}.unfinished"
     with together(comm):
+        plain = json.loads(json.dumps(dict(facts)))
+        journal: dict[str, Any] = {"facts": plain, "entries": {}, "blocks": [], "digests": []}
         is_new = not os.path.lexists(folder / JOURNAL_NAME)
         if not is_new:
             if not resume:

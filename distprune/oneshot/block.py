@@ -147,7 +147,8 @@ class BlockPruner:
         Returns whether it did. The dense stream runs before, while the block is dense. Every rank must call it.
         """
         comm, walk = self._comm, self._walk
-        before, num_before = [hidden.clone() for hidden in walk.dense], self._num_dense
+        with together(comm):
+            before, num_before = [hidden.clone() for hidden in walk.dense], self._num_dense
         self._advance_dense(self._next[index])
         with together(comm):
             is_done = restore()

@@ -87,7 +87,8 @@ def choose_units(
 
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
     but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is home to twice X^T X in float64.
-    Rounds: those of ``prune_blocks``; for each map 2 more, and 2 of the units that stay; 2 where it has a bias.
+    Rounds: those of ``prune_blocks``; for each map 2 more, and 2 of the units that stay; 2 where it has a bias; 1
+    in the end.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, nothing changed: what ``prune_blocks`` refuses; more
@@ -170,8 +171,9 @@ def choose_units(
         on_block=call_back,
     )
     kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
-    for of_block in reports:
-        kept |= kept_of(of_block.name)
+    with together(comm):
+        for of_block in reports:
+            kept |= kept_of(of_block.name)
     report = OneShotReport(
         chosen.name,
         ", ".join(f"{kind} {share}" for kind, share in keep.items()),

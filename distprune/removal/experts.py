@@ -63,8 +63,8 @@ def choose_experts(
             for block, of_block in found
             for units in of_block
         }
-        axis = shared_axis(model)
-    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": samples_digest(samples)})
+        axis, digest = shared_axis(model), samples_digest(samples)
+    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
     crew = find_crew(comm, axis)
     kept: dict[Any, torch.Tensor] = {}
     with evaluating(model):

@@ -45,7 +45,7 @@ def choose_layers(
         progress: called with (layers tried, number to try) on this rank.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same layers. Rounds: for
-    ``"influence"`` those of a walk, 1 for each layer; for ``"loss"`` those of :func:`log_likelihoods` for each layer
+    ``"influence"`` those of a walk, 2 for each layer; for ``"loss"`` those of :func:`log_likelihoods` for each layer
     tried.
 
     Raises:
@@ -64,7 +64,8 @@ def choose_layers(
             raise ValueError(f"{criterion=} is none of loss, influence")
         if criterion == "loss" and samples.shape[1] < 2:
             raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
-    agree(comm, {"layers": num_kept, "criterion": criterion, "samples": samples_digest(samples)})
+        digest = samples_digest(samples)
+    agree(comm, {"layers": num_kept, "criterion": criterion, "samples": digest})
     if criterion == "influence":
         influences = _influences(comm, model, samples, progress)
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
@@ -126,7 +127,8 @@ def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, pro
             mine = own_samples(crew, model, samples)
             walk = catch_inputs(model, mine.batches, comm=comm)
         for index in range(len(walk.blocks)):
-            before = [hidden.clone() for hidden in walk.hidden]
+            with together(comm):
+                before = [hidden.clone() for hidden in walk.hidden]
             walk.advance(index, comm)
 
             def fill(total: torch.Tensor, before: Sequence[torch.Tensor] = before) -> None:

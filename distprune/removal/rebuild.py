@@ -39,8 +39,8 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
 
     Of what ``kept`` does not name everything stays. Parameters become new ones, without gradients: make the optimizer
     afterwards. Module attributes and the text configuration follow, so that the model is of the same class, and what is
-    saved of it loads. Every rank of ``group``, by default all, must call it with the same ``kept``. One round of 64
-    bytes, and where a parameter is cut along the units, one of at most its shard and one of 64 bytes.
+    saved of it loads. Every rank of ``group``, by default all, must call it with the same ``kept``. Two rounds of 64
+    bytes, and for each parameter one and those of :func:`select` for each of its dims that gets smaller.
 
     Raises:
         ValueError: units that are not there, or fewer than must stay; sizes that the architecture or the layout cannot
@@ -52,10 +52,11 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
     with together(comm, **facts):
         reshard(model)
         plan = plan_units(model, kept)
-    managed = Fsdp2Params()
+        managed = Fsdp2Params()
     for name, selections in plan.selections.items():
         _cut(comm, model, managed, name, selections)
-    _follow(model, plan.smaller)
+    with together(comm):
+        _follow(model, plan.smaller)
 
 
 def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
@@ -106,22 +107,24 @@ def remove_layers(model: nn.Module, kept: Sequence[int], *, group: Group = None)
     """Remove all decoder blocks but ``kept`` from ``model``, in place, and number them anew.
 
     The configuration follows, its lists by layer too. Make the optimizer afterwards. Every rank of ``group``, by
-    default all, must call it with the same ``kept``: one round of 64 bytes.
+    default all, must call it with the same ``kept``: two rounds of 64 bytes.
 
     Raises:
         ValueError, NotImplementedError: as :func:`check_layers` does; or ranks disagree. Nothing is changed.
     """
-    with together(communicator(group), layers=list(kept)):
+    comm = communicator(group)
+    with together(comm, layers=list(kept)):
         smaller = check_layers(model, kept)
         blocks = decoder_blocks(model)
         dropped = [block for index, (_, block) in enumerate(blocks) if index not in kept]
-    drop_modules(model, dropped)
-    _follow(model, smaller)
-    holder = model.get_submodule(blocks[0][0].rpartition(".")[0])
-    keys = [name.rpartition(".")[2] for name, _ in blocks]
-    holder._modules.clear()
-    for key, index in zip(keys, kept, strict=False):
-        holder._modules[key] = blocks[index][1]
+    with together(comm):
+        drop_modules(model, dropped)
+        _follow(model, smaller)
+        holder = model.get_submodule(blocks[0][0].rpartition(".")[0])
+        keys = [name.rpartition(".")[2] for name, _ in blocks]
+        holder._modules.clear()
+        for key, index in zip(keys, kept, strict=False):
+            holder._modules[key] = blocks[index][1]
 
 
 def reshard(model: nn.Module) -> None:
@@ -141,20 +144,21 @@ def _cut(
     for selection in selections:
         local = select(comm, tensor, local, shape, selection)
         shape[selection.dim] = selection.index.shape[-1]
-    found = managed.find(module, attribute)
-    if found is not None:
-        resize(found, shape, local)
-        return
-    whole = local
-    if isinstance(tensor, DTensor):
-        stride = torch.empty(shape, device="meta").stride()
-        whole = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[attribute] = nn.Parameter(whole, tensor.requires_grad)
-    else:
-        module._buffers[attribute] = whole
+    with together(comm):
+        found = managed.find(module, attribute)
+        if found is not None:
+            resize(found, shape, local)
+            return
+        whole = local
+        if isinstance(tensor, DTensor):
+            stride = torch.empty(shape, device="meta").stride()
+            whole = DTensor.from_local(
+                local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
+            )
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[attribute] = nn.Parameter(whole, tensor.requires_grad)
+        else:
+            module._buffers[attribute] = whole
 
 
 def _follow(model: nn.Module, smaller: Smaller) -> None:

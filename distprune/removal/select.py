@@ -38,53 +38,48 @@ class _Piece:
         return slice_size * sum(len(sent) for sent, _ in self.places)
 
 
+@dataclass(frozen=True)
+class _Moves:
+    """What this rank hands over to, and gets from, every rank; and how many indices it holds then."""
+
+    sending: list[_Piece]
+    coming: list[_Piece]
+    num_kept: int
+
+
 def select(
     comm: Communicator, tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int], selection: Selection
 ) -> torch.Tensor:
     """Return this rank's part of what stays, as ``tensor`` is laid out, of ``local``, its part of the global ``shape``.
 
-    Every rank of ``comm`` must call it. Local, unless ``dim`` is cut: then one round of at most the shard, among the
-    ranks that hold the parts of one copy.
+    Every rank of ``comm`` must call it: one round of 64 bytes, and two where ``dim`` is cut, with one of at most the
+    shard, among the ranks that hold the parts of one copy.
 
     Raises:
         Exception: on every rank: what one raised, out of memory say.
     """
     dim, index = selection.dim, selection.index
-    if not isinstance(tensor, DTensor):
-        return _take(local, dim, index)
-    mesh = tensor.device_mesh
-    axes = {split.axis for split in splits_of(tensor, dim, [0] * mesh.ndim) if split.num_chunks > 1}
-    own = mesh.get_coordinate()
-    slices = index if index.ndim == 2 else index[None]
-    if index.ndim == 2 and own is not None:
-        slices = index[_indices(tensor, 0, shape[0], own)]
-    if not axes:
-        return local if own is None else _take(local, dim, index if index.ndim == 1 else slices)
-    rank_of = {comm.global_rank(rank): rank for rank in range(comm.size)}
-    sending, coming = [_Piece([])] * comm.size, [_Piece([])] * comm.size
-    num_kept = 0
-    if own is not None:
-        num_kept = len(_indices(tensor, dim, slices.shape[1], own))
-        for peer in (mesh.mesh == mesh.mesh).nonzero().tolist():
-            if all(axis in axes or place == own[axis] for axis, place in enumerate(peer)):
-                rank = rank_of[int(mesh.mesh[tuple(peer)])]
-                sending[rank] = _piece(tensor, dim, shape[dim], slices, own, peer)
-                coming[rank] = _piece(tensor, dim, shape[dim], slices, peer, own)
-    parts = list(local.unbind(0)) if index.ndim == 2 else [local]
-    part_dim = dim - (index.ndim == 2)
-    width = _slice_size(parts, part_dim) * local.element_size()
+    with together(comm):
+        moves = _moves(comm, tensor, shape, selection)
+        if moves is None:
+            is_held = not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+            return _take(local, dim, _own_index(tensor, shape, index)) if is_held else local
+        parts = list(local.unbind(0)) if index.ndim == 2 else [local]
+        part_dim = dim - (index.ndim == 2)
+        width = _slice_size(parts, part_dim) * local.element_size()
+        sizes = [of.numel(width) for of in moves.sending], [of.numel(width) for of in moves.coming]
 
     def make() -> list[torch.Tensor]:
         return [
-            _bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in of.beside(parts)]) for of in sending
+            _bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in of.beside(parts)])
+            for of in moves.sending
         ]
 
-    sizes = [of.numel(width) for of in sending], [of.numel(width) for of in coming]
     received = swap_together(comm, make, sizes)
-    kept = local.new_empty([*local.shape[:dim], num_kept, *local.shape[dim + 1 :]])
     with together(comm):
+        kept = local.new_empty([*local.shape[:dim], moves.num_kept, *local.shape[dim + 1 :]])
         kept_parts = list(kept.unbind(0)) if index.ndim == 2 else [kept]
-        for of, piece in zip(coming, received, strict=True):
+        for of, piece in zip(moves.coming, received, strict=True):
             begin = 0
             for part, (_, at) in of.beside(kept_parts):
                 end = begin + len(at) * width
@@ -93,6 +88,37 @@ def select(
                 part.index_copy_(part_dim, at.to(part.device), values.to(part.device))
                 begin = end
     return kept
+
+
+def _moves(comm: Communicator, tensor: torch.Tensor, shape: Sequence[int], selection: Selection) -> _Moves | None:
+    """Return what travels; ``None``: nothing does, because ``dim`` is not cut."""
+    dim = selection.dim
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    axes = {split.axis for split in splits_of(tensor, dim, [0] * mesh.ndim) if split.num_chunks > 1}
+    if not axes:
+        return None
+    own, sending, coming = mesh.get_coordinate(), [_Piece([])] * comm.size, [_Piece([])] * comm.size
+    if own is None:
+        return _Moves(sending, coming, 0)
+    index = _own_index(tensor, shape, selection.index)
+    slices = index if index.ndim == 2 else index[None]
+    rank_of = {comm.global_rank(rank): rank for rank in range(comm.size)}
+    for peer in (mesh.mesh == mesh.mesh).nonzero().tolist():
+        if all(axis in axes or place == own[axis] for axis, place in enumerate(peer)):
+            rank = rank_of[int(mesh.mesh[tuple(peer)])]
+            sending[rank] = _piece(tensor, dim, shape[dim], slices, own, peer)
+            coming[rank] = _piece(tensor, dim, shape[dim], slices, peer, own)
+    return _Moves(sending, coming, len(_indices(tensor, dim, slices.shape[1], own)))
+
+
+def _own_index(tensor: torch.Tensor, shape: Sequence[int], index: torch.Tensor) -> torch.Tensor:
+    """Return of ``index`` what is for the slices along dim 0 that this rank holds; all of it where they are alike."""
+    if index.ndim == 1 or not isinstance(tensor, DTensor):
+        return index
+    own = tensor.device_mesh.get_coordinate()
+    return index[:0] if own is None else index[_indices(tensor, 0, shape[0], own)]
 
 
 def _indices(tensor: DTensor, dim: int, size: int, coordinate: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from distprune.checkpoint import name_of_model, open_directory, resolve_model
 from tests.hf_models import make_model
-from tests.worlds import run_threads
+from tests.worlds import ProcessPool, run_threads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -57,6 +57,34 @@ def test_a_directory_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     make_model(cache / "models--org--name" / "snapshots" / COMMIT)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert resolve_model("org/name") == Path("org/name")
+
+
+def resolve_apart(rank: int, folder: Path, is_offline: list[bool]) -> str:
+    """Ask for a model from this rank's own folder; return what is wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        patch.setattr(constants, "HF_HUB_OFFLINE", is_offline[rank])
+        with pytest.raises(ValueError, match="ranks were called with different arguments") as raised:
+            resolve_model("org/name")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("is_offline", "is_there", "said"),
+    [
+        ([True, False], [False, False], "HF_HUB_OFFLINE: true on rank 0; false on rank 1"),
+        ([True, True], [False, True], "exists: false on rank 0; true on rank 1"),
+    ],
+)
+def test_ranks_that_see_different_things(
+    pool: ProcessPool, tmp_path: Path, is_offline: list[bool], is_there: list[bool], said: str
+) -> None:
+    for rank, there in enumerate(is_there):
+        (tmp_path / str(rank) / "org").mkdir(parents=True)
+        if there:
+            (tmp_path / str(rank) / "org" / "name").write_text("a file")
+    for error in pool.run(2, resolve_apart, tmp_path, is_offline):
+        assert error.endswith(said)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -142,6 +170,16 @@ def test_fetched_once_without_pickles_and_code(hub: type[Hub], cache: Path, monk
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="does not hold all of"):
         resolve_model("org/name")
+
+
+def test_a_log_that_fails_is_said_on_every_rank(hub: type[Hub]) -> None:
+    def log(_: str) -> None:
+        raise ValueError("nobody listens")
+
+    for error in run_threads(2, lambda _: resolve_model("org/name", log=log), catch=True):
+        assert isinstance(error, ValueError)
+        assert str(error).endswith("nobody listens")
+    assert hub.served == []
 
 
 def test_what_the_hub_refuses_is_said_on_every_rank(hub: type[Hub]) -> None:
