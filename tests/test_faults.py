@@ -32,6 +32,7 @@ from distprune.models import decoder_blocks
 from distprune.oneshot import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
+from distprune.removal import remove_units
 from tests.decoder import Decoder, decoder
 from tests.faults import faults
 from tests.hf_models import TEXT, make_model, make_tokenizer
@@ -214,6 +215,13 @@ def restored(_: int, folder: Path) -> Called:
     return model, lambda: unfinished.restore(writer, 0, name, block)
 
 
+def cut_apart(_: int, folder: Path) -> Called:
+    """A model that gets smaller where it is; after an error it has to be loaded again."""
+    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
+    name, _block = decoder_blocks(model)[0]
+    return nn.Module(), lambda: remove_units(model, {(name, "mlp", "mlp"): torch.arange(0, 28, 2)})
+
+
 def to_train(*_: object) -> Called:
     model = cut()
     prune.prune_model(model, 0.5, include="*")
@@ -324,6 +332,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "Run": (2, begun),
     "Run.report": (2, reported),
     "Unfinished.restore": (2, restored),
+    "remove_units": (2, cut_apart),
     "MaskedTraining": (2, to_train),
     "shrink": (
         2,

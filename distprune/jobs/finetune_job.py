@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from distprune.jobs.run import Job, check_unfinished
+from distprune.jobs.run import Job
+from distprune.jobs.unfinished import check_unfinished
 
 __all__ = ["FinetuneJob"]
 

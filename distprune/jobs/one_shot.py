@@ -17,9 +17,9 @@ from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.picture import can_draw, draw
-from distprune.jobs.run import PruningJob, Run, check_unfinished, clock
+from distprune.jobs.run import PruningJob, Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
-from distprune.jobs.unfinished import open_unfinished
+from distprune.jobs.unfinished import check_unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import (

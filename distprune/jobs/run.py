@@ -32,7 +32,7 @@ from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 from distprune.patterns import Pattern
 
-__all__ = ["REPORT_NAME", "Job", "PruningJob", "Run", "check_unfinished", "clock", "write_report"]
+__all__ = ["REPORT_NAME", "Job", "PruningJob", "Run", "clock", "write_report"]
 
 REPORT_NAME = "report.json"
 
@@ -94,12 +94,6 @@ class PruningJob(Job):
 
     sparsity: float | None = None
     pattern: Pattern | str | None = None
-
-
-def check_unfinished(job: Job, resume: bool) -> None:
-    """Raise a FileExistsError if ``resume`` is asked for, and the job has finished. Local."""
-    if resume and not job.overwrite and (Path(job.output) / REPORT_NAME).is_file():
-        raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
 
 
 class Run:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from distprune.jobs.run import Job, check_unfinished
+from distprune.jobs.run import Job
+from distprune.jobs.unfinished import check_unfinished
 from distprune.oneshot import TargetsOf
 from distprune.removal import CriterionName, ExpertCriterion, LayerCriterion, Refit, Sizes
 

@@ -15,9 +15,9 @@ from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.collectives import together
 from distprune.jobs.documents import write_documents
 from distprune.jobs.prune import PruneJob
-from distprune.jobs.run import Run, check_unfinished, clock
+from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import StretchWriter
-from distprune.jobs.unfinished import Unfinished, open_unfinished
+from distprune.jobs.unfinished import Unfinished, check_unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning

@@ -4,6 +4,7 @@
 training, and ``journal.json``: what the job was asked for, the report and the digest of each block (of each saved
 state) that every rank has on the disk, and a checksum of all that. The folder is renamed onto the target when
 everything is there; or the folder ``smaller`` in it, where a model of other sizes is made of the one that was written.
+Either brings the journal along, which is removed last: a target that holds one says whose folder is left beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,10 @@ from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, sum_together, together
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.picture import PICTURE_NAME
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.run import REPORT_NAME, Job
 from distprune.shards import flat_chunks, local_shard
 
-__all__ = ["Unfinished", "open_unfinished"]
+__all__ = ["Unfinished", "check_unfinished", "open_unfinished"]
 
 JOURNAL_NAME = "journal.json"
 _NEW_JOURNAL = "journal.new"
@@ -54,7 +56,7 @@ class Unfinished:
     @property
     def states(self) -> list[Path]:
         """The files ``state-N.safetensors`` that are there: no part of the output."""
-        return [path for path in self.folder.iterdir() if _STATE.fullmatch(path.name)]
+        return _states(self.folder)
 
     def state(self, num_steps: int) -> Path:
         """Return the file of the state after so many steps."""
@@ -152,6 +154,18 @@ class Unfinished:
             beside.replace(self.folder / JOURNAL_NAME)
 
 
+def check_unfinished(job: Job, resume: bool) -> None:
+    """Raise a FileExistsError if ``resume`` is asked for, and the job has finished. Local.
+
+    What it has left, because it was killed after its output had taken its place, is removed.
+    """
+    target = Path(job.output)
+    if (target / REPORT_NAME).is_file():
+        _tidy(target)
+        if resume and not job.overwrite:
+            raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
+
+
 @contextmanager
 def open_unfinished(
     comm: Communicator, target: Path, facts: Mapping[str, Any], *, resume: bool, overwrite: bool, inputs: Inputs
@@ -166,7 +180,7 @@ def open_unfinished(
         ValueError: on every rank: the one that is there was asked for something else, or its journal is damaged.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
-    folder = target.parent / f".{target.name}.unfinished"
+    folder = _folder_of(target)
     with together(comm):
         plain = json.loads(json.dumps(dict(facts)))
         journal: dict[str, Any] = {"facts": plain, "entries": {}, "blocks": [], "digests": []}
@@ -199,12 +213,31 @@ def open_unfinished(
         raise
     with together(comm):
         if comm.rank == 0:
-            states = unfinished.states
+            if unfinished.result != folder:
+                shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
             publish(unfinished.result, target, overwrite=overwrite, inputs=inputs)
             # Last: a job that is killed in between has finished, and one that is killed before can go on.
-            remove_files(folder)  # of a smaller model; else it is there no more
-            for name in (*(path.name for path in states), JOURNAL_NAME):
-                (target / name).unlink(missing_ok=True)  # a short training saves nothing
+            _tidy(target)
+
+
+def _states(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _STATE.fullmatch(path.name)]
+
+
+def _folder_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.unfinished"
+
+
+def _tidy(target: Path) -> None:
+    """Remove what the job that has finished ``target`` needs no more; if it was killed, another may do that. Local."""
+    own, beside = target / JOURNAL_NAME, _folder_of(target) / JOURNAL_NAME
+    with suppress(FileNotFoundError, ValueError):  # it is done, or the file is none of ours
+        journal = _read(own)
+        if not beside.exists() or _read(beside) == journal:  # else the folder is another job's
+            remove_files(beside.parent)
+        for path in _states(target):
+            path.unlink()
+        own.unlink()
 
 
 def _local_parts(block: nn.Module) -> dict[str, torch.Tensor]:

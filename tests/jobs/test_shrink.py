@@ -25,6 +25,7 @@ from distprune.jobs import (
     run_shrink_job,
     shrink,
     speed,
+    unfinished,
 )
 from distprune.jobs.run import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
@@ -58,6 +59,10 @@ def job(dense_folder: Path, text_file: Path, tmp_path: Path) -> ShrinkJob:
     )
 
 
+def die(*_: Any, **__: Any) -> None:
+    raise Killed
+
+
 def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
     """Run this rank's job; return the error as text, or nothing. It may die at a block, or near the end."""
     write = ModelWriter.write
@@ -66,9 +71,6 @@ def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
         if dies_at in (prefixes or ["smaller"]):
             raise Killed
         write(self, prefixes, **more)
-
-    def die(*_: Any, **__: Any) -> None:
-        raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWriter, "write", dying)
@@ -176,6 +178,28 @@ def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -
     assert resumed["resumed_at"] == 3
     assert [block["kept"] for block in resumed["blocks"]] == [block["kept"] for block in removal["blocks"]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> None:
+    """What is left beside it goes with the next start; not so what another job has left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrink, "can_draw", lambda _: False)
+        patch.setattr(unfinished, "_tidy", die)
+        with pytest.raises(Killed):
+            run_shrink_job(job)
+    output, again = Path(job.output), dataclasses.replace(job, resume=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.unfinished", "out"]
+    journal = (output / "journal.json").read_bytes()
+    with pytest.raises(FileExistsError, match="is finished"):
+        run_shrink_job(again)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (output / "journal.json").exists()
+    assert run_on_rank(0, dataclasses.replace(job, overwrite=True), "walk") == "killed"
+    (output / "journal.json").write_bytes(journal)
+    with pytest.raises(FileExistsError, match="is finished"):
+        run_shrink_job(again)
+    assert (tmp_path / ".out.unfinished" / "journal.json").exists()
+    assert not (output / "journal.json").exists()
 
 
 @pytest.mark.parametrize(
