@@ -23,7 +23,15 @@ from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport
-from distprune.removal import Kept, choose_experts, choose_layers, choose_units, cut_model, remove_units
+from distprune.removal import (
+    Kept,
+    choose_experts,
+    choose_layers,
+    choose_units,
+    count_parameters,
+    cut_model,
+    remove_units,
+)
 
 __all__ = ["run_shrink_job"]
 
@@ -59,7 +67,7 @@ def run_shrink_job(
         with open_unfinished(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
-            num_blocks, num_before = len(decoder_blocks(model)), _num_parameters(model)
+            num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
             _choose(job, run, model, samples, unfinished)
             layers: list[int] = unfinished.entries["layers"]
             with clock(run.seconds, "shrink"):
@@ -70,7 +78,7 @@ def run_shrink_job(
                 "layers": layers,
                 "num_layers_before": num_blocks,
                 "num_parameters_before": num_before,
-                "num_parameters": _num_parameters(model),
+                "num_parameters": count_parameters(model),
             }
             after = run.evaluate(model, "after")
             unfinished.begin_smaller()
@@ -159,7 +167,3 @@ def _walk(
     with together(run.comm):
         kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
     return {**removal.report.to_dict(), "blocks": entries, "resumed_at": journal.resumed_at}, kept
-
-
-def _num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

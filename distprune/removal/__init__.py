@@ -8,7 +8,7 @@ from distprune.removal.layers import LayerCriterion, choose_layers, skipping
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import check_layers, check_units, remove_layers, remove_units
 from distprune.removal.remover import Refit
-from distprune.removal.shrink_model import Shrunk, cut_model, shrink_model
+from distprune.removal.shrink_model import Shrunk, count_parameters, cut_model, shrink_model
 from distprune.removal.sizes import Sizes
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "choose_experts",
     "choose_layers",
     "choose_units",
+    "count_parameters",
     "cut_model",
     "remove_layers",
     "remove_units",

@@ -20,7 +20,7 @@ from distprune.removal.rebuild import remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
 
-__all__ = ["Shrunk", "cut_model", "shrink_model"]
+__all__ = ["Shrunk", "count_parameters", "cut_model", "shrink_model"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def shrink_model(
     blocks = decoder_blocks(model)
     kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
     cut_model(model, removal.kept, left, group=comm)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = count_parameters(model)
     return Shrunk(kept | dict(removal.kept), removal.layers, num_parameters, removal.report)
 
 
@@ -124,3 +124,8 @@ def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Gro
     names = dict(zip((before[index] for index in layers), (name for name, _ in decoder_blocks(model)), strict=True))
     if renamed := {(names[block], kind, place): index for (block, kind, place), index in kept.items()}:
         remove_units(model, renamed, group=group)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many elements the parameters of ``model`` have, over all ranks; tied ones count once. Local."""
+    return sum(parameter.numel() for parameter in model.parameters())
