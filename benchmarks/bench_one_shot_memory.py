@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.measure import heading, on_ranks, peak_memory, table
+from benchmarks.measure import heading, on_ranks, peak_memory, table, unpin
 from distprune import Unstructured
 from distprune.models import decoder_blocks, linear_maps
 from distprune.oneshot import OneShotMethod, prune_blocks
@@ -47,6 +47,8 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
     """Prune a random Llama of ``num_blocks``, or make it smaller; return the peak and its parts, in bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if num_ranks == 1:
+        unpin()
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=SIZE,
