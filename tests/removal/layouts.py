@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +12,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune.models import decoder_blocks
 
-__all__ = ["LAYOUTS"]
+__all__ = ["LAYOUTS", "PLANS"]
 
-PLAN: dict[str, Any] = {
+ATTENTION: dict[str, Any] = {
     **{f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"},
     "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
+}
+
+
+def gated(place: str) -> dict[str, Any]:
+    return {f"{place}.gate_proj": ColwiseParallel, f"{place}.up_proj": ColwiseParallel} | {
+        f"{place}.down_proj": RowwiseParallel
+    }
+
+
+# Tensor parallelism as transformers plans it, by architecture, of what torch has a style for; others have no plan.
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: {**ATTENTION, **gated("mlp")} for name in ("llama", "qwen2", "qwen3", "gemma")},
+    "phi3": {
+        **dict.fromkeys(
+            ("self_attn.qkv_proj", "mlp.gate_up_proj"), partial(ColwiseParallel, output_layouts=Replicate())
+        ),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), partial(RowwiseParallel, input_layouts=Replicate())),
+    },
+    "gpt_neox": {
+        "attention.query_key_value": ColwiseParallel,
+        "attention.dense": RowwiseParallel,
+        "mlp.dense_h_to_4h": ColwiseParallel,
+        "mlp.dense_4h_to_h": RowwiseParallel,
+    },
+    "mixtral": ATTENTION,
+    "qwen2_moe": {**ATTENTION, **gated("mlp"), **gated("mlp.shared_expert")},
 }
 
 
@@ -35,9 +59,21 @@ def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 
 def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+    config: Any = model.config
     for _, block in decoder_blocks(model):
-        parallelize_module(block, mesh, {name: style() for name, style in PLAN.items()})
+        there = {name for name, _ in block.named_modules()}
+        plan = {name: style() for name, style in PLANS[config.model_type].items() if name in there}
+        parallelize_module(block, mesh, plan)
+        for name, parameter in block.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):  # each rank sees its own heads
+                parameter.register_hook(partial(summed, mesh.get_group()))
     return model
+
+
+def summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:

@@ -148,6 +148,8 @@ def refuse_wrapped(_: int) -> None:
     kept = all_of(model, "mlp", *range(8))
     with pytest.raises(NotImplementedError, match="shard with FSDP2"):
         check_units(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), kept)
+    with pytest.raises(NotImplementedError, match="remove from the model inside, and wrap it again"):
+        check_units(nn.parallel.DistributedDataParallel(tiny_model("llama")), kept)
     model = tiny_model("llama")
     blocks: Any = [block for _, block in decoder_blocks(model)]
     fully_shard(blocks[:2], mesh=init_device_mesh("cpu", (2,)))

@@ -17,7 +17,7 @@ from distprune.collectives import communicator
 from distprune.models import decoder_blocks
 from distprune.removal import Kept, remove_layers, remove_units
 from tests.architectures import samples, tiny_model
-from tests.removal.layouts import LAYOUTS
+from tests.removal.layouts import LAYOUTS, PLANS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.worlds import run_threads
 
@@ -26,7 +26,7 @@ TOKENS = samples(4)
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def step(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,11 +71,21 @@ ON_RANKS = [
     ("mixtral", "hsdp", 4),
     ("qwen2", "fsdp-tp", 4),
 ]
+# Every architecture in every layout: the others run with pytest --whole.
+EVERYWHERE = [
+    (name, layout, num_ranks)
+    for name, script in SCRIPTS.items()
+    for layout in LAYOUTS
+    for num_ranks in ((4,) if layout in ("hsdp", "fsdp-to-2", "fsdp-tp") else (2, 3, 4) if layout == "fsdp" else (2,))
+    if layout != "plain" and ("tp" not in layout or script.architecture in PLANS)
+]
 
 
-@pytest.mark.parametrize(("name", "layout", "num_ranks"), ON_RANKS)
+@pytest.mark.parametrize(("name", "layout", "num_ranks"), [*ON_RANKS, *sorted({*EVERYWHERE} - {*ON_RANKS})])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # OPT
-def test_cut_is_sliced(name: str, layout: str, num_ranks: int) -> None:
+def test_cut_is_sliced(runs_whole: bool, name: str, layout: str, num_ranks: int) -> None:
+    if not (runs_whole or (name, layout, num_ranks) in ON_RANKS):
+        pytest.skip("run with --whole")
     script = SCRIPTS[name]
     model = script.make()
     small: Any = sliced(script, kept_units(script, len(decoder_blocks(model))), model)
