@@ -42,7 +42,7 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
         yield
     finally:
         if held is not None:
-            with suppress(OSError):
+            with suppress(Exception):  # the job is done
                 _tidy(path)
                 file.unlink()  # still held: a job that has it open finds that it is gone, and makes a new one
             os.close(held)

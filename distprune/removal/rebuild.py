@@ -40,7 +40,7 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
     Of what ``kept`` does not name everything stays. Parameters become new ones, without gradients: make the optimizer
     afterwards. Module attributes and the text configuration follow, so that the model is of the same class, and what is
     saved of it loads. Every rank of ``group``, by default all, must call it with the same ``kept``. Two rounds of 64
-    bytes, and for each parameter one and those of :func:`select` for each of its dims that gets smaller.
+    bytes, and for each parameter two and those of :func:`select` for each of its dims that gets smaller.
 
     Raises:
         ValueError: units that are not there, or fewer than must stay; sizes that the architecture or the layout cannot
@@ -137,10 +137,11 @@ def reshard(model: nn.Module) -> None:
 def _cut(
     comm: Communicator, model: nn.Module, managed: Fsdp2Params, name: str, selections: Sequence[Selection]
 ) -> None:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    tensor = getattr(module, attribute)
-    local, shape = local_shard(name, tensor).local, list(tensor.shape)
+    with together(comm):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensor = getattr(module, attribute)
+        local, shape = local_shard(name, tensor).local, list(tensor.shape)
     for selection in selections:
         local = select(comm, tensor, local, shape, selection)
         shape[selection.dim] = selection.index.shape[-1]

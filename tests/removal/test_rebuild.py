@@ -239,5 +239,5 @@ def count_traffic(_: int, script: Script, layout: str) -> tuple[int, int, int]:
 def test_each_rank_moves_at_most_what_it_holds(layout: str, num_ranks: int) -> None:
     for num_rounds, num_bytes, num_held in run_threads(num_ranks, count_traffic, SCRIPTS["llama"], layout):
         # q, k, v, gate and up of 3 blocks are cut along what goes, o and down across.
-        assert num_rounds == 2 + (4 * 5 + 2 * 2) * 3
+        assert num_rounds == 2 + (5 * 5 + 3 * 2) * 3
         assert num_held / 3 < num_bytes <= num_held + num_rounds * 64
