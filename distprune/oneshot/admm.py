@@ -58,8 +58,9 @@ class ADMM(Solver["_Inputs"]):
         if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
             products = torch.eye(len(products), device=products.device)
         scale = products.diagonal().sqrt() + _SMALLEST_NORM
-        a = products / torch.outer(scale, scale)
-        damped = a.clone()
+        damped = torch.outer(scale, scale)  # so that both are symmetric to the last bit
+        a = products.div_(damped)
+        damped.copy_(a)
         damped.diagonal().add_(self.damping + PENALTY)
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) != 0 or not all_finite(lower):

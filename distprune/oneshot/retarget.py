@@ -45,7 +45,8 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
         return done
     scale = moments.square_sums.sqrt()
     scale = torch.where(scale == 0, 1, scale)
-    lower = _factor(moments.values / scale / scale[:, None], moments.names[0], aim.damping)
+    a = torch.outer(scale, scale)
+    lower = _factor(torch.div(moments.values, a, out=a), moments.names[0], aim.damping)
     for name, of in aimed:
         residual = moments.residuals.get(name)
         wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
