@@ -1,21 +1,25 @@
 """Smaller models: which channels, heads, layers and experts go, what reads them, refitted; and what is left, cut."""
 
+from distprune.removal.budget import Budget
 from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units
 from distprune.removal.criteria import OBS, Activation, Criterion, CriterionName, Fluctuation, Magnitude, Taylor
 from distprune.removal.evidence import UnitEvidence
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.layers import LayerCriterion, choose_layers, skipping
+from distprune.removal.layers import LayerCriterion, choose_layers, order_layers, skipping
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import check_layers, check_units, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.shrink_model import Shrunk, count_parameters, cut_model, shrink_model
 from distprune.removal.sizes import Sizes
+from distprune.removal.trials import Division, Trial, divide_budget, find_budget
 
 __all__ = [
     "OBS",
     "Activation",
+    "Budget",
     "Criterion",
     "CriterionName",
+    "Division",
     "ExpertCriterion",
     "Fluctuation",
     "Kept",
@@ -27,6 +31,7 @@ __all__ = [
     "Shrunk",
     "Sizes",
     "Taylor",
+    "Trial",
     "UnitEvidence",
     "check_layers",
     "check_units",
@@ -35,6 +40,9 @@ __all__ = [
     "choose_units",
     "count_parameters",
     "cut_model",
+    "divide_budget",
+    "find_budget",
+    "order_layers",
     "remove_layers",
     "remove_units",
     "shrink_model",

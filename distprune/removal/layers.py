@@ -17,7 +17,7 @@ from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, evaluating
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 
-__all__ = ["LayerCriterion", "choose_layers", "skipping"]
+__all__ = ["LayerCriterion", "choose_layers", "order_layers", "skipping"]
 
 LayerCriterion = Literal["loss", "influence"]
 Progress = Callable[[int, int], None] | None
@@ -34,7 +34,26 @@ def choose_layers(
 ) -> list[int]:
     """Return which ``num_kept`` decoder layers of ``model`` stay, ascending; the model is left as it was.
 
-    To be given to :func:`choose_units` as ``layers``, which makes up for those that go.
+    To be given to :func:`choose_units` as ``layers``, which makes up for those that go. For the rest see
+    :func:`order_layers`.
+    """
+    gone = order_layers(model, samples, num_kept, criterion=criterion, group=group, progress=progress)
+    return [index for index in range(len(decoder_blocks(model))) if index not in gone]
+
+
+def order_layers(
+    model: nn.Module,
+    samples: torch.Tensor,
+    num_kept: int,
+    *,
+    criterion: LayerCriterion = "loss",
+    known: Sequence[int] = (),
+    group: Group = None,
+    progress: Progress = None,
+) -> list[int]:
+    """Return which decoder layers of ``model`` go so that ``num_kept`` stay, the first to go first.
+
+    Which go first does not depend on how many go.
 
     Args:
         model, samples, group: as of :func:`distprune.prune_blocks`.
@@ -42,6 +61,7 @@ def choose_layers(
             lowest (SLEB, arXiv 2402.09025); as many forwards as layers for each of them. ``"influence"``: those go that
             change hidden states least, by 1 - cos of what they are given and put out (ShortGPT, arXiv 2403.03853); one
             forward in all. Of equals the first goes.
+        known: those that an earlier call has returned: with ``"loss"`` they are not looked for again.
         progress: called with (layers tried, number to try) on this rank.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same layers. Rounds: for
@@ -65,29 +85,32 @@ def choose_layers(
         if criterion == "loss" and samples.shape[1] < 2:
             raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
         digest = samples_digest(samples)
-    agree(comm, {"layers": num_kept, "criterion": criterion, "samples": digest})
+    agree(comm, {"layers": num_kept, "criterion": criterion, "known": list(known), "samples": digest})
+    order = list(known)[: num_layers - num_kept]
+    if len(order) == num_layers - num_kept:
+        return order
     if criterion == "influence":
         influences = _influences(comm, model, samples, progress)
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
-        return sorted(by_influence[num_layers - num_kept :])
-    kept = list(range(num_layers))
+        return by_influence[: num_layers - num_kept]
     beside: dict[type, Any] = {}
-    num_tried, num_to_try = 0, sum(range(num_kept + 1, num_layers + 1))
+    num_tried, num_to_try = 0, sum(range(num_kept + 1, num_layers - len(order) + 1))
     asked = [Continuation(sample[:-1], sample[1:]) for sample in samples]
-    while len(kept) > num_kept:
-        losses: list[float] = []
-        for index in kept:
-            gone = {*range(num_layers)} - {*kept} | {index}
-            with skipping(model, gone, beside):
+    while len(order) < num_layers - num_kept:
+        losses: dict[int, float] = {}
+        for index in range(num_layers):
+            if index in order:
+                continue
+            with skipping(model, {*order, index}, beside):
                 scored = log_likelihoods(model, asked, group=comm)
-            losses.append(-math.fsum(scored[:, 0].tolist()))
-            if not math.isfinite(losses[-1]):  # the same on every rank
-                raise ValueError(f"the loss without layers {sorted(gone)} is {losses[-1]}")
+            losses[index] = -math.fsum(scored[:, 0].tolist())
+            if not math.isfinite(losses[index]):  # the same on every rank
+                raise ValueError(f"the loss without layers {sorted([*order, index])} is {losses[index]}")
             num_tried += 1
             if progress is not None:
                 progress(num_tried, num_to_try)
-        kept.pop(min(range(len(kept)), key=lambda place: (losses[place], place)))
-    return kept
+        order.append(min(losses, key=lambda index: (losses[index], index)))
+    return order
 
 
 @contextmanager

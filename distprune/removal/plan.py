@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from distprune.removal.select import Selection
 from distprune.removal.smaller_config import Change, Smaller, smaller_config
 from distprune.shards import find_flat_parts
 
-__all__ = ["Kept", "Plan", "check_ascending", "check_layout", "plan_units"]
+__all__ = ["Kept", "Plan", "check_ascending", "check_layout", "plan_units", "step_of"]
 
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, Kind, str], torch.Tensor]
@@ -58,19 +59,15 @@ class _Cutting:
         name = f"{block}.{cut.parameter}"
         tensor = _tensor(self.model, name)
         size, expert = tensor.shape[cut.dim], cut.expert
-        module, attribute = _holder(self.model, name)
-        parts, unit_parts = even_parts(tensor, self.managed.find(module, attribute), cut.dim)
         num_kept = units.num_units - len(gone)
-        if size % parts == 0 and units.num_units % unit_parts == 0:
-            width = cut.index.shape[1]
-            if (size - len(gone) * width) % parts or num_kept % unit_parts:
-                every = next(n for n in range(1, parts * unit_parts + 1) if n * width % parts == n % unit_parts == 0)
-                raise ValueError(
-                    f"{num_kept} {units.kind} cannot stay in {block!r}: {name!r} is cut into {parts} equal parts along "
-                    f"them; possible: multiples of {every}"
-                )
-        aligned = _GROUPED_BYTES // tensor.element_size()
-        if expert is not None and units.num_units % aligned == 0 and num_kept % aligned and _is_grouped(self.model):
+        parts, every = self.parts(name, cut, units)
+        if num_kept % every or (parts and (size - len(gone) * cut.index.shape[1]) % parts):
+            raise ValueError(
+                f"{num_kept} {units.kind} cannot stay in {block!r}: {name!r} is cut into {parts} equal parts along "
+                f"them; possible: multiples of {every}"
+            )
+        aligned = self.aligned(name, cut, units)
+        if num_kept % aligned:
             raise ValueError(
                 f"{num_kept} {units.kind} cannot stay in {name!r}: grouped_mm multiplies rows of multiples of "
                 f"{_GROUPED_BYTES} bytes; possible: multiples of {aligned}, or any with "
@@ -79,6 +76,23 @@ class _Cutting:
         shape = (size,) if expert is None else (tensor.shape[0], size)
         mask = self.masks.setdefault((name, cut.dim), torch.ones(shape, dtype=torch.bool))
         (mask if expert is None else mask[expert])[cut.index[gone].flatten()] = False
+
+    def parts(self, name: str, cut: Cut, units: Units) -> tuple[int, int]:
+        """Return into how many equal parts ``name`` is cut along the units, and of what their number is a multiple.
+
+        0 and 1 where it is cut unevenly.
+        """
+        tensor, width = _tensor(self.model, name), cut.index.shape[1]
+        parts, unit_parts = even_parts(tensor, self.managed.find(*_holder(self.model, name)), cut.dim)
+        if tensor.shape[cut.dim] % parts or units.num_units % unit_parts:
+            return 0, 1
+        return parts, next(n for n in range(1, parts * unit_parts + 1) if n * width % parts == n % unit_parts == 0)
+
+    def aligned(self, name: str, cut: Cut, units: Units) -> int:
+        """Return of what the number of units is a multiple for the kernels that read ``name``."""
+        aligned = _GROUPED_BYTES // _tensor(self.model, name).element_size()
+        is_aligned = cut.expert is not None and units.num_units % aligned == 0 and _is_grouped(self.model)
+        return aligned if is_aligned else 1
 
     def selections(self) -> dict[str, list[Selection]]:
         found: dict[str, list[Selection]] = {}
@@ -118,6 +132,13 @@ def check_layout(model: nn.Module) -> None:
         for name in module._buffers:
             if name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in module._parameters:
                 raise NotImplementedError(f"{path!r} is pruned and reparametrized; make it permanent first (remove)")
+
+
+def step_of(model: nn.Module, found: Sequence[tuple[str, Sequence[Units]]]) -> int:
+    """Return of what the number of ``found`` units, by block, that stay must be a multiple in this layout. Local."""
+    cutting = _Cutting(model, Fsdp2Params())
+    cuts = [(f"{block}.{cut.parameter}", cut, units) for block, of in found for units in of for cut in units.cuts]
+    return math.lcm(*(cutting.parts(*of)[1] for of in cuts), *(cutting.aligned(*of) for of in cuts))
 
 
 def plan_units(model: nn.Module, kept: Kept) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,11 +15,12 @@ from distprune.oneshot import OneShotReport, TargetsOf
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.layers import LayerCriterion, choose_layers
+from distprune.removal.layers import LayerCriterion, order_layers
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
+from distprune.removal.trials import Division, divide_budget, find_budget
 
 __all__ = ["Shrunk", "count_parameters", "cut_model", "shrink_model"]
 
@@ -28,13 +30,14 @@ class Shrunk:
     """What is left of a model: the same on every rank.
 
     ``kept``: by block, kind and place the units that stay, ascending; blocks have the names they had before, and
-    ``layers`` are their numbers. ``report``: of the walk.
+    ``layers`` are their numbers. ``report``: of the walk. ``division``: of a budget, what it came to.
     """
 
     kept: Kept
     layers: tuple[int, ...]
     num_parameters: int
     report: OneShotReport
+    division: Division | None = None
 
 
 def shrink_model(
@@ -46,6 +49,7 @@ def shrink_model(
     kv_groups: int | float | None = None,
     experts: int | float | None = None,
     layers: int | float | None = None,
+    parameters: int | float | None = None,
     criterion: CriterionName | Criterion = "obs",
     layer_criterion: LayerCriterion = "loss",
     expert_criterion: ExpertCriterion = "output",
@@ -66,6 +70,8 @@ def shrink_model(
         mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share: MLP channels,
             query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers. ``None``:
             all.
+        parameters: at most as many stay of all parameters of the model, or as a float which share. The kinds of which
+            nothing is said leave as it costs least, by trials on held-out samples; never experts. See ``Budget``.
         criterion: how units are chosen: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"``
             (Minitron), ``"magnitude"``, or a criterion of one's own.
         layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``choose_layers``.
@@ -75,29 +81,27 @@ def shrink_model(
         targets, target_share, group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
-    ``choose_experts``, ``choose_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``.
+    ``choose_experts``, ``choose_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with
+    ``parameters`` of ``divide_budget``.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: on every rank: sizes that are not possible, units that cannot be
-            removed, samples that do not fit, and what the walk meets; but for the last, nothing is changed.
+        ValueError, TypeError, NotImplementedError: on every rank: sizes that are not possible, a budget that cannot be
+            met, units that cannot be removed, samples that do not fit, and what the walk meets; but for the last,
+            nothing is changed.
     """
     comm = communicator(group)
-    sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers)
+    sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
     with together(comm, **vars(sizes)):
         sizes.check(model)
-        num_layers, num_all = sizes.num_layers(model), len(decoder_blocks(model))
+        budget = find_budget(model, samples, sizes)
+        num_all = len(decoder_blocks(model))
     kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
     if experts is not None:  # which cannot be zeroed
         kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm)
         remove_units(model, kept, group=comm)
-    left = list(range(num_all))
-    if num_layers < num_all:
-        left = choose_layers(model, samples, num_layers, criterion=layer_criterion, group=comm)
-    removal = choose_units(
+    choose = partial(
+        choose_units,
         model,
-        samples,
-        sizes.in_walk,
-        layers=left,
         criterion=criterion,
         refit=refit,
         targets=targets,
@@ -105,11 +109,21 @@ def shrink_model(
         group=comm,
         offload=offload,
     )
+    division = None
+    if budget is not None:
+        division = divide_budget(model, samples, sizes, budget, choose, layer_criterion=layer_criterion, group=comm)
+        sizes = division.sizes
+    left = list(range(num_all))
+    if (num_layers := sizes.num_layers(model)) < num_all:
+        known = division.layers_gone if division else ()
+        order = order_layers(model, samples, num_layers, criterion=layer_criterion, known=known, group=comm)
+        left = [layer for layer in left if layer not in order]
+    removal = choose(samples, sizes.in_walk, layers=left)
     blocks = decoder_blocks(model)
     kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
     cut_model(model, removal.kept, left, group=comm)
     num_parameters = count_parameters(model)
-    return Shrunk(kept | dict(removal.kept), removal.layers, num_parameters, removal.report)
+    return Shrunk(kept | dict(removal.kept), removal.layers, num_parameters, removal.report, division)
 
 
 def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Group = None) -> None:

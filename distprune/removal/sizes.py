@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ class Sizes:
     """What stays: a number, or as a float a share of what is there; ``None``: all.
 
     MLP channels, query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers.
+    ``parameters``: at most as many of all parameters; see :class:`Budget`.
     """
 
     mlp: int | float | None = None
@@ -27,10 +29,16 @@ class Sizes:
     kv_groups: int | float | None = None
     experts: int | float | None = None
     layers: int | float | None = None
+    parameters: int | float | None = None
 
     @override
     def __str__(self) -> str:
         return ", ".join(f"{kind} {size}" for kind, size in vars(self).items() if size is not None)
+
+    @property
+    def of_units(self) -> dict[Kind, int | float]:
+        """What is said of units, by kind."""
+        return self.in_walk | ({} if self.experts is None else {"experts": self.experts})
 
     @property
     def in_walk(self) -> dict[Kind, int | float]:
@@ -44,6 +52,9 @@ class Sizes:
             raise ValueError(f"there is nothing to remove: say how many of {', '.join(vars(self))} stay")
         if self.heads is not None and self.kv_groups is not None:
             raise ValueError("heads and kv_groups are inputs of one map: remove one of them, then the other")
+        most = 1 if isinstance(self.parameters, float) else inf
+        if self.parameters is not None and not 0 < self.parameters <= most:
+            raise ValueError(f"parameters: {self.parameters} is neither a number from 1 on nor a share in (0, 1]")
 
     def num_layers(self, model: nn.Module) -> int:
         """Return how many decoder layers of ``model`` stay. Local.
@@ -69,11 +80,8 @@ class Sizes:
             NotImplementedError: units that cannot be removed from this model, or a layout in which they cannot.
         """
         self.check_asked()
-        kinds: dict[Kind, int | float] = self.in_walk
-        if self.experts is not None:
-            kinds["experts"] = self.experts
         kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
-        for kind, size in kinds.items():
+        for kind, size in self.of_units.items():
             for name, of_block in find_all_units(model, kind):
                 for units in of_block:
                     num = num_to_keep(units, size, f"{name}.{units.name}")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, choose_layers, skipping
+from distprune.removal import choose_experts, choose_layers, order_layers, skipping
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads
@@ -121,6 +121,19 @@ def test_ranks_do_what_one_does() -> None:
     experts = [units.tolist() for units in choose_experts(mixtral, TOKENS, 3).values()]
     for of_rank in run_threads(3, on_rank):
         assert of_rank == (layers, experts)
+
+
+@pytest.mark.parametrize("criterion", ["loss", "influence"])
+def test_layers_go_in_an_order_that_does_not_depend_on_how_many_go(criterion: Any) -> None:
+    llama, tried = tiny_model("llama"), list[tuple[int, int]]()
+    both = order_layers(llama, TOKENS, 1, criterion=criterion)
+    first = order_layers(llama, TOKENS, 2, criterion=criterion)
+    assert both[:1] == first
+    again = order_layers(llama, TOKENS, 1, criterion=criterion, known=first, progress=lambda *done: tried.append(done))
+    assert again == both
+    assert len(tried) == (2 if criterion == "loss" else 3)  # by the loss, layers without the first that goes
+    assert order_layers(llama, TOKENS, 2, criterion=criterion, known=both) == first
+    assert sorted({*range(3)} - {*both}) == choose_layers(llama, TOKENS, 1, criterion=criterion)
 
 
 def test_bad_input_is_refused() -> None:

@@ -1,0 +1,144 @@
+"""A budget of parameters: which sizes meet it, and which of those cost least. No communication.
+
+A budget is divided over the kinds of which it is not said how much stays: MLP channels, query heads or KV groups (one
+of the two: the same map reads them) and decoder layers. What several kinds cost is taken as the sum of what each does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from distprune.removal.counts import BlockCounts, can_lose_layers, possible_sizes
+from distprune.removal.sizes import Sizes
+
+__all__ = ["Budget", "Chosen", "Options", "cost_curve"]
+
+Chosen = dict[str, int | float]  # what stays, by kind; of the others all
+
+_EXCLUSIVE = {"heads", "kv_groups"}
+_LEAST = 1e-3  # a cost, in log-perplexity: no measurement tells less from nothing
+_POWER = 1.5  # of a cost in the number of parameters, as long as it is known of one number alone
+_POWERS = (1.0, 2.5)  # the least and the greatest
+
+
+@dataclass(frozen=True)
+class Options:
+    """The ``sizes`` of a kind, from the most to the least, and how many parameters of each block ``removed`` are."""
+
+    sizes: Sequence[int | float]
+    removed: Sequence[Sequence[int]] = ()  # of layers none: blocks leave
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most ``limit`` parameters: ``num_outside`` of the decoder blocks, and ``num_inside`` each at the sizes said.
+
+    ``num_layers`` stay, or as many as one of the ``options``. The smallest blocks are counted as those that leave: the
+    limit holds whichever do.
+    """
+
+    limit: int
+    num_outside: int
+    num_inside: Sequence[int]
+    num_layers: int
+    options: Mapping[str, Options]
+
+    @classmethod
+    def of(cls, model: nn.Module, sizes: Sizes) -> Budget:
+        """Return the budget of ``sizes.parameters``, an int or a share of those of ``model``, that it must have. Local.
+
+        Raises:
+            ValueError: it cannot be met, and what the least is; or nothing would have to leave.
+        """
+        assert sizes.parameters is not None
+        num_all = sum(parameter.numel() for parameter in model.parameters())
+        limit = int(sizes.parameters * num_all) if isinstance(sizes.parameters, float) else sizes.parameters
+        if limit >= num_all:
+            raise ValueError(f"parameters: the model has {num_all:,}, not more than {limit:,}: there is none to remove")
+        counts, said, num_layers = BlockCounts(model), sizes.of_units, sizes.num_layers(model)
+        inside, options = counts.numels(said), dict[str, Options]()
+        for kind, found in counts.found.items():
+            is_out = kind in {*said, "experts"} or (kind in _EXCLUSIVE and _EXCLUSIVE & said.keys())
+            if kind == "kv_groups" and "heads" in options and counts.num_units("heads") == counts.num_units(kind):
+                is_out = True  # of one head each: they are the heads
+            if not is_out and (possible := possible_sizes(model, kind, found)):
+                left = [counts.numels({**said, kind: size}) for size in possible]
+                options[kind] = Options(possible, [[a - b for a, b in zip(inside, of, strict=True)] for of in left])
+        if sizes.layers is None and num_layers > 1 and can_lose_layers(model):
+            options["layers"] = Options(range(num_layers - 1, 0, -1))
+        budget = cls(limit, num_all - sum(counts.numels({})), inside, num_layers, options)
+        least = min(budget._alternatives(lambda sizes: sizes[-1:]), key=budget.left)
+        if (num := budget.left(least)) > limit:
+            how = ", ".join(f"{kind} {size}" for kind, size in least.items()) or "nothing else can leave"
+            raise ValueError(f"parameters: {limit:,} cannot be met; the least possible is {num:,} ({how})")
+        return budget
+
+    def left(self, chosen: Mapping[str, int | float]) -> int:
+        """Return how many parameters are left."""
+        inside = list(self.num_inside)
+        for kind, size in chosen.items():
+            if removed := self.options[kind].removed:
+                of_size = removed[self.options[kind].sizes.index(size)]
+                inside = [num - gone for num, gone in zip(inside, of_size, strict=True)]
+        return self.num_outside + sum(heapq.nlargest(int(chosen.get("layers", self.num_layers)), inside))
+
+    def removed(self, kind: str, size: int | float) -> int:
+        """Return how many parameters leave if ``size`` of ``kind`` stays, of the other kinds what is said."""
+        return self.left({}) - self.left({kind: size})
+
+    def cheapest(self, cost: Callable[[str, int | float], float]) -> Chosen:
+        """Return the sizes that meet the limit whose costs have the least sum; of equal ones, those that leave most.
+
+        ``cost`` must not fall where less of a kind stays.
+        """
+        filled = max(self.options, key=lambda kind: len(self.options[kind].sizes), default="")
+        found: list[tuple[float, int, Chosen]] = []
+        for chosen in self._alternatives(lambda sizes: [None, *sizes], without=filled):
+            tried = [chosen]
+            if filled and not {filled, *chosen} >= _EXCLUSIVE:
+                tried += [{**chosen, filled: size} for size in self.options[filled].sizes]
+            place = bisect_left(tried, -self.limit, key=lambda of: -self.left(of))
+            if place < len(tried):
+                best = tried[place]
+                found.append((math.fsum(cost(*of) for of in best.items()), -self.left(best), best))
+        return min(found, key=lambda of: of[:2])[2]
+
+    def _alternatives(
+        self, some: Callable[[Sequence[int | float]], Sequence[int | float | None]], without: str = ""
+    ) -> Iterator[Chosen]:
+        """Yield the combinations of ``some`` sizes of each kind (``None``: all of it stays) but ``without``."""
+        for out in sorted(_EXCLUSIVE) if self.options.keys() >= _EXCLUSIVE else [""]:
+            kinds = [kind for kind in self.options if kind not in (without, out)]
+            for sizes in itertools.product(*(some(self.options[kind].sizes) for kind in kinds)):
+                yield {kind: size for kind, size in zip(kinds, sizes, strict=True) if size is not None}
+
+
+def cost_curve(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Return the cost by the number of parameters removed: through ``points`` (number, cost), and never falling.
+
+    Between points it is linear; from 0 to the first and behind the last a power of the number, as the first two say.
+    """
+    ascending = sorted(points)
+    costs = itertools.accumulate((max(cost, _LEAST) for _, cost in ascending), max)
+    known = [(number, cost) for (number, _), cost in zip(ascending, costs, strict=True)]
+    power = _POWER
+    if len(known) > 1:
+        (x, y), (x2, y2) = known[:2]
+        power = min(max(math.log(y2 / y) / math.log(x2 / x), _POWERS[0]), _POWERS[1])
+
+    def cost(number: int) -> float:
+        place = bisect_left(known, number, key=lambda of: of[0])
+        if 0 < place < len(known):
+            (x, y), (x2, y2) = known[place - 1 : place + 1]
+            return y + (y2 - y) * (number - x) / (x2 - x)
+        x, y = known[min(place, len(known) - 1)]
+        return y * math.pow(number / x, power)
+
+    return cost

@@ -1,0 +1,241 @@
+"""A budget is divided as trying all sizes would, counted as what is cut, and measured as the real thing is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from distprune import shrink_model
+from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget
+from distprune.removal.budget import Options, cost_curve
+from tests.architectures import samples, tiny_model
+from tests.removal.layouts import LAYOUTS
+from tests.worlds import run_threads
+
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = samples(6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_division_is_the_best_of_all(seed: int) -> None:
+    """Against all combinations, counted plainly: layers of unlike sizes, costs that may be equal."""
+    chance = random.Random(seed)
+    num_layers, sizes = 4, {"mlp": 12, "heads": 6, "kv_groups": 3, "layers": 4}
+    of_unit = {kind: [chance.randint(1, 9) for _ in range(num_layers)] for kind in ("mlp", "heads", "kv_groups")}
+    inside = [200 + chance.randint(0, 50) for _ in range(num_layers)]
+    step = {"mlp": 1, "heads": 2, "kv_groups": 1, "layers": 1}
+    divided = [kind for kind in sizes if chance.random() < 0.8] or ["mlp"]
+    possible = {kind: range(sizes[kind] - step[kind], 0, -step[kind]) for kind in divided}
+    options = {
+        kind: Options(of, [[(sizes[kind] - size) * n for n in of_unit[kind]] for size in of if kind != "layers"])
+        for kind, of in possible.items()
+    }
+    costs = {kind: sorted(chance.randint(0, 6) for _ in of) for kind, of in possible.items()}
+
+    def cost(kind: str, size: float) -> float:
+        return float(costs[kind][possible[kind].index(int(size))])
+
+    def num_left(chosen: dict[str, Any]) -> int:
+        gone = {kind: sizes[kind] - size for kind, size in chosen.items() if kind != "layers"}
+        blocks = [num - sum(gone[kind] * of_unit[kind][i] for kind in gone) for i, num in enumerate(inside)]
+        return 30 + int(sum(sorted(blocks)[num_layers - chosen.get("layers", num_layers) :]))
+
+    every = []
+    for tried in itertools.product(*([None, *of] for of in possible.values())):
+        chosen = {kind: size for kind, size in zip(divided, tried, strict=True) if size is not None}
+        if not {"heads", "kv_groups"} <= chosen.keys():
+            every.append((sum(cost(*of) for of in chosen.items()), -num_left(chosen), chosen))
+    limit = chance.choice([-left for _, left, _ in every])
+    budget = Budget(limit, 30, inside, num_layers, options)
+    found = budget.cheapest(cost)
+    best = min(of[:2] for of in every if -of[1] <= limit)
+    assert (sum(cost(*of) for of in found.items()), -budget.left(found)) == best
+    assert all(budget.left(chosen) == -left for _, left, chosen in every)
+
+
+def test_costs_between_and_behind_what_was_tried() -> None:
+    one, two = cost_curve([(100, 0.5)]), cost_curve([(200, 2.0), (100, 0.5)])
+    assert [one(0), one(100), one(400)] == [0, 0.5, 4]  # the power 1.5
+    assert [two(0), two(50), two(100), two(150), two(200), two(400)] == [0, 0.125, 0.5, 1.25, 2, 8]  # and 2
+    falling = cost_curve([(100, 0.5), (200, 0.25), (300, -1.0)])
+    assert [falling(50), falling(150), falling(250), falling(600)] == [0.25, 0.5, 0.5, 1]  # the least power is 1
+    assert cost_curve([(100, -0.5)])(100) == 1e-3
+    assert [cost_curve([(100, 1.0), (200, 99.0)])(50), cost_curve([(4, 1.0)])(1)] == [0.5**2.5, 0.125]
+
+
+COUNTED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (
+        "llama",
+        HEADS,
+        {},
+        {"mlp": 16, "kv_groups": 1, "layers": 2},
+        {"intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2},
+    ),
+    (
+        "llama",
+        {**HEADS, "tie_word_embeddings": True},
+        {"layers": 2},
+        {"mlp": 32, "heads": 2},
+        {"intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
+    ),
+    ("gpt2", {}, {}, {"mlp": 48, "layers": 1}, {"n_inner": 48, "n_layer": 1}),
+    ("bloom", {}, {}, {"layers": 1}, {"n_layer": 1}),
+    ("opt", {}, {"mlp": 0.5}, {"layers": 1}, {"ffn_dim": 20, "num_hidden_layers": 1}),
+    ("phi", {}, {"heads": 1}, {"mlp": 8}, {"intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}),
+    (
+        "mixtral",
+        HEADS,
+        {"experts": 3},
+        {"mlp": 32, "kv_groups": 1, "layers": 1},
+        {
+            "num_local_experts": 3,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 1,
+        },
+    ),
+    (
+        "qwen2_moe",
+        HEADS,
+        {},
+        {"mlp": 0.5, "heads": 2},
+        {
+            "intermediate_size": 20,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 16,
+            "num_attention_heads": 2,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "sizes", "said", "chosen", "config"), COUNTED)
+def test_what_is_counted_is_what_such_a_model_has(
+    architecture: str, sizes: dict[str, Any], said: dict[str, Any], chosen: dict[str, Any], config: dict[str, Any]
+) -> None:
+    budget = Budget.of(tiny_model(architecture, **sizes), Sizes(**said, parameters=0.9))
+    width = 24 // sizes.get("num_attention_heads", 2)
+    smaller = tiny_model(architecture, **{**sizes, **config, **({} if "n_layer" in config else {"head_dim": width})})
+    assert chosen.keys() <= budget.options.keys()
+    assert budget.left(chosen) == sum(parameter.numel() for parameter in smaller.parameters())
+
+
+def find_on_rank(_: int, layout: str) -> dict[str, list[int | float]]:
+    sizes = {"intermediate_size": 27, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    budget = Budget.of(LAYOUTS[layout](tiny_model("llama", **sizes)), Sizes(parameters=0.9))
+    return {kind: list(options.sizes) for kind, options in budget.options.items()}
+
+
+def test_sizes_are_those_that_the_layout_can_have() -> None:
+    assert find_on_rank(0, "plain") == {"mlp": list(range(26, 0, -1)), "heads": [2, 1], "layers": [1]}
+    assert run_threads(3, find_on_rank, "tp") == [{"mlp": list(range(24, 0, -3)), "layers": [1]}] * 3
+
+
+def plain_loss(model: Any, windows: torch.Tensor) -> float:
+    """Return the mean loss, window by window."""
+    with torch.no_grad():
+        losses = [model(input_ids=one[None], labels=one[None], use_cache=False).loss for one in windows]
+    return float(torch.stack(losses).double().mean())
+
+
+def test_trials_measure_what_is_lost_and_put_the_model_back() -> None:
+    """Of a model with biases; each trial against the smaller model, and its loss on the windows held out."""
+    model: Any = tiny_model("opt", num_hidden_layers=4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sizes = Sizes(parameters=0.7)
+    budget, choose = find_budget(model, TOKENS, sizes), partial(choose_units, model)
+    assert budget is not None
+    told: list[Division] = []
+    how: Any = {"layer_criterion": "influence", "on_trial": told.append}
+    division = divide_budget(model, TOKENS, sizes, budget, choose, **how)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {trial.kind for trial in division.trials} == {"mlp", "layers"}
+    assert [known.trials for known in told] == [division.trials[: n + 1] for n in range(len(division.trials))]
+    held_out = torch.tensor([3])
+    fitted = TOKENS[[0, 1, 2, 4, 5]]
+    dense = plain_loss(model, TOKENS[held_out])
+    for trial in division.trials:
+        smaller: Any = tiny_model("opt", num_hidden_layers=4)
+        if trial.kind == "layers":
+            gone = division.layers_gone[: 4 - int(trial.size)]
+            layers = [layer for layer in range(4) if layer not in gone]
+            removal = choose_units(smaller, fitted, {}, layers=layers)
+            cut_model(smaller, removal.kept, layers)
+        else:
+            shrink_model(smaller, fitted, mlp=int(trial.size))
+        assert plain_loss(smaller, TOKENS[held_out]) - dense == pytest.approx(trial.cost, abs=1e-5)
+        assert sum(p.numel() for p in model.parameters()) - trial.num_removed == sum(
+            p.numel() for p in smaller.parameters()
+        )
+    again = divide_budget(model, TOKENS, sizes, budget, choose, begun=told[0], **how)
+    assert again == division
+    assert told[len(division.trials) :] == told[1 : len(division.trials)]
+
+
+def small() -> Any:
+    return tiny_model("llama", **HEADS, num_hidden_layers=2)
+
+
+def divide_on_rank(_: int, layout: str, asked: dict[str, Any]) -> tuple[Any, ...]:
+    model = LAYOUTS[layout](small())
+    shrunk = shrink_model(model, TOKENS, **asked, layer_criterion="influence")
+    assert shrunk.division is not None
+    trials = [(trial.kind, trial.size, trial.num_removed, round(trial.cost, 4)) for trial in shrunk.division.trials]
+    return shrunk.division.sizes, trials, shrunk.layers, shrunk.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("asked", "worlds"),
+    [
+        ({"parameters": 0.7}, [(3, "root")]),
+        ({"parameters": 0.7, "heads": 2}, [(2, "tp"), (4, "hsdp")]),
+    ],
+)
+def test_ranks_divide_as_one_does(asked: dict[str, Any], worlds: list[tuple[int, str]]) -> None:
+    expected = divide_on_rank(0, "plain", asked)
+    sizes, _, _, num_parameters = expected
+    assert num_parameters <= 0.7 * sum(parameter.numel() for parameter in small().parameters())
+    assert sizes.parameters is None
+    for kind, size in asked.items():
+        assert kind == "parameters" or getattr(sizes, kind) == size
+    for world_size, layout in worlds:
+        assert run_threads(world_size, divide_on_rank, layout, asked) == [expected] * world_size
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"parameters": 100}, "100 cannot be met; the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1."),
+        ({"parameters": 0.3, "mlp": 0.9, "layers": 3}, "cannot be met; the least possible is [0-9,]+ .kv_groups 1.$"),
+        ({"parameters": 9000, "mlp": 8, "layers": 3, "heads": 2}, "least possible is [0-9,]+ .nothing else can leave"),
+        ({"parameters": 10**9}, "not more than 1,000,000,000: there is none to remove"),
+        ({"parameters": 1.5}, "1.5 is neither a number from 1 on nor a share in"),
+        ({"parameters": 0}, "0 is neither a number"),
+        ({"parameters": 0.9, "layers": 4}, "layers: 4 of 3 cannot stay"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_on_every_rank(asked: dict[str, Any], message: str) -> None:
+    for error in run_threads(2, refuse_on_rank, asked):
+        assert re.search(message, error), error
+
+
+def refuse_on_rank(_: int, asked: dict[str, Any]) -> str:
+    model: Any = LAYOUTS["fsdp"](tiny_model("llama", **HEADS))
+    before = {name: tensor.to_local().clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"parameters|layers") as caught:
+        shrink_model(model, TOKENS, **asked)
+    assert all(torch.equal(before[name], tensor.to_local()) for name, tensor in model.state_dict().items())
+    return str(caught.value)
+
+
+def test_one_sample_cannot_be_held_out() -> None:
+    with pytest.raises(ValueError, match=r"held-out samples: 2 of 2 tokens are the least, not \(1, 16\)"):
+        shrink_model(tiny_model("llama"), TOKENS[:1], parameters=0.9)
