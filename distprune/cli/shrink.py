@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
@@ -30,17 +32,27 @@ from distprune.removal import CriterionName, ExpertCriterion, LayerCriterion, Re
 __all__ = ["shrink"]
 
 _SIZE = "N|SHARE"
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_PARAMETERS = 10**15
 
 
-def _size(text: str) -> int | float:
+def _size(text: str, most: int = MOST_TOKENS) -> int | float:
     """Return how many are to stay, or which share of them, which has a point."""
     try:
         size: int | float = float(text) if "." in text else int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is neither a number such as 6 nor a share such as 0.75") from None
-    if not (0 < size <= 1 if isinstance(size, float) else 1 <= size <= MOST_TOKENS):
+    if not (0 < size <= 1 if isinstance(size, float) else 1 <= size <= most):
         raise typer.BadParameter(f"{text} is neither a number from 1 on nor a share above 0 and at most 1.0")
     return size
+
+
+def _budget(text: str) -> int | float:
+    """Return how many parameters may stay, such as 100M, or which share of them."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT])", text)
+    if found is None and not re.fullmatch(r"[0-9.]+", text):
+        raise typer.BadParameter(f"{text!r} is neither a number such as 100M or 100000000 nor a share such as 0.8")
+    return _size(text, _MOST_PARAMETERS) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
 
 
 def shrink(
@@ -66,6 +78,15 @@ def shrink(
     ] = None,
     layers: Annotated[
         float | None, typer.Option(parser=_size, metavar=_SIZE, help="Decoder layers that stay, such as 24.")
+    ] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option(
+            parser=_budget,
+            metavar="N[K|M|B]|SHARE",
+            help="At most as many parameters stay, such as 100M. What leaves, of all of which nothing is said but "
+            "experts, is found by trials on --calibration.",
+        ),
     ] = None,
     criterion: Annotated[
         CriterionName, typer.Option(help="How units are chosen. obs: by what the least squares fit of the rest loses.")
@@ -108,7 +129,7 @@ def shrink(
 ) -> None:
     """Make MODEL smaller, by what is said to stay, and write it to --output. Start it as prune.
 
-    A size is a number, such as 6, or a share, such as 0.75.
+    A size is a number, such as 6, or a share, such as 0.75. --parameters is divided over the sizes that are not said.
     """
     job = ShrinkJob(
         **common_fields(locals()),
@@ -117,6 +138,7 @@ def shrink(
         kv_groups=kv_groups,
         experts=experts,
         layers=layers,
+        parameters=parameters,
         calibration=str(calibration),
         criterion=criterion,
         layer_criterion=layer_criterion,

@@ -81,6 +81,9 @@ def removal_rows(removal: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = {(of["kind"], of["num"], of["num_before"]): None for block in removal["blocks"] for of in block["kept"]}
     for kind, of_kind, before in sizes:
         yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
+    for trial in removal.get("trials") or ():
+        gone, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
+        yield f"tried {trial['kind'].replace('_', ' ')} {trial['size']:,}", f"{gone}, {cost} on held-out samples"
     if speed := removal["speed"]:
         before, after = speed["before"], speed["after"]
         for what, name in (("forward", "forward"), ("generation", "greedy generation")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,19 @@ from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport
 from distprune.removal import (
+    Budget,
+    Division,
     Kept,
+    Removal,
+    Sizes,
+    Trial,
     choose_experts,
-    choose_layers,
     choose_units,
     count_parameters,
     cut_model,
+    divide_budget,
+    find_budget,
+    order_layers,
     remove_units,
 )
 
@@ -63,18 +71,30 @@ def run_shrink_job(
         model, samples = load_calibrated(run, job)
         with together(run.comm):
             job.sizes.check(model)
+            budget = find_budget(model, samples, job.sizes)
             facts = calibration_facts(run, samples)
         with open_unfinished(
             run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
         ) as unfinished:
             num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
-            _choose(job, run, model, samples, unfinished)
+            choose = partial(
+                choose_units,
+                model,
+                criterion=job.criterion,
+                refit=job.refit,
+                targets=job.targets,
+                target_share=job.target_share,
+                group=run.comm,
+                offload=job.offload,
+            )
+            sizes = _choose(job, run, model, samples, unfinished, budget, choose)
             layers: list[int] = unfinished.entries["layers"]
             with clock(run.seconds, "shrink"):
-                removal, kept = _walk(job, run, model, samples, unfinished)
+                removal, kept = _walk(sizes, run, model, samples, unfinished, choose)
                 cut_model(model, kept, layers, group=run.comm)
             removal |= {
-                "pattern": str(job.sizes),
+                "pattern": str(sizes),
+                "trials": unfinished.entries.get("trials"),
                 "layers": layers,
                 "num_layers_before": num_blocks,
                 "num_parameters_before": num_before,
@@ -103,9 +123,17 @@ def run_shrink_job(
     return report
 
 
-def _choose(job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished) -> None:
-    """Evaluate the model, choose its experts and layers, unless that is recorded; the other experts are cut."""
-    entries, num_layers = unfinished.entries, job.sizes.num_layers(model)
+def _choose(
+    job: ShrinkJob,
+    run: Run,
+    model: nn.Module,
+    samples: torch.Tensor,
+    unfinished: Unfinished,
+    budget: Budget | None,
+    choose: Callable[..., Removal],
+) -> Sizes:
+    """Evaluate the model, choose its experts, sizes and layers, unless that is recorded; the other experts are cut."""
+    entries, sizes = unfinished.entries, job.sizes
     if job.resume and unfinished.is_new:
         run.told.say("nothing was recorded yet: starting at the beginning")
     if "before" not in entries:
@@ -119,27 +147,78 @@ def _choose(job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, u
         with together(run.comm):
             kept = kept_of((block, of) for block, of_block in entries["experts"].items() for of in of_block)
         remove_units(model, kept, group=run.comm)
+    if budget is not None:
+        with clock(run.seconds, "divide"):
+            sizes = _divide(job, run, model, samples, unfinished, budget, choose)
     if "layers" not in entries:
-        layers = list(range(len(decoder_blocks(model))))
+        layers, num_layers = list(range(len(decoder_blocks(model)))), sizes.num_layers(model)
         if num_layers < len(layers):
             with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
-                layers = choose_layers(
-                    model, samples, num_layers, criterion=job.layer_criterion, group=run.comm, progress=progress
+                gone = order_layers(
+                    model,
+                    samples,
+                    num_layers,
+                    criterion=job.layer_criterion,
+                    known=entries.get("layers_gone", ()),
+                    group=run.comm,
+                    progress=progress,
                 )
+            layers = [layer for layer in layers if layer not in gone]
             run.told.say(f"layers that stay: {as_text(layers)}")
         entries["layers"] = layers
         with together(run.comm):
             unfinished.record_entries()
+    return sizes
+
+
+def _divide(
+    job: ShrinkJob,
+    run: Run,
+    model: nn.Module,
+    samples: torch.Tensor,
+    unfinished: Unfinished,
+    budget: Budget,
+    choose: Callable[..., Removal],
+) -> Sizes:
+    """Return the sizes that the budget comes to; what was tried is recorded, and not tried again."""
+    entries = unfinished.entries
+
+    def on_trial(known: Division) -> None:
+        entries["trials"] = [vars(trial) for trial in known.trials]
+        entries["layers_gone"] = list(known.layers_gone)
+        unfinished.record_entries()
+        run.told.say(f"tried {known.trials[-1]}")
+        run.told.check_here()
+
+    trials = tuple(Trial(**of) for of in entries.get("trials", ()))
+    division = divide_budget(
+        model,
+        samples,
+        job.sizes,
+        budget,
+        choose,
+        layer_criterion=job.layer_criterion,
+        begun=Division(job.sizes, trials, tuple(entries.get("layers_gone", ()))),
+        on_trial=on_trial,
+        group=run.comm,
+    )
+    run.told.say(f"sizes: {division.sizes}")
+    return division.sizes
 
 
 def _walk(
-    job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished
+    sizes: Sizes,
+    run: Run,
+    model: nn.Module,
+    samples: torch.Tensor,
+    unfinished: Unfinished,
+    choose: Callable[..., Removal],
 ) -> tuple[dict[str, Any], Kept]:
     """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
     layers: list[int] = unfinished.entries["layers"]
     experts = unfinished.entries.get("experts", {})
     blocks = decoder_blocks(model)
-    num_before = num_units(model, list(job.sizes.in_walk))
+    num_before = num_units(model, list(sizes.in_walk))
     writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
     journal = BlockJournal(
         run, unfinished, writer, [(index, *blocks[index]) for index in layers], [name for name, _ in blocks]
@@ -149,20 +228,7 @@ def _walk(
     def on_block(index: int, block: BlockReport, kept: Kept) -> None:
         journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])
 
-    removal = choose_units(
-        model,
-        samples,
-        job.sizes.in_walk,
-        layers=layers,
-        criterion=job.criterion,
-        refit=job.refit,
-        targets=job.targets,
-        target_share=job.target_share,
-        group=run.comm,
-        offload=job.offload,
-        finished=journal.finished,
-        on_block=on_block,
-    )
+    removal = choose(samples, sizes.in_walk, layers=layers, finished=journal.finished, on_block=on_block)
     entries = journal.end()
     with together(run.comm):
         kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")

@@ -20,6 +20,8 @@ class ShrinkJob(Job):
 
     Args:
         mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share; ``None``: all.
+        parameters: at most as many stay of all parameters, or which share; what leaves is then found by trials, of the
+            kinds of which nothing is said.
         calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
             are drawn; ``None``: all of them.
         offload: keep activations on the CPU between blocks.
@@ -33,6 +35,7 @@ class ShrinkJob(Job):
     kv_groups: int | float | None = None
     experts: int | float | None = None
     layers: int | float | None = None
+    parameters: int | float | None = None
     calibration: str
     criterion: CriterionName = "obs"
     layer_criterion: LayerCriterion = "loss"
@@ -48,7 +51,14 @@ class ShrinkJob(Job):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(mlp=self.mlp, heads=self.heads, kv_groups=self.kv_groups, experts=self.experts, layers=self.layers)
+        return Sizes(
+            mlp=self.mlp,
+            heads=self.heads,
+            kv_groups=self.kv_groups,
+            experts=self.experts,
+            layers=self.layers,
+            parameters=self.parameters,
+        )
 
     @override
     def check(self) -> None:

@@ -142,7 +142,8 @@ def test_every_option_arrives() -> None:
     )
     assert asked(f"finetune {line} {training}") == [Request(tuned, "cpu", 30)]
     removal = (
-        "--calibration c --mlp 1.0 --heads 6 --layers 24 --criterion fluctuation --layer-criterion influence "
+        "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
+        "--layer-criterion influence "
         "--refit bias --targets own --target-share 0.25 --samples all --sequence-length 9 --offload --no-speed --resume"
     )
     smaller = ShrinkJob(
@@ -151,6 +152,7 @@ def test_every_option_arrives() -> None:
         mlp=1.0,
         heads=6,
         layers=24,
+        parameters=5_000_000,
         criterion="fluctuation",
         layer_criterion="influence",
         refit="bias",
@@ -166,6 +168,10 @@ def test_every_option_arrives() -> None:
     (request,) = asked("shrink m --output o --calibration c --kv-groups 2")
     assert isinstance(request.job, ShrinkJob)
     assert (request.job.kv_groups, type(request.job.kv_groups)) == (2, int)  # two of them, and not a share of 2.0
+    for said, meant in (("100M", 100_000_000), ("0.8B", 800_000_000), ("1.2345K", 1234), ("7000", 7000), ("0.8", 0.8)):
+        (request,) = asked(f"shrink m --output o --calibration c --parameters {said}")
+        assert isinstance(request.job, ShrinkJob)
+        assert (request.job.parameters, type(request.job.parameters)) == (meant, type(meant))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +222,11 @@ def test_every_option_arrives() -> None:
         "shrink m --output o --calibration c --mlp half",
         "shrink m --output o --calibration c --mlp nan",
         "shrink m --output o --calibration c --heads 2 --kv-groups 2",
+        "shrink m --output o --calibration c --parameters 1.5",
+        "shrink m --output o --calibration c --parameters 100m",
+        "shrink m --output o --calibration c --parameters M",
+        "shrink m --output o --calibration c --parameters 0",
+        "shrink m --output o --calibration c --parameters nan",
         "shrink m --output o --calibration c --mlp 0.5 --criterion best",
         "shrink m --output o --calibration c --mlp 0.5 --timeout 0",
         "inspect",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from distprune.jobs import (
     unfinished,
 )
 from distprune.jobs.run import REPORT_NAME
+from distprune.removal import divide_budget
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
 from tests.jobs.test_prune import Heard, contents
@@ -76,7 +77,9 @@ def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
         patch.setattr(ModelWriter, "write", dying)
         patch.setattr(shrink, "can_draw", lambda _: False)  # it takes longer than all else
         if dies_at == "walk":
-            patch.setattr(shrink, "choose_units", die)
+            patch.setattr(shrink, "_walk", die)
+        if dies_at.startswith("trial "):
+            patch.setattr(shrink, "divide_budget", dying_after(int(dies_at.removeprefix("trial "))))
         try:
             run_shrink_job(job)
         except Killed:
@@ -84,6 +87,20 @@ def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def dying_after(num_trials: int) -> Callable[..., Any]:
+    """Return ``divide_budget`` which dies when so many trials are recorded."""
+
+    def divide(*asked: Any, on_trial: Callable[[Any], None], **more: Any) -> Any:
+        def die(known: Any) -> None:
+            on_trial(known)
+            if len(known.trials) == num_trials:
+                raise Killed
+
+        return divide_budget(*asked, on_trial=die, **more)
+
+    return divide
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -158,6 +175,34 @@ def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, 
     assert "sparse" not in card
 
 
+def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
+    """Killed in the trials, and after them: no trial is made again, and the output is that of the sizes found."""
+    asked = dataclasses.replace(job, mlp=None, heads=None, layers=None, parameters=0.8)
+    whole = dataclasses.replace(asked, output=str(tmp_path / "whole"))
+    assert run_on_rank(0, whole) == ""
+    removal = json.loads((tmp_path / "whole" / REPORT_NAME).read_text())["removal"]
+    assert removal["num_parameters"] <= 0.8 * removal["num_parameters_before"]
+    assert {trial["kind"] for trial in removal["trials"]} == {"mlp", "heads", "kv_groups", "layers"}
+    again = dataclasses.replace(asked, resume=True)
+    assert run_on_rank(0, asked, "trial 2") == "killed"
+    assert run_on_rank(0, again, "walk") == "killed"
+    heard = Heard()
+    run_shrink_job(again, watcher=heard)
+    assert not [said for said in heard.said if said.startswith("tried")]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["removal"]["trials"] == removal["trials"]
+    found = dict(part.rsplit(" ", 1) for part in removal["pattern"].split(", "))
+    said: dict[str, Any] = {kind: int(size) for kind, size in found.items()}
+    explicit = dataclasses.replace(asked, **said, parameters=None, output=str(tmp_path / "explicit"))
+    assert run_on_rank(0, explicit) == ""
+    assert contents(tmp_path / "explicit").keys() == contents(tmp_path / "whole").keys()
+    ours, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "explicit")
+    assert all(torch.equal(ours[name], other[name]) for name in ours | other)
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert "| tried kv groups 1 | " in card
+    assert "--parameters 0.8 " in card
+
+
 def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -> None:
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(2, run_on_rank, whole) == ["", ""]
@@ -212,6 +257,8 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
         ({"layers": 0.0}, r"the share 0.0 is not in \(0, 1\]"),
         ({"kv_groups": 1}, "remove one of them, then the other"),
         ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),
+        ({"parameters": 5000}, "5,000 cannot be met; the least possible is [0-9,]+ .nothing else can leave"),
+        ({"parameters": 0.9, "samples": 1}, "2 of 2 tokens are the least"),
     ],
 )
 def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
