@@ -1,7 +1,7 @@
 """Units and layers removed from SmolLM2-135M, without training: perplexity over dense, on 1 and 2 ranks.
 
-What goes is zeroed and not cut, which puts out the same. Runs what RESULTS.jsonl lacks and appends each run to it;
-layers, which take long to choose, are chosen once for each seed and criterion.
+What goes is zeroed, which puts out the same as what is cut; in the rows of a budget it is cut. Runs what RESULTS.jsonl
+lacks and appends each run to it; layers, which take long to choose, are chosen once for each seed and criterion.
 
     python -m benchmarks.bench_removal RESULTS.jsonl --output benchmarks/results/removal_HARDWARE_DATE.md
     python -m benchmarks.bench_removal RESULTS.jsonl --seeds 0 --only OBS
@@ -33,7 +33,7 @@ from distprune.checkpoint.bundled import bundled_directory
 from distprune.collectives import Alone
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
-from distprune.removal import choose_layers, choose_units, skipping
+from distprune.removal import choose_layers, choose_units, shrink_model, skipping
 
 NUM_SAMPLES = 16
 UNITS: dict[str, Any] = {
@@ -57,6 +57,15 @@ LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and whether t
     "influence (ShortGPT), healed": ("influence", "dense"),
     "influence (ShortGPT)": ("influence", "own"),
 }
+BUDGET, SHARE = "20 % of the blocks' parameters", 0.2
+BUDGET_METHODS: dict[str, Any] = {  # what ``shrink_model`` is asked for; the budget where there is nothing
+    "a budget, divided by measured cost": {},
+    "MLP width 1536 to 1126": {"mlp": 1126},
+    "6 of 30 layers, by influence": {"layers": 24},
+    "1 of 3 KV groups stays (16.7 %)": {"kv_groups": 1},
+    "1 of 3 query heads stays (12.5 %)": {"heads": 3},
+}
+METHODS_OF = {**dict.fromkeys(UNITS, METHODS), LAYERS: LAYER_METHODS, BUDGET: BUDGET_METHODS}
 
 
 @dataclass(frozen=True)
@@ -86,16 +95,24 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if case.ranks > 1:
         mesh = init_device_mesh("cpu", (case.ranks,))
-        for _name, block in decoder_blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for module in [*(block for _, block in decoder_blocks(model)), model]:
+            fully_shard(module, mesh=mesh)
     calibration = texts / "calibration.txt"
     samples = load_samples(
         tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=case.seed
     )
     found: dict[str, Any] = {"dense": known.dense or evaluate(model, tokenizer, texts)}
     with ExitStack() as stack:
-        if case.what != LAYERS:
+        if case.what == BUDGET:
+            num_all = sum(parameter.numel() for parameter in model.parameters())
+            of_blocks = sum(p.numel() for _, block in decoder_blocks(model) for p in block.parameters())
+            asked = BUDGET_METHODS[case.method] or {"parameters": num_all - round(SHARE * of_blocks)}
+            started = time.perf_counter()
+            shrunk = shrink_model(model, samples, **asked, layer_criterion="influence")
+            found["removed"] = (num_all - shrunk.num_parameters) / of_blocks
+            if shrunk.division is not None:
+                found |= {"sizes": str(shrunk.division.sizes), "trials": list(map(asdict, shrunk.division.trials))}
+        elif case.what != LAYERS:
             started = time.perf_counter()
             choose_units(model, samples, UNITS[case.what], **METHODS[case.method])
         else:
@@ -171,7 +188,7 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[list[str]]:
 
 def kinds() -> list[tuple[str, str]]:
     """Return what is removed, and how, in the order of the table."""
-    return [(what, method) for what in [*UNITS, LAYERS] for method in (LAYER_METHODS if what == LAYERS else METHODS)]
+    return [(what, method) for what, methods in METHODS_OF.items() for method in methods]
 
 
 def main() -> None:
