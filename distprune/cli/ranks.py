@@ -80,9 +80,12 @@ class Launch:
     def leave(self, code: int) -> bool:
         """Tell the others that this rank ends, with ``code``, before its work is done.
 
-        Returns whether it has to say why: where the first rank ends too, that one does.
+        Returns whether it has to say why: where the first rank ends too, that one does. SIGTERM, which torchrun sends
+        at once, no longer unwinds anything: it would leave the process to end with its timers.
         """
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, lambda *_: os._exit(code))
             if self._meeting is None:
                 start = self._start or self._resolve()
                 if start.size == 1 or self._waited_in_vain:

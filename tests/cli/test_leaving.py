@@ -107,6 +107,19 @@ def test_sigterm_ends_a_rank_that_waits_for_the_other_and_then_the_other(pair: P
     assert not (pair.outputs / "out").exists()
 
 
+def test_sigterm_does_not_hold_up_a_rank_that_leaves(pair: Pair) -> None:
+    """As torchrun sends it where another rank was killed."""
+    pair.start([*LINE, *LONG], [*LINE, *LONG])
+    pair.is_under_way()
+    pair.ranks[1].kill()
+    while "Traceback" not in pair.said(0):
+        assert pair.ranks[0].is_alive(), pair.said(0)
+        time.sleep(0.02)
+    pair.ranks[0].terminate()
+    assert pair.code(0) == 1
+    assert pair.said(0).count("Traceback") == 1
+
+
 def on_a_lost_terminal(kind: str, arguments: list[str]) -> None:
     """Be the command, alone, with standard output and standard error that take nothing."""
     if kind == "closed":
