@@ -64,16 +64,7 @@ def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
         there = {name for name, _ in block.named_modules()}
         plan = {name: style() for name, style in PLANS[config.model_type].items() if name in there}
         parallelize_module(block, mesh, plan)
-        for name, parameter in block.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):  # each rank sees its own heads
-                parameter.register_hook(partial(summed, mesh.get_group()))
     return model
-
-
-def summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
-    total = gradient.clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
