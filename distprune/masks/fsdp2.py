@@ -170,6 +170,12 @@ class Managed:
     group: Any  # FSDPParamGroup
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that it is gathered in."""
+        dtype: torch.dtype = self.param.mp_policy.param_dtype or self.sharded.dtype
+        return dtype
+
+    @property
     def is_shared(self) -> bool:
         """Whether several modules use this one parameter (tied weights)."""
         return bool(self.param._module_info.shared_modules)

@@ -90,7 +90,9 @@ class _Cutting:
 
     def aligned(self, name: str, cut: Cut, units: Units) -> int:
         """Return of what the number of units is a multiple for the kernels that read ``name``."""
-        aligned = _GROUPED_BYTES // _tensor(self.model, name).element_size()
+        managed = self.managed.find(*_holder(self.model, name))
+        dtype = _tensor(self.model, name).dtype if managed is None else managed.compute_dtype
+        aligned = _GROUPED_BYTES // dtype.itemsize
         is_aligned = cut.expert is not None and units.num_units % aligned == 0 and _is_grouped(self.model)
         return aligned if is_aligned else 1
 

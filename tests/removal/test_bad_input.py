@@ -122,25 +122,35 @@ def test_bad_input_changes_nothing(
     assert list(model.named_parameters()) == list(before.items())
 
 
-def refuse_layout(_: int, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str) -> None:
-    model = LAYOUTS[layout](tiny_model("llama", **sizes))
+def refuse_layout(
+    _: int, architecture: str, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
+) -> None:
+    model = LAYOUTS[layout](tiny_model(architecture, **sizes))
     with pytest.raises((ValueError, NotImplementedError), match=message):
         check_units(model, all_of(model, kind, *range(num)))
     remove_units(model, all_of(model, kind, *range(num - num % 2)))
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes", "kind", "num", "message"),
+    ("architecture", "layout", "sizes", "kind", "num", "message"),
     [
-        ("tp", HEADS, "mlp", 21, "21 mlp cannot stay .* cut into 2 equal parts along them; possible: multiples of 2"),
-        ("tp", EQUAL, "kv_groups", 5, "5 kv_groups cannot stay .*; possible: multiples of 2"),
-        ("fsdp-columns", {}, "mlp", 21, "21 mlp cannot stay .*down_proj.weight' is cut into 2 equal parts"),
+        (
+            "llama",
+            "tp",
+            HEADS,
+            "mlp",
+            21,
+            "21 mlp cannot stay .* cut into 2 equal parts along them; possible: multiples of 2",
+        ),
+        ("llama", "tp", EQUAL, "kv_groups", 5, "5 kv_groups cannot stay .*; possible: multiples of 2"),
+        ("llama", "fsdp-columns", {}, "mlp", 21, "21 mlp cannot stay .*down_proj.weight' is cut into 2 equal parts"),
+        ("mixtral", "fsdp-bf16", {}, "mlp", 25, "25 mlp cannot stay .* grouped_mm .*; possible: multiples of 8"),
     ],
 )
 def test_sizes_that_a_layout_cannot_have(
-    layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
+    architecture: str, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
 ) -> None:
-    run_threads(2, refuse_layout, layout, sizes, kind, num, message)
+    run_threads(2, refuse_layout, architecture, layout, sizes, kind, num, message)
 
 
 def refuse_wrapped(_: int) -> None:
