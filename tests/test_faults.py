@@ -440,6 +440,7 @@ ALIKE = (
 )
 # Jobs of whose forwards FSDP2's own collectives are a part: what lies outside of them is looked at.
 JOBS = ("shrink", "finetune")
+STEPS = "jobs/masked_training.py"  # but for its forwards and backwards it has a row of its own
 # What a job goes on without: its picture, its card, and the removal of its lock.
 LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "checkpoint/extras.py", "checkpoint/output_lock.py")
 
@@ -455,6 +456,7 @@ def test_all_ranks_raise(name: str, runs_whole: bool, folder: Path) -> None:
         wrong = [place for place in wrong if not place.endswith("not met again")]
     if name in JOBS:
         wrong = [place for place in wrong if not (place.endswith("swallowed") and any(f in place for f in LEFT_OUT))]
+        wrong = [place for place in wrong if STEPS not in place]
     assert not wrong, f"{len(wrong)} of {num_places} places:\n" + "\n".join(wrong)
 
 

@@ -37,8 +37,8 @@ def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard
     Raises:
         OSError: on every rank: the disk is full or not writable.
     """
-    file = planned(path, shards.values())
     with together(comm):
+        file = planned(path, shards.values())
         if comm.rank == 0:
             check_space(path.parent, [file])
             allocate(file, like)
