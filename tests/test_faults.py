@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -19,28 +17,23 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune.checkpoint import HfDirectory, ModelWriter, load_model, open_directory, resolve_model, save_model
+from distprune.checkpoint import HfDirectory, load_model, open_directory, save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
 from distprune.collectives import communicator, sum_together, together
 from distprune.evaluation import perplexity
-from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, run_prune_job, run_shrink_job
-from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.run import Job, Run
+from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.stretches import StretchWriter
 from distprune.jobs.unfinished import Unfinished
-from distprune.models import decoder_blocks
 from distprune.oneshot import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
-from distprune.removal import remove_units
 from tests.decoder import Decoder, decoder
 from tests.faults import faults
 from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.job_calls import JOB_CALLS, JOBS, LEFT_OUT, STEPS, Called, Make
 from tests.worlds import drawing
 
 Pairs = list[tuple[nn.Module, str]]
-Called = tuple[nn.Module, Callable[[], object]]  # what a rank holds, and what it calls
-Make = Callable[[int, Path], Called]
 TOKENS = torch.arange(4 * 6).view(4, 6) % 11
 
 
@@ -187,62 +180,6 @@ def streamed(_: int, folder: Path) -> Called:
     return nn.Module(), call
 
 
-def resolved(_: int, folder: Path) -> Called:
-    return nn.Module(), lambda: resolve_model(str(folder / "model"))
-
-
-def begun(_: int, folder: Path) -> Called:
-    job = PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5)
-    return nn.Module(), lambda: Run(job, None, "cpu", None)
-
-
-def reported(_: int, folder: Path) -> Called:
-    run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
-    return nn.Module(), lambda: run.report(none, none)
-
-
-def restored(_: int, folder: Path) -> Called:
-    """A block of a killed job that is read back."""
-    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
-    writer = ModelWriter(model, open_directory(folder / "model"), folder / "restored")
-    writer.allocate()
-    with together(writer.comm):
-        writer.write()
-    unfinished = Unfinished(writer.comm, folder / "restored", {"blocks": [], "entries": {}, "digests": []}, is_new=True)
-    name, block = decoder_blocks(model)[0]
-    unfinished.digests.append(unfinished.digest(block))
-    return model, lambda: unfinished.restore(writer, 0, name, block)
-
-
-def cut_apart(_: int, folder: Path) -> Called:
-    """A model that gets smaller where it is; after an error it has to be loaded again."""
-    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
-    name, _block = decoder_blocks(model)[0]
-    return nn.Module(), lambda: remove_units(model, {(name, "mlp", "mlp"): torch.arange(0, 28, 2)})
-
-
-def to_train(*_: object) -> Called:
-    model = cut()
-    prune.prune_model(model, 0.5, include="*")
-    return model, lambda: MaskedTraining(communicator(), model, None, torch.float32)
-
-
-def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
-    """The job on the model of the folder, each time into an output of its own."""
-    outputs = {rank: itertools.count() for rank in range(2)}
-
-    def make(rank: int, folder: Path) -> Called:
-        output = folder / "jobs" / f"{job.output}{next(outputs[rank])}"
-        texts: dict[str, Any] = {
-            field: str(folder / "text.txt") for field in ("calibration", "data") if hasattr(job, field)
-        }
-        own = dataclasses.replace(job, model=str(folder / job.model), output=str(output), **texts)
-        return nn.Module(), lambda: run(own)
-
-    return make
-
-
 def evaluated(*_: object) -> Called:
     model = language()
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
@@ -328,43 +265,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "load_model": (2, loaded),
     "save_model": (2, saved),
     "StretchWriter": (2, streamed),
-    "resolve_model": (2, resolved),
-    "Run": (2, begun),
-    "Run.report": (2, reported),
-    "Unfinished.restore": (2, restored),
-    "remove_units": (2, cut_apart),
-    "MaskedTraining": (2, to_train),
-    "shrink": (
-        2,
-        whole_job(
-            ShrinkJob(
-                model="model",
-                output="smaller",
-                mlp=0.5,
-                calibration="",
-                samples=2,
-                sequence_length=8,
-                speed=False,
-            ),
-            run_shrink_job,
-        ),
-    ),
-    "finetune": (
-        2,
-        whole_job(
-            FinetuneJob(
-                model="pruned",
-                output="tuned",
-                data="",
-                steps=2,
-                batch_size=2,
-                sequence_length=8,
-                compute_dtype=torch.float32,
-                save_every=0.0,
-            ),
-            run_finetune_job,
-        ),
-    ),
+    **JOB_CALLS,
 }
 
 
@@ -426,7 +327,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, runs_whole: bool) -> Path:
     return path
 
 
-# What CI leaves to pytest --whole: another row takes nearly the same way.
+# What CI leaves to pytest --whole: another row takes nearly the same way, or it takes long.
 ALIKE = (
     "prune_model magnitude per tensor",
     "prune_model random",
@@ -435,14 +336,10 @@ ALIKE = (
     "prune_each ln inf",
     "prune_each random rows",
     "sparsegpt",
+    "remove_units",
     "shrink",
     "finetune",
 )
-# Jobs of whose forwards FSDP2's own collectives are a part: what lies outside of them is looked at.
-JOBS = ("shrink", "finetune")
-STEPS = "jobs/masked_training.py"  # but for its forwards and backwards it has a row of its own
-# What a job goes on without: its picture, its card, and the removal of its lock.
-LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "checkpoint/extras.py", "checkpoint/output_lock.py")
 
 
 @pytest.mark.parametrize("name", CALLS)

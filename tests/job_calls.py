@@ -1,0 +1,135 @@
+"""What jobs call, and whole jobs, for tests of what the other ranks do when one meets an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import distprune as prune
+from distprune.checkpoint import ModelWriter, load_model, open_directory, resolve_model
+from distprune.collectives import communicator, together
+from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, run_shrink_job
+from distprune.jobs.masked_training import MaskedTraining
+from distprune.jobs.run import Job, Run
+from distprune.jobs.unfinished import Unfinished
+from distprune.models import decoder_blocks
+from distprune.removal import remove_units
+from tests.worlds import drawing
+
+__all__ = ["JOBS", "JOB_CALLS", "LEFT_OUT", "STEPS", "Called", "Make"]
+
+Called = tuple[nn.Module, Callable[[], object]]  # what a rank holds, and what it calls
+Make = Callable[[int, Path], Called]
+
+# Jobs of whose forwards FSDP2's own collectives are a part: what lies outside of them is looked at.
+JOBS = ("shrink", "finetune")
+STEPS = "jobs/masked_training.py"  # but for its forwards and backwards it has a row of its own
+# What a job goes on without: its picture, its card, and the removal of its lock.
+LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "checkpoint/extras.py", "checkpoint/output_lock.py")
+
+
+def resolved(_: int, folder: Path) -> Called:
+    return nn.Module(), lambda: resolve_model(str(folder / "model"))
+
+
+def begun(_: int, folder: Path) -> Called:
+    job = PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5)
+    return nn.Module(), lambda: Run(job, None, "cpu", None)
+
+
+def reported(_: int, folder: Path) -> Called:
+    run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
+    none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
+    return nn.Module(), lambda: run.report(none, none)
+
+
+def restored(_: int, folder: Path) -> Called:
+    """A block of a killed job that is read back."""
+    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
+    writer = ModelWriter(model, open_directory(folder / "model"), folder / "restored")
+    writer.allocate()
+    with together(writer.comm):
+        writer.write()
+    unfinished = Unfinished(writer.comm, folder / "restored", {"blocks": [], "entries": {}, "digests": []}, is_new=True)
+    name, block = decoder_blocks(model)[0]
+    unfinished.digests.append(unfinished.digest(block))
+    return model, lambda: unfinished.restore(writer, 0, name, block)
+
+
+def cut_apart(_: int, folder: Path) -> Called:
+    """A model that gets smaller where it is; after an error it has to be loaded again."""
+    model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
+    name, _block = decoder_blocks(model)[0]
+    return nn.Module(), lambda: remove_units(model, {(name, "mlp", "mlp"): torch.arange(0, 28, 2)})
+
+
+def to_train(*_: object) -> Called:
+    with drawing(0):
+        model = nn.Linear(16, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    prune.prune_model(model, 0.5, include="*")
+    return model, lambda: MaskedTraining(communicator(), model, None, torch.float32)
+
+
+def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
+    """The job on the model of the folder, each time into an output of its own."""
+    outputs = {rank: itertools.count() for rank in range(2)}
+
+    def make(rank: int, folder: Path) -> Called:
+        output = folder / "jobs" / f"{job.output}{next(outputs[rank])}"
+        texts: dict[str, Any] = {
+            field: str(folder / "text.txt") for field in ("calibration", "data") if hasattr(job, field)
+        }
+        own = dataclasses.replace(job, model=str(folder / job.model), output=str(output), **texts)
+        return nn.Module(), lambda: run(own)
+
+    return make
+
+
+JOB_CALLS: dict[str, tuple[int, Make]] = {
+    "resolve_model": (2, resolved),
+    "Run": (2, begun),
+    "Run.report": (2, reported),
+    "Unfinished.restore": (2, restored),
+    "remove_units": (2, cut_apart),
+    "MaskedTraining": (2, to_train),
+    "shrink": (
+        2,
+        whole_job(
+            ShrinkJob(
+                model="model",
+                output="smaller",
+                mlp=0.5,
+                calibration="",
+                samples=2,
+                sequence_length=8,
+                speed=False,
+            ),
+            run_shrink_job,
+        ),
+    ),
+    "finetune": (
+        2,
+        whole_job(
+            FinetuneJob(
+                model="pruned",
+                output="tuned",
+                data="",
+                steps=2,
+                batch_size=2,
+                sequence_length=8,
+                compute_dtype=torch.float32,
+                save_every=0.0,
+            ),
+            run_finetune_job,
+        ),
+    ),
+}
