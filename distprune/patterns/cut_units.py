@@ -79,6 +79,8 @@ def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
         columns = np.arange(length if num_units else 0)
         loose = np.concatenate([np.arange(first if num_units else 0), np.arange(end, numel)])
         return LocalUnits(first, LocalMatrix(np.arange(num_units), columns, None), columns, none, loose)
+    if len(local.columns) == matrix.num_in:  # whole rows
+        return LocalUnits(0, local, np.arange(matrix.num_in), none, none)
     _, unit, size = np.unique(local.columns // length, return_inverse=True, return_counts=True)
     is_whole = size[unit] == length
     return LocalUnits(0, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole), none)

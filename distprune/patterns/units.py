@@ -15,7 +15,7 @@ from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, raise_nans
-from distprune.shards import Geometry, fetched, on_host, sent
+from distprune.shards import Geometry, count_true, fetched, on_host, sent
 
 __all__ = [
     "NUM_COLUMNS",
@@ -96,7 +96,7 @@ class ShardUnits:
             if (gone := scores.is_gone(at)) is not None:
                 chunk.logical_and_(~gone)
                 counts[0] += gone.sum()
-        counts[1] = mask.numel() - torch.count_nonzero(mask)  # its sum takes ten times as long
+        counts[1] = mask.numel() - count_true(mask)
         return mask, counts
 
 

@@ -1,7 +1,7 @@
 """Where this rank's elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.checksum import checksum
-from distprune.shards.device import all_finite, chunk_size, fetched, on_host, sent
+from distprune.shards.device import all_finite, chunk_size, count_true, fetched, on_host, sent
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
 from distprune.shards.layouts import (
@@ -32,6 +32,7 @@ __all__ = [
     "checksum",
     "chunk_runs",
     "chunk_size",
+    "count_true",
     "count_zeros",
     "cut",
     "dtensor_like",

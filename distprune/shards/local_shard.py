@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.shards.device import chunk_size, fetched
+from distprune.shards.device import chunk_size, count_true, fetched
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
@@ -100,7 +100,7 @@ def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def count_zeros(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how many elements of each are zero; local, one wait for a device."""
     counts = [
-        sum((torch.count_nonzero(values) for _, values in flat_chunks(tensor)), torch.zeros((), dtype=torch.int64))
+        sum((count_true(values != 0) for _, values in flat_chunks(tensor)), torch.zeros((), dtype=torch.int64))
         for tensor in tensors
     ]
     return [t.numel() - int(num) for t, num in zip(tensors, fetched(counts), strict=True)]
