@@ -37,6 +37,7 @@ class StreamedPruning:
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
+        self._memory = torch.empty(0, dtype=torch.uint8)  # of the piece that is pruned
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
@@ -63,9 +64,14 @@ class StreamedPruning:
         return pieces_of(self._shards[name].geometry, self._grains[name], _PIECE_NUMEL)
 
     def pruned(self, name: str, piece: Geometry) -> tuple[LocalShard, Chosen]:
-        """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs."""
-        values = self._values[name].reshape(piece.global_shape)
-        copy = cut(values, piece).clone(memory_format=torch.contiguous_format)
+        """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs.
+
+        The copy is written over by the next one: fresh memory would take as long as the choice.
+        """
+        values = cut(self._values[name].reshape(piece.global_shape), piece)
+        if self._memory.numel() < values.nbytes:
+            self._memory = torch.empty(values.nbytes, dtype=torch.uint8)
+        copy = self._memory[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
         shard = dataclasses.replace(self._shards[name], local=copy, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
