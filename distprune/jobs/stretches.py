@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from distprune.collectives import Communicator, sum_together, together
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
-from distprune.shards import Geometry, LocalShard, cut, pieces_of, share_of
+from distprune.shards import Geometry, HostChecksum, LocalShard, cut, pieces_of, share_of
 
 __all__ = ["StretchWriter"]
 
@@ -114,15 +113,13 @@ class StretchWriter:
             with together(self._comm):
                 written = opened.enter_context(mapped_tensors(self.files))
 
-            def checksum(stretch: Sequence[_Part]) -> int:
-                found = 0
+            def read(stretch: Sequence[_Part], checksum: HostChecksum) -> None:
                 for part in stretch:
                     for piece in self._pieces(part):
-                        found = _crc(_cut(written[part.entry.name], piece), found)
-                return found
+                        checksum.add(_cut(written[part.entry.name], piece))
 
             for number, digest in enumerate(self._unfinished.digests):
-                if self._summed([], partial(checksum, self.stretches[number]))[0] != digest:
+                if self._summed([], partial(read, self.stretches[number]))[0] != digest:
                     self._unfinished.forget(number)
                     break
         return len(self._unfinished.digests)
@@ -143,17 +140,15 @@ class StretchWriter:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
 
-            def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> int:
+            def written(stretch: Sequence[_Part], counts: dict[str, list[int]], checksum: HostChecksum) -> None:
                 self._record(done[:-1])  # the last one may not be on the disk of all ranks
                 del done[:-1]
-                checksum = 0
                 for part in stretch:
-                    checksum = self._write(part, files[part.path].fileno(), checksum, counts)
+                    self._write(part, files[part.path].fileno(), checksum, counts)
                 while synced:
                     synced.pop().result()
                 descriptors = [files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)]
                 synced.extend(pool.submit(os.fsync, descriptor) for descriptor in descriptors)
-                return checksum
 
             for number in range(first, len(self.stretches)):
                 stretch = self.stretches[number]
@@ -184,8 +179,8 @@ class StretchWriter:
         for report, digest in done:
             self._unfinished.record(report, digest)
 
-    def _write(self, part: _Part, descriptor: int, checksum: int, counts: dict[str, list[int]]) -> int:
-        """Write this rank's pieces of ``part``, count what is pruned, and return the checksum continued."""
+    def _write(self, part: _Part, descriptor: int, checksum: HostChecksum, counts: dict[str, list[int]]) -> None:
+        """Write this rank's pieces of ``part``, count what is pruned, and add what is written to the checksum."""
         name, values = part.entry.name, self._values[part.entry.name]
         for piece in self._pieces(part):
             shard = LocalShard(name, _cut(values, piece), piece)
@@ -200,8 +195,7 @@ class StretchWriter:
                 shard = pruned
             for chunk, stretches in chunks_of(shard):
                 write_chunk(descriptor, part.entry, chunk, stretches)
-            checksum = _crc(shard.local, checksum)
-        return checksum
+            checksum.add(shard.local)
 
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``."""
@@ -213,11 +207,15 @@ class StretchWriter:
         start, stop = (len(pieces) * number // part.num_parts for number in (part.number, part.number + 1))
         return pieces[start:stop]
 
-    def _summed(self, counts: Sequence[Sequence[int]], checksum: Callable[[], int]) -> tuple[str, list[list[int]]]:
-        """Return a digest of all ranks' ``checksum``, and the sum of ``counts``, which are read after it was called."""
+    def _summed(
+        self, counts: Sequence[Sequence[int]], work: Callable[[HostChecksum], None]
+    ) -> tuple[str, list[list[int]]]:
+        """Return a digest of all ranks' checksums and the sum of ``counts``, both as ``work`` leaves them."""
 
         def fill(words: torch.Tensor) -> None:
-            digest = hashlib.sha256(f"{self._comm.rank}:{checksum()}".encode()).digest()
+            checksum = HostChecksum()
+            work(checksum)
+            digest = hashlib.sha256(f"{self._comm.rank}:".encode() + checksum.digest()).digest()
             words[:_NUM_DIGEST_WORDS] = torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
             if counts:
                 words[_NUM_DIGEST_WORDS:] = torch.tensor([num for each in counts for num in each])
@@ -230,10 +228,6 @@ class StretchWriter:
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:
     """Return a piece of a whole tensor, or of it as one line."""
     return cut(values.reshape(piece.global_shape), piece)
-
-
-def _crc(values: torch.Tensor, before: int) -> int:
-    return zlib.crc32(values.contiguous().view(-1).view(torch.uint8).numpy().data, before)
 
 
 def _whole(name: str, values: torch.Tensor) -> LocalShard:
