@@ -34,9 +34,13 @@ class _WithinRows(Pattern):
     def unit_length(self, matrix: Matrix) -> int:
         """Return how many inputs a unit has."""
 
-    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return what stays of ``keys`` (rows, inputs), bool, where shares are of what is not ``is_gone``."""
-        return self.keep(keys)
+    @abstractmethod
+    @override
+    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        """Return what stays of ``keys`` (rows, inputs), bool, or in ``out``; shares are of what is not ``is_gone``."""
+        return self.keep(keys, out)
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
@@ -88,11 +92,13 @@ class _WithinRows(Pattern):
     def unit(self, matrix: Matrix) -> tuple[int, int]:
         return 1, self.unit_length(matrix)
 
-    def keep_units(self, keys: torch.Tensor, is_gone: torch.Tensor | None, *, of_left: bool) -> torch.Tensor:
-        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs). Local."""
+    def keep_units(
+        self, keys: torch.Tensor, is_gone: torch.Tensor | None, out: torch.Tensor | None = None, *, of_left: bool
+    ) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs); or in ``out``. Local."""
         if is_gone is None:
-            return self.keep(keys)
-        return (self.keep_left(keys, is_gone) if of_left else self.keep(keys)).logical_and_(~is_gone)
+            return self.keep(keys, out)
+        return (self.keep_left(keys, is_gone, out) if of_left else self.keep(keys, out)).logical_and_(~is_gone)
 
 
 @final
@@ -134,8 +140,8 @@ class NByM(_WithinRows):
         return self.m
 
     @override
-    def keep(self, scores: torch.Tensor) -> torch.Tensor:
-        return keep_highest_per_group(scores, self.n, self.m)
+    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return keep_highest_per_group(scores, self.n, self.m, out)
 
 
 @final
@@ -180,14 +186,14 @@ class PerRow(_WithinRows):
         return max(matrix.num_in, 1)
 
     @override
-    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
+    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         num_gone = is_gone.sum(1)
         wanted = (self._share * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
-        return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
+        return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64), out)
 
     @override
-    def keep(self, scores: torch.Tensor) -> torch.Tensor:
-        return keep_highest_per_row(scores, round(self._share * scores.shape[1]))
+    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
 class _ParameterUnits:
@@ -241,8 +247,12 @@ class _ParameterUnits:
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
                 at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
-            keys, is_gone = (each if each is None else each.view(-1, width) for each in keys_at(at, memory))
-            flat_mask[at] = self._keep(keys, is_gone).view(-1)
+            keys, is_gone = keys_at(at, memory)
+            keys, is_gone = keys.view(-1, width), None if is_gone is None else is_gone.view(-1, width)
+            if isinstance(at, slice):
+                self._keep(keys, is_gone, flat_mask[at].view(-1, width))
+            else:
+                flat_mask[at] = self._keep(keys, is_gone).view(-1)
         for offsets, stays in zip(self._cut, self.answers, strict=True):
             at = sent(offsets, device)
             keys_at(at)

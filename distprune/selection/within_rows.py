@@ -22,14 +22,14 @@ __all__ = ["keep_highest_per_group", "keep_highest_per_row"]
 Array = npt.NDArray[Any]
 
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond
-_PAIRED_NUMEL = 1 << 17  # elements compared at a time; what is noted of them stays in a core's second-level cache
+_PAIRED_NUMEL = 1 << 16  # elements compared at a time; what is noted of them stays in a core's second-level cache
 
 
-def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor:
+def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): ``n`` of every ``m`` columns.
 
-    Groups are columns 0 to m - 1, m to 2 m - 1, and so on. Local; temporaries stay under 64 MiB
-    whatever the size, except that a single row is not cut. On a device one wait, none for integers.
+    Groups are columns 0 to m - 1, m to 2 m - 1, and so on. ``out``, contiguous, takes the result. Local; temporaries
+    stay under 64 MiB whatever the size, except that a single row is not cut. On a device one wait, none for integers.
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, not 0 <= n <= m, or m does not divide the columns.
@@ -52,15 +52,17 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
             order = np.argsort(values.reshape(-1, m), axis=1, kind="stable")
             np.put_along_axis(kept.reshape(-1, m), order, np.arange(m) >= m - n, axis=1)
 
-    return _by_rows(scores, here if on_host(scores.device) else there)
+    return _by_rows(scores, out, here if on_host(scores.device) else there)
 
 
-def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
+def keep_highest_per_row(
+    scores: torch.Tensor, num_pruned: int | torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): all but ``num_pruned`` of every row.
 
     ``num_pruned``: one number for all rows, or (rows,) int64 on their device, each of which the caller knows to be
-    in [0, columns]. Local; temporaries stay under 64 MiB whatever the size, except that a single row is not cut.
-    On a device one wait, none for integers.
+    in [0, columns]. ``out``, contiguous, takes the result. Local; temporaries stay under 64 MiB whatever the size,
+    except that a single row is not cut. On a device one wait, none for integers.
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, or the one ``num_pruned`` is not in [0, columns].
@@ -70,7 +72,7 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
     if isinstance(num_pruned, torch.Tensor):
         numbers = num_pruned
         if not is_here or not (numbers == numbers[:1]).all():
-            return _by_rows(scores, lambda rows, keep, at: keep.copy_(_by_sorting(rows, numbers[at, None])))
+            return _by_rows(scores, out, lambda rows, keep, at: keep.copy_(_by_sorting(rows, numbers[at, None])))
         num_pruned = int(numbers[0]) if len(numbers) else 0
     number, num_columns = num_pruned, scores.shape[1]
     if not 0 <= number <= num_columns:
@@ -90,7 +92,7 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
             place_from_end = np.searchsorted(row, row, side="right") - np.arange(len(row))
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
-    return _by_rows(scores, here if is_here else lambda rows, keep, _: keep.copy_(_by_sorting(rows, number)))
+    return _by_rows(scores, out, here if is_here else lambda rows, keep, _: keep.copy_(_by_sorting(rows, number)))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -130,9 +132,11 @@ def _ranks_and_pairs(m: int) -> Array:
 
 def _count_by_row(flags: Array) -> Array:
     """Return how many of each row of ``flags`` (bool, 2-D, contiguous) are True."""
+    counts: Array
     if flags.shape[1] % 8:
-        return np.count_nonzero(flags, axis=1)
-    counts: Array = np.bitwise_count(flags.view(np.uint64)).sum(axis=1, dtype=np.int64)  # a quarter of the time
+        counts = np.count_nonzero(flags, axis=1)
+    else:  # a quarter of the time
+        counts = np.bitwise_count(flags.view(np.uint64)).sum(axis=1, dtype=np.int64)
     return counts
 
 
@@ -144,9 +148,11 @@ def _by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Ten
     return torch.empty(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, order, stays.expand(rows.shape))
 
 
-def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, torch.Tensor, slice], object]) -> torch.Tensor:
-    """Return what stays of all rows; ``keep_rows`` writes it, so many rows at a time that temporaries stay small."""
-    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+def _by_rows(
+    scores: torch.Tensor, out: torch.Tensor | None, keep_rows: Callable[[torch.Tensor, torch.Tensor, slice], object]
+) -> torch.Tensor:
+    """Return what ``keep_rows`` writes of all rows, so many at a time that temporaries stay small."""
+    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device) if out is None else out
     num_nans = torch.zeros((), dtype=torch.int64, device=scores.device)
     # A stable sort on a device takes some 30 bytes of temporaries for each element.
     size = chunk_size(scores.device) // (1 if on_host(scores.device) else 2)

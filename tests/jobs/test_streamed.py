@@ -217,10 +217,10 @@ def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         write, parts = StretchWriter._write, itertools.count()
 
-        def failing(self: StretchWriter, *arguments: Any) -> int:
+        def failing(self: StretchWriter, *arguments: Any) -> None:
             if self._comm.rank == 1 and next(parts) == num_parts:
                 raise OSError("the disk is gone")
-            return write(self, *arguments)
+            write(self, *arguments)
 
         patch.setattr(StretchWriter, "_write", failing)
         for error in run_threads(2, on_rank, job, catch=True):
