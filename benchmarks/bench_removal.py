@@ -43,9 +43,9 @@ UNITS: dict[str, Any] = {
 }
 LAYERS, NUM_LAYERS = "6 of 30 layers", 24
 METHODS: dict[str, Any] = {
-    "OBS, refitted": {},
+    "OBS, refitted towards the dense model": {"targets": "dense"},
     "OBS, refitted to the pruned model's own outputs": {"targets": "own"},
-    "Taylor, refitted": {"criterion": "taylor"},
+    "Taylor, refitted towards the dense model": {"criterion": "taylor", "targets": "dense"},
     "Minitron": {"criterion": "activation", "refit": "none"},
     "FLAP": {"criterion": "fluctuation", "refit": "none"},
     "Taylor": {"criterion": "taylor", "refit": "none"},

@@ -41,13 +41,15 @@ def plain_removal(
     criterion: str = "obs",
     refit: str = "least_squares",
     share: float = 0.5,
+    own_heads: bool = False,
     damping: float = 0.1,
     num_steps: int = 16,
     layers: Sequence[int] | None = None,
 ) -> dict[tuple[str, str, str], list[int]]:
     """Zero what reads units that go, refit what is left, and return which stay, by (block, kind, reader).
 
-    ``share`` is of the way to dense targets, 0: there are none. Of ``layers`` that go nothing is changed.
+    ``share`` is of the way to dense targets, 0: there are none; nor with ``own_heads`` for what reads heads. Of
+    ``layers`` that go nothing is changed.
     """
     with torch.enable_grad():
         gradients = sensitivities(model, samples) if criterion == "taylor" else {}
@@ -75,6 +77,7 @@ def plain_removal(
             if reader.kind not in keep and not is_healed:
                 continue
             xs, dense_weight = [], linear.weight.clone()
+            of_reader = 0.0 if own_heads and reader.kind == "heads" else share
             for place, (x, call) in enumerate(zip(hidden, calls, strict=True)):
                 given = run_block(block, found, x, call)
                 if reader.name not in given.inputs:
@@ -84,12 +87,12 @@ def plain_removal(
                 if is_healed:
                     of_token = given.output.shape[-1]
                     linear.want(given.inputs[reader.name], (dense_after[place] - given.output).view(-1, of_token))
-                elif share:
+                elif of_reader:
                     want(reader.name, linear, (x, given), (dense_hidden[place], dense[place]))
             if is_healed:
                 move(linear, 1.0, 1.0)
-            elif share:
-                move(linear, share, 0.1)
+            elif of_reader:
+                move(linear, of_reader, 0.1)
             if reader.kind in keep:
                 all_x = torch.cat(xs) if xs else torch.zeros(0, linear.weight.shape[1]).double()
                 rows = gradients.get(f"{name}.{reader.name}", (None, None))[1]

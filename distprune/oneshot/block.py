@@ -41,12 +41,16 @@ _HEALING = Aim(share=1.0, damping=1.0)  # what one map can make up for whole lay
 
 @dataclass(frozen=True)
 class Manner:
-    """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream."""
+    """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream.
+
+    The maps ``towards_own``, by their names in the model, have no targets.
+    """
 
     needs: MomentsOf  # of what maps are given, where there are no targets
     by_map: bool  # maps in the order they run, each given what is left of those before
     target_share: float
     needs_sums: bool = False
+    towards_own: Set[str] = frozenset()
 
     @property
     def has_targets(self) -> bool:
@@ -124,7 +128,9 @@ class BlockPruner:
             moments = [m for m in moments if m.names[0] in some]
             num_tokens |= {of_map: m.num_tokens for m in moments for of_map in m.names}
             owned = {linear.parameter_path for linear in some.values()}
-            aim = _HEALING if self._heals(index, order) in some else Aim(manner.target_share)
+            aim = Aim(0.0 if any(f"{name}.{of_map}" in manner.towards_own for of_map in some) else manner.target_share)
+            if self._heals(index, order) in some:
+                aim = _HEALING
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
             with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
                 totals |= self._settle(comm, rows, moments, clock=clock, aim=aim)

@@ -41,7 +41,8 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
     """
     aimed = [(name, of) for name, of in rows.items() if of.weight.numel()]
     done = dataclasses.replace(moments, shift=None, residuals={})
-    if not moments.num_tokens or not aimed or (moments.shift is None and not moments.residuals):
+    has_target = aim.share > 0 and (moments.shift is not None or bool(moments.residuals))
+    if not (moments.num_tokens and aimed and has_target):
         return done
     scale = moments.square_sums.sqrt()
     scale = torch.where(scale == 0, 1, scale)

@@ -82,7 +82,10 @@ def choose_units(
             a :class:`Criterion` of one's own.
         refit: ``"least_squares"``; ``"bias"``, where maps have biases: those alone make up for the mean of what goes
             (FLAP); or ``"none"``.
-        targets, target_share: as of ``prune_blocks``; default ``"dense"`` with ``"least_squares"``, else ``"own"``.
+        targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and without
+            ``"least_squares"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
+            first token's large activations, by which a model tells that there is nothing to attend to: of three
+            samples of calibration text two lost by it.)
         on_block: called after each block with its number, its report, and which of its units stay.
 
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
@@ -107,9 +110,13 @@ def choose_units(
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)
+        heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
+        if targets is None and heads == plan.asked.keys():
+            share = 0.0  # nothing needs the dense stream
         if refit == "bias" and (without := [name for name, of in plan.asked.items() if not of.has_bias]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
-        manner = Manner("pairs", by_map=True, target_share=share, needs_sums=True)
+        own = heads if targets is None else frozenset[str]()
+        manner = Manner("pairs", by_map=True, target_share=share, needs_sums=True, towards_own=own)
         facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
