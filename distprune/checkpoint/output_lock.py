@@ -42,10 +42,13 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
         yield
     finally:
         if held is not None:
-            with suppress(Exception):  # the job is done
-                _tidy(path)
-                file.unlink()  # still held: a job that has it open finds that it is gone, and makes a new one
-            os.close(held)
+            try:
+                with suppress(Exception):  # the job is done
+                    _tidy(path)
+            finally:  # SIGTERM may have come meanwhile
+                with suppress(Exception):
+                    file.unlink()  # still held: a job that has it open finds that it is gone, and makes a new one
+                os.close(held)
 
 
 def _lock(file: Path, path: Path) -> int:
