@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.shards import on_host
+
 __all__ = ["Order", "OrderedBy", "common_order"]
 
 OrderedBy = Literal["magnitude", "value"]
@@ -77,7 +79,7 @@ class Order:
             if out is None:
                 return bits & magnitude
             out = out[: len(bits)]
-            if bits.device.type == "cpu":  # half of what torch takes
+            if on_host(bits.device):  # half of what torch takes
                 into: npt.NDArray[np.signedinteger] = out.numpy()
                 np.bitwise_and(bits.numpy(), into.dtype.type(magnitude), out=into)
                 return out
