@@ -132,15 +132,17 @@ class _Work:
         sizes = [self.solver.packed_numel(self.rows[m.names[0]]) for m in spread]
         sends = any(sizes) and (len(spread) > 1 or self.solver.decides)
         inputs = [_Input(m.names, m.home.rank, None) for m in spread]
-        packed = [torch.empty(numel if sends else 0) for numel in sizes]
+        packed: list[torch.Tensor] = []
         try:
+            packed += [torch.empty(numel) for numel in sizes if sends]
             for i, of in enumerate(inputs):
                 m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
                 if self.error is None and (of.home == self.rank or not sends):
                     inputs[i] = self.prepared(m)
-                    packed[i] = self.solver.pack(inputs[i].prepared) if sends else packed[i]
+                    if sends:
+                        packed[i] = self.solver.pack(inputs[i].prepared)
         except Exception as caught:
-            self.error = caught
+            self.error = self.error or caught
         if not sends:
             return inputs
         with self.clock("factor"):

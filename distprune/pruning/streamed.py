@@ -37,7 +37,7 @@ class StreamedPruning:
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
-        self._memory = torch.empty(0, dtype=torch.uint8)  # of the piece that is pruned
+        self._memory: torch.Tensor | None = None  # of the piece that is pruned
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
@@ -69,7 +69,7 @@ class StreamedPruning:
         The copy is written over by the next one: fresh memory would take as long as the choice.
         """
         values = cut(self._values[name].reshape(piece.global_shape), piece)
-        if self._memory.numel() < values.nbytes:
+        if self._memory is None or self._memory.numel() < values.nbytes:
             self._memory = torch.empty(values.nbytes, dtype=torch.uint8)
         copy = self._memory[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
         shard = dataclasses.replace(self._shards[name], local=copy, geometry=piece)
