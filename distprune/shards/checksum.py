@@ -51,5 +51,5 @@ class HostChecksum:
             second += first
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ if what was added does."""
+        """Return 32 bytes, which tell what was added from almost anything else."""
         return hashlib.sha256(self._sums.data).digest()
