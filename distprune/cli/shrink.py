@@ -104,7 +104,8 @@ def shrink(
         typer.Option(help="What becomes of the layers that read what goes: fitted anew, their bias alone, or none."),
     ] = "least_squares",
     targets: Annotated[
-        TargetsOf | None, typer.Option(help="Fit to each layer's own output, or to the dense model's (the default).")
+        TargetsOf | None,
+        typer.Option(help="Fit to each layer's own output (the default for heads), or the dense model's."),
     ] = None,
     target_share: Annotated[float, typer.Option(help="How much of the way to the dense model's output.")] = 0.5,
     samples: Annotated[

@@ -84,8 +84,8 @@ def choose_units(
             (FLAP); or ``"none"``.
         targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and without
             ``"least_squares"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
-            first token's large activations, by which a model tells that there is nothing to attend to: of three
-            samples of calibration text two lost by it.)
+            first token's large activations, by which a model tells that there is nothing to attend to: SmolLM2-135M
+            lost by it with two of three samples of calibration text.)
         on_block: called after each block with its number, its report, and which of its units stay.
 
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,

@@ -78,7 +78,8 @@ def shrink_model(
         expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
         refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"bias"`` alone, where
             it has one; or ``"none"``.
-        targets, target_share, group, offload: as of :func:`distprune.prune_blocks`.
+        targets, target_share: as of :func:`choose_units`.
+        group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
     ``choose_experts``, ``choose_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with

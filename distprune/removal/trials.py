@@ -1,8 +1,8 @@
 """A budget divided by measured cost: kinds are tried out at a few sizes each, and the model is put back after each.
 
 The cost of a size is what the mean log likelihood of held-out windows loses by it: those that the refit has seen say
-too little. Costs of other sizes follow from those tried. The sizes that then are cheapest together are tried next, and
-so on, until those have been tried.
+too little. Costs of other sizes follow from those tried. The sizes that then are cheapest together are tried next, each
+kind by itself, and so on, until those have been tried. What kinds cost beyond the sum when they leave together is not.
 """
 
 from __future__ import annotations
