@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -136,19 +136,25 @@ class StretchWriter:
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
         done: list[tuple[dict[str, Any], str]] = []
         synced: list[Future[None]] = []
-        with ExitStack() as opened, ThreadPoolExecutor(1) as pool:
+        # The system's part, copying and waiting for the disk, runs beside ours.
+        with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as writing:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]], checksum: HostChecksum) -> None:
-                self._record(done[:-1])  # the last one may not be on the disk of all ranks
+                synced.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
                 del done[:-1]
+                pending: list[Future[None]] = []
                 for part in stretch:
-                    self._write(part, files[part.path].fileno(), checksum, counts)
-                while synced:
-                    synced.pop().result()
+                    for shard in self._pruned(part, counts):
+                        pending.append(writing.submit(_write, files[part.path].fileno(), part.entry, shard))
+                        checksum.add(shard.local)
+                        if len(pending) > 1:  # the next one but one takes its memory
+                            pending.pop(0).result()
+                for each in [*pending, *synced]:
+                    each.result()
                 descriptors = [files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)]
-                synced.extend(pool.submit(os.fsync, descriptor) for descriptor in descriptors)
+                synced[:] = [syncing.submit(os.fsync, descriptor) for descriptor in descriptors]
 
             for number in range(first, len(self.stretches)):
                 stretch = self.stretches[number]
@@ -162,8 +168,8 @@ class StretchWriter:
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
             with together(self._comm):
-                while synced:
-                    synced.pop().result()
+                for each in synced:
+                    each.result()
         with together(self._comm):
             self._record(done)
 
@@ -179,8 +185,8 @@ class StretchWriter:
         for report, digest in done:
             self._unfinished.record(report, digest)
 
-    def _write(self, part: _Part, descriptor: int, checksum: HostChecksum, counts: dict[str, list[int]]) -> None:
-        """Write this rank's pieces of ``part``, count what is pruned, and add what is written to the checksum."""
+    def _pruned(self, part: _Part, counts: dict[str, list[int]]) -> Iterator[LocalShard]:
+        """Yield this rank's pieces of ``part`` as they are written, and count what is pruned; two are in memory."""
         name, values = part.entry.name, self._values[part.entry.name]
         for piece in self._pieces(part):
             shard = LocalShard(name, _cut(values, piece), piece)
@@ -193,9 +199,7 @@ class StretchWriter:
                 elif not torch.equal(shard.local, _cut(self._values[first], piece)):
                     raise different_values(self._source.path, first, name)
                 shard = pruned
-            for chunk, stretches in chunks_of(shard):
-                write_chunk(descriptor, part.entry, chunk, stretches)
-            checksum.add(shard.local)
+            yield shard
 
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``."""
@@ -223,6 +227,11 @@ class StretchWriter:
         words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
         return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
+
+
+def _write(descriptor: int, entry: TensorEntry, shard: LocalShard) -> None:
+    for chunk, stretches in chunks_of(shard):
+        write_chunk(descriptor, entry, chunk, stretches)
 
 
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:

@@ -37,7 +37,7 @@ class StreamedPruning:
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
-        self._memory: torch.Tensor | None = None  # of the piece that is pruned
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # of the piece before the last, and of the last one
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
@@ -66,18 +66,27 @@ class StreamedPruning:
     def pruned(self, name: str, piece: Geometry) -> tuple[LocalShard, Chosen]:
         """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs.
 
-        The copy is written over by the next one: fresh memory would take as long as the choice.
+        The copy is written over by the one after the next: fresh memory would take as long as the choice.
         """
         values = cut(self._values[name].reshape(piece.global_shape), piece)
-        if self._memory is None or self._memory.numel() < values.nbytes:
-            self._memory = torch.empty(values.nbytes, dtype=torch.uint8)
-        copy = self._memory[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
-        shard = dataclasses.replace(self._shards[name], local=copy, geometry=piece)
+        shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
         chosen = self._decide(scores)
-        zero_where_pruned(copy, chosen.mask)
-        return shard, dataclasses.replace(chosen, num_nans=chosen.num_nans + num_unread)
+        copy = self._empty_like(values)
+        zero_where_pruned(values, chosen.mask, copy)
+        return (
+            dataclasses.replace(shard, local=copy),
+            dataclasses.replace(chosen, num_nans=chosen.num_nans + num_unread),
+        )
+
+    def _empty_like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return memory of the piece before the last."""
+        memory, last = self._memory
+        if len(memory) < values.nbytes:
+            memory = torch.empty(values.nbytes, dtype=torch.uint8)
+        self._memory = [last, memory]
+        return memory[: values.nbytes].view(values.dtype).view(values.shape)
 
     @property
     def names(self) -> list[str]:

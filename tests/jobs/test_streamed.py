@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from distprune.checkpoint.sharded_file import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
 from distprune.jobs.stretches import StretchWriter
 from distprune.pruning import streamed
+from distprune.shards import LocalShard
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
@@ -215,14 +219,22 @@ def test_refused_at_once(models: Path, tmp_path: Path, changes: dict[str, Any], 
 def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ``job`` on two ranks, of which one fails after so many parts of tensors."""
     with monkeypatch.context() as patch:
-        write, parts = StretchWriter._write, itertools.count()
+        pruned, parts, failing = StretchWriter._pruned, itertools.count(), list[int]()
 
-        def failing(self: StretchWriter, *arguments: Any) -> None:
-            if self._comm.rank == 1 and next(parts) == num_parts:
+        def watched(self: StretchWriter, part: Any, *arguments: Any) -> Iterator[LocalShard]:
+            is_last = self._comm.rank == 1 and next(parts) == num_parts
+            for shard in pruned(self, part, *arguments):
+                failing.extend([shard.local.data_ptr()] * is_last)
+                yield shard
+
+        def write(descriptor: int, entry: Any, values: torch.Tensor, stretches: Any) -> None:
+            time.sleep(0.002)  # the next piece is ready by then
+            if values.data_ptr() in failing:
                 raise OSError("the disk is gone")
-            write(self, *arguments)
+            write_chunk(descriptor, entry, values, stretches)
 
-        patch.setattr(StretchWriter, "_write", failing)
+        patch.setattr(StretchWriter, "_pruned", watched)
+        patch.setattr("distprune.jobs.stretches.write_chunk", write)
         for error in run_threads(2, on_rank, job, catch=True):
             assert isinstance(error, OSError)
             assert "the disk is gone" in str(error)
