@@ -83,7 +83,8 @@ def removal_rows(removal: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
     for trial in removal.get("trials") or ():
         gone, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
-        yield f"tried {trial['kind'].replace('_', ' ')} {trial['size']:,}", f"{gone}, {cost} on held-out samples"
+        tried = ", ".join(f"{kind.replace('_', ' ')} {size:,}" for kind, size in trial["sizes"].items())
+        yield f"tried {tried}", f"{gone}, {cost} on held-out samples"
     if speed := removal["speed"]:
         before, after = speed["before"], speed["after"]
         for what, name in (("forward", "forward"), ("generation", "greedy generation")):

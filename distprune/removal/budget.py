@@ -1,11 +1,12 @@
 """A budget of parameters: which sizes meet it, and which of those cost least. No communication.
 
 A budget is divided over the kinds of which it is not said how much stays: MLP channels, query heads or KV groups (one
-of the two: the same map reads them) and decoder layers. What several kinds cost is taken as the sum of what each does.
+of the two: the same map reads them) and decoder layers. What several cost is expected to be the sum of what each does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -82,21 +83,28 @@ class Budget:
 
     def left(self, chosen: Mapping[str, int | float]) -> int:
         """Return how many parameters are left."""
-        inside = list(self.num_inside)
-        for kind, size in chosen.items():
-            if removed := self.options[kind].removed:
-                of_size = removed[self.options[kind].sizes.index(size)]
-                inside = [num - gone for num, gone in zip(inside, of_size, strict=True)]
+        inside = self._inside(chosen)
         return self.num_outside + sum(heapq.nlargest(int(chosen.get("layers", self.num_layers)), inside))
 
     def removed(self, kind: str, size: int | float) -> int:
         """Return how many parameters leave if ``size`` of ``kind`` stays, of the other kinds what is said."""
         return self.left({}) - self.left({kind: size})
 
-    def cheapest(self, cost: Callable[[str, int | float], float]) -> Chosen:
+    def settled(self, kind: str, size: int | float | None) -> Budget:
+        """Return the budget that is left where ``size`` of ``kind`` stays; ``None``: all of it."""
+        options = {other: of for other, of in self.options.items() if other != kind}
+        if size is None:
+            return dataclasses.replace(self, options=options)
+        if kind == "layers":
+            return dataclasses.replace(self, num_layers=int(size), options=options)
+        if kind in _EXCLUSIVE:
+            options = {other: of for other, of in options.items() if other not in _EXCLUSIVE}
+        return dataclasses.replace(self, num_inside=self._inside({kind: size}), options=options)
+
+    def cheapest(self, cost: Callable[[str, int | float], float]) -> Chosen | None:
         """Return the sizes that meet the limit whose costs have the least sum; of equal ones, those that leave most.
 
-        ``cost`` must not fall where less of a kind stays.
+        ``cost`` must not fall where less of a kind stays. ``None``: none meet it.
         """
         filled = max(self.options, key=lambda kind: len(self.options[kind].sizes), default="")
         found: list[tuple[float, int, Chosen]] = []
@@ -108,7 +116,16 @@ class Budget:
             if place < len(tried):
                 best = tried[place]
                 found.append((math.fsum(cost(*of) for of in best.items()), -self.left(best), best))
-        return min(found, key=lambda of: of[:2])[2]
+        return min(found, key=lambda of: of[:2])[2] if found else None
+
+    def _inside(self, chosen: Mapping[str, int | float]) -> Sequence[int]:
+        """Return how many parameters are left in each block."""
+        inside = self.num_inside
+        for kind, size in chosen.items():
+            if removed := self.options[kind].removed:
+                of_size = removed[self.options[kind].sizes.index(size)]
+                inside = [num - gone for num, gone in zip(inside, of_size, strict=True)]
+        return inside
 
     def _alternatives(
         self, some: Callable[[Sequence[int | float]], Sequence[int | float | None]], without: str = ""

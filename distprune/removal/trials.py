@@ -1,14 +1,21 @@
 """A budget divided by measured cost: kinds are tried out at a few sizes each, and the model is put back after each.
 
 The cost of a size is what the mean log likelihood of held-out windows loses by it: those that the refit has seen say
-too little. Costs of other sizes follow from those tried. The sizes that then are cheapest together are tried next, each
-kind by itself, and so on, until those have been tried. What kinds cost beyond the sum when they leave together is not.
+too little. They are scored whole and in pieces, and what loses more counts: models treat the first token of a text in a
+way of its own (massive activations, Sun et al., arXiv 2402.17762), which what is left may keep for those few tokens
+that windows begin with, and not for others.
+
+Costs of other sizes follow from those tried. The sizes that then are cheapest together are tried next, each kind by
+itself, and so on, until those have been tried. What kinds cost beyond the sum when they leave together only shows
+together: so the cheapest of all is tried, then what is cheapest without one of its kinds, with half as much of one, or
+with as much of one as was tried alone, as long as it promises as much as the best that was tried. That one is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,23 +41,25 @@ __all__ = ["Division", "Trial", "divide_budget", "find_budget"]
 
 _MOST_WINDOWS = 64  # of the samples, in trials
 _HELD_OUT = 4  # every 4th of them
-_MOST_TRIALS = 8
+_MOST_ALONE, _MOST_TRIALS = 6, 12  # of kinds alone, and of all
 _NEAR = 0.15  # a size that removes within 15 % as much as one that was tried need not be
+_PIECE = 32  # tokens of a held-out window that are also scored by themselves
+_MARGIN = 1.1  # a promise of up to a tenth more than what was measured is tried, too: promises are not exact
 _MOST_COST = 1e3  # of a model that puts out infinities
 
 
 @dataclass(frozen=True)
 class Trial:
-    """``cost``: by how much held-out log-perplexity rises if ``size`` of ``kind`` stays, and nothing else leaves."""
+    """``cost``: by how much held-out log-perplexity rises if ``sizes`` stay, by kind, and of the others all."""
 
-    kind: str
-    size: int | float
+    sizes: Chosen
     num_removed: int
     cost: float
 
     @override
     def __str__(self) -> str:
-        return f"{self.kind.replace('_', ' ')} {self.size}: {self.num_removed:,} fewer, log-perplexity {self.cost:+.4f}"
+        sizes = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in self.sizes.items())
+        return f"{sizes}: {self.num_removed:,} fewer, log-perplexity {self.cost:+.4f}"
 
 
 @dataclass(frozen=True)
@@ -118,21 +127,23 @@ def divide_budget(
     known, before = begun or Division(sizes), None
     while (wanted := _next(budget, known.trials)) is not None:
         if before is None:
-            before = _loss(comm, model, held_out)
-        if not math.isfinite(before):  # the same on every rank
-            raise ValueError(f"the loss before anything is removed is {before}")
-        kind, size = wanted
-        order = known.layers_gone
-        if kind == "layers" and len(decoder_blocks(model)) - int(size) > len(order):
-            found = order_layers(model, samples, int(size), criterion=layer_criterion, known=order, group=comm)
-            order = tuple(found)
-        loss = _loss_without(comm, model, choose, fitted, held_out, wanted, order)
-        cost = min(loss - before, _MOST_COST) if math.isfinite(loss) else _MOST_COST
-        known = Division(sizes, (*known.trials, Trial(*wanted, budget.removed(*wanted), cost)), order)
+            before = _losses(comm, model, held_out)
+        if not all(map(math.isfinite, before)):  # the same on every rank
+            raise ValueError(f"the loss before anything is removed is {before[0]}")
+        order, num_layers = known.layers_gone, len(decoder_blocks(model))
+        if num_layers - int(wanted.get("layers", num_layers)) > len(order):
+            num_left = int(wanted["layers"])
+            order = tuple(order_layers(model, samples, num_left, criterion=layer_criterion, known=order, group=comm))
+        after = _losses_without(comm, model, choose, fitted, held_out, wanted, order)
+        costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, before, strict=True)]
+        cost = min(max(costs), _MOST_COST)
+        num_removed = budget.left({}) - budget.left(wanted)
+        known = Division(sizes, (*known.trials, Trial(wanted, num_removed, cost)), order)
         with together(comm):
             if on_trial is not None:
                 on_trial(known)
-    chosen = _cheapest(budget, known.trials)
+    best = _best(budget, known.trials)
+    chosen = best.sizes if best else _cheapest(budget, ())
     divided = dataclasses.replace(sizes, parameters=None, **chosen)
     with together(comm, sizes=str(divided)):
         if chosen:
@@ -147,70 +158,105 @@ def _split(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return some[~is_held], some[is_held]
 
 
-def _next(budget: Budget, trials: Sequence[Trial]) -> tuple[str, int | float] | None:
+def _next(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
     """Return what to try next: each kind once, by at most half of what has to leave; then what is cheapest together."""
     num_to_go = budget.left({}) - budget.limit
-    if len(budget.options) < 2 or num_to_go <= 0:
+    if len(budget.options) < 2 or num_to_go <= 0 or len(trials) >= _MOST_TRIALS:
         return None
+    alone = {kind: [trial for trial in trials if trial.sizes.keys() == {kind}] for kind in budget.options}
+    for kind, tried in alone.items():
+        if not tried:
+            sizes = budget.options[kind].sizes
+            few = [size for size in sizes if budget.removed(kind, size) <= num_to_go / 2]
+            return {kind: (few or sizes[:1])[-1]}
+    if sum(map(len, alone.values())) == len(trials) < _MOST_ALONE:
+        for kind, size in _cheapest(budget, trials).items():
+            num = budget.removed(kind, size)
+            if all(abs(trial.num_removed - num) > _NEAR * num for trial in alone[kind]):
+                return {kind: size}
+    return _next_together(budget, trials)
+
+
+def _next_together(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
+    """Return the cheapest that meets the limit; then what promises most beside the best that was tried."""
+    best, cost = _best(budget, trials), _cost(budget, trials)
+    found = [_cheapest(budget, trials)]
+    if best is None:
+        return found[0]
     for kind, of in budget.options.items():
-        if all(trial.kind != kind for trial in trials):
-            few = [size for size in of.sizes if budget.removed(kind, size) <= num_to_go / 2]
-            return kind, (few or of.sizes[:1])[-1]
-    for kind, size in _cheapest(budget, trials).items() if len(trials) < _MOST_TRIALS else ():
-        num = budget.removed(kind, size)
-        if all(trial.kind != kind or abs(trial.num_removed - num) > _NEAR * num for trial in trials):
-            return kind, size
-    return None
+        num = budget.removed(kind, best.sizes[kind]) if kind in best.sizes else 0
+        half = [size for size in of.sizes if budget.removed(kind, size) <= num / 2]
+        alone = [trial.sizes[kind] for trial in trials if trial.sizes.keys() == {kind}]
+        for size in (None, *half[-1:], *alone):
+            rest = budget.settled(kind, size).cheapest(cost)
+            if rest is not None:
+                found.append(rest if size is None else {**rest, kind: size})
+    tried = [trial.sizes for trial in trials]
+    promised = [(math.fsum(itertools.starmap(cost, sizes.items())), sizes) for sizes in found if sizes not in tried]
+    promising = [of for of in promised if of[0] < _MARGIN * best.cost]
+    return min(promising, key=lambda of: of[0])[1] if promising else None
+
+
+def _best(budget: Budget, trials: Sequence[Trial]) -> Trial | None:
+    """Return the cheapest trial that meets the limit."""
+    meet = [trial for trial in trials if budget.left(trial.sizes) <= budget.limit]
+    return min(meet, key=lambda trial: trial.cost, default=None)
 
 
 def _cheapest(budget: Budget, trials: Sequence[Trial]) -> Chosen:
     """Return the sizes that are cheapest together, by what ``trials`` say; without any, those that leave most."""
+    chosen = budget.cheapest(_cost(budget, trials) if trials else budget.removed)
+    assert chosen is not None  # the budget can be met
+    return chosen
+
+
+def _cost(budget: Budget, trials: Sequence[Trial]) -> Callable[[str, int | float], float]:
+    """Return the cost of a kind's size, by the trials of it alone."""
     curves = {
-        kind: cost_curve([(trial.num_removed, trial.cost) for trial in trials if trial.kind == kind])
-        for kind in (budget.options if trials else ())
+        kind: cost_curve([(trial.num_removed, trial.cost) for trial in trials if trial.sizes.keys() == {kind}])
+        for kind in budget.options
     }
-
-    @functools.cache
-    def cost(kind: str, size: int | float) -> float:
-        num = budget.removed(kind, size)
-        return curves[kind](num) if trials else num
-
-    return budget.cheapest(cost)
+    return functools.cache(lambda kind, size: curves[kind](budget.removed(kind, size)))
 
 
-def _loss_without(
+def _losses_without(
     comm: Communicator,
     model: nn.Module,
     choose: Callable[..., Removal],
     fitted: torch.Tensor,
     held_out: torch.Tensor,
-    wanted: tuple[str, int | float],
+    wanted: Chosen,
     order: Sequence[int],
-) -> float:
-    """Return the loss on ``held_out`` of the model that is left, refitted on ``fitted``; the model stays as it is."""
-    kind, size = wanted
+) -> list[float]:
+    """Return the losses of the model that is left, refitted on ``fitted``; the model stays as it is."""
     num_layers = len(decoder_blocks(model))
-    gone = set(order[: num_layers - int(size)]) if kind == "layers" else set[int]()
-    keep = {} if kind == "layers" else {kind: size}
+    gone = set(order[: num_layers - int(wanted.get("layers", num_layers))])
+    keep = {kind: size for kind, size in wanted.items() if kind != "layers"}
     layers = [index for index in range(num_layers) if index not in gone]
-    with _put_back(comm, model, kind):
+    with _put_back(comm, model, wanted):
         choose(fitted, keep, layers=layers)
         with skipping(model, gone):
-            return _loss(comm, model, held_out)
+            return _losses(comm, model, held_out)
 
 
-def _loss(comm: Communicator, model: nn.Module, windows: torch.Tensor) -> float:
-    """Return the mean over all tokens that are predicted."""
-    scored = log_likelihoods(model, [Continuation(window[:-1], window[1:]) for window in windows], group=comm)
-    return -math.fsum(scored[:, 0].tolist()) / windows[:, 1:].numel()
+def _losses(comm: Communicator, model: nn.Module, held_out: torch.Tensor) -> list[float]:
+    """Return the mean loss over all tokens of whole windows that are predicted, and over those of pieces."""
+    num_pieces = held_out.shape[1] // _PIECE
+    pieces = held_out[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
+    scored = [*held_out, *pieces] if num_pieces > 1 else [*held_out]
+    found = log_likelihoods(model, [Continuation(some[:-1], some[1:]) for some in scored], group=comm)[:, 0].tolist()
+    whole, of_pieces = found[: len(held_out)], found[len(held_out) :]
+    losses = [-math.fsum(whole) / held_out[:, 1:].numel()]
+    return [*losses, -math.fsum(of_pieces) / pieces[:, 1:].numel()] if of_pieces else losses
 
 
 @contextmanager
-def _put_back(comm: Communicator, model: nn.Module, kind: str) -> Iterator[None]:
-    """Give the maps that read units of ``kind``, and their biases, the weights back that they had before."""
+def _put_back(comm: Communicator, model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
+    """Give the maps that read units of ``kinds``, and their biases, the weights back that they had before."""
     with together(comm):
         reset_forward(model)
-        maps = _readers(model, "mlp" if kind == "layers" else kind)  # an MLP makes up for the layers that go behind it
+        # An MLP makes up for the layers that go behind it.
+        maps = _readers(model, {"mlp" if kind == "layers" else kind for kind in kinds})
         before = [shard.local.to("cpu", copy=True) for shard in _shards(maps)]
     try:
         yield
@@ -220,9 +266,9 @@ def _put_back(comm: Communicator, model: nn.Module, kind: str) -> Iterator[None]
             shard.local.copy_(values)
 
 
-def _readers(model: nn.Module, kind: Any) -> list[LinearMap]:
+def _readers(model: nn.Module, kinds: Iterable[Any]) -> list[LinearMap]:
     found: dict[int, LinearMap] = {}
-    for _, block in decoder_blocks(model):
+    for (_, block), kind in itertools.product(decoder_blocks(model), sorted(kinds)):
         maps = linear_maps(block)
         with suppress(NotImplementedError):  # then nothing makes up for layers
             read = [maps[units.reader] for units in find_units(block, kind) if units.reader in maps]

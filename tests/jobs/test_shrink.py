@@ -182,7 +182,7 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     assert run_on_rank(0, whole) == ""
     removal = json.loads((tmp_path / "whole" / REPORT_NAME).read_text())["removal"]
     assert removal["num_parameters"] <= 0.8 * removal["num_parameters_before"]
-    assert {trial["kind"] for trial in removal["trials"]} == {"mlp", "heads", "kv_groups", "layers"}
+    assert {kind for trial in removal["trials"] for kind in trial["sizes"]} == {"mlp", "heads", "kv_groups", "layers"}
     again = dataclasses.replace(asked, resume=True)
     assert run_on_rank(0, asked, "trial 2") == "killed"
     assert run_on_rank(0, again, "walk") == "killed"

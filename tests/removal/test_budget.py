@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from distprune import shrink_model
-from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget
+from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget, trials
 from distprune.removal.budget import Options, cost_curve
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
@@ -54,9 +55,18 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
     limit = chance.choice([-left for _, left, _ in every])
     budget = Budget(limit, 30, inside, num_layers, options)
     found = budget.cheapest(cost)
+    assert found is not None
     best = min(of[:2] for of in every if -of[1] <= limit)
     assert (sum(cost(*of) for of in found.items()), -budget.left(found)) == best
     assert all(budget.left(chosen) == -left for _, left, chosen in every)
+    for kind, of in possible.items():
+        for settled in (None, *of):
+            with_it = [each for each in every if each[2].get(kind) == settled and -each[1] <= limit]
+            rest = budget.settled(kind, settled).cheapest(cost)
+            assert (rest is None) == (not with_it)
+            if rest is not None:
+                whole = {**rest, kind: settled} if settled else rest
+                assert (sum(cost(*of) for of in whole.items()), -budget.left(whole)) == min(of[:2] for of in with_it)
 
 
 def test_costs_between_and_behind_what_was_tried() -> None:
@@ -145,8 +155,9 @@ def plain_loss(model: Any, windows: torch.Tensor) -> float:
     return float(torch.stack(losses).double().mean())
 
 
-def test_trials_measure_what_is_lost_and_put_the_model_back() -> None:
+def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with biases; each trial against the smaller model, and its loss on the windows held out."""
+    monkeypatch.setattr(trials, "_PIECE", 5)
     model: Any = tiny_model("opt", num_hidden_layers=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sizes = Sizes(parameters=0.7)
@@ -157,27 +168,56 @@ def test_trials_measure_what_is_lost_and_put_the_model_back() -> None:
     division = divide_budget(model, TOKENS, sizes, budget, choose, **how)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert {trial.kind for trial in division.trials} == {"mlp", "layers"}
+    assert {kind for trial in division.trials for kind in trial.sizes} == {"mlp", "layers"}
+    meet = [trial for trial in division.trials if budget.left(trial.sizes) <= budget.limit]
+    assert division.sizes == Sizes(**min(meet, key=lambda trial: trial.cost).sizes)
     assert [known.trials for known in told] == [division.trials[: n + 1] for n in range(len(division.trials))]
-    held_out = torch.tensor([3])
-    fitted = TOKENS[[0, 1, 2, 4, 5]]
-    dense = plain_loss(model, TOKENS[held_out])
+    held_out, fitted = TOKENS[3:4], TOKENS[[0, 1, 2, 4, 5]]
+    scored = held_out, held_out[:, :15].reshape(3, 5)
+    dense = [plain_loss(model, windows) for windows in scored]
+    found = set[int]()
     for trial in division.trials:
         smaller: Any = tiny_model("opt", num_hidden_layers=4)
-        if trial.kind == "layers":
-            gone = division.layers_gone[: 4 - int(trial.size)]
-            layers = [layer for layer in range(4) if layer not in gone]
-            removal = choose_units(smaller, fitted, {}, layers=layers)
-            cut_model(smaller, removal.kept, layers)
-        else:
-            shrink_model(smaller, fitted, mlp=int(trial.size))
-        assert plain_loss(smaller, TOKENS[held_out]) - dense == pytest.approx(trial.cost, abs=1e-5)
+        gone = division.layers_gone[: 4 - int(trial.sizes.get("layers", 4))]
+        layers = [layer for layer in range(4) if layer not in gone]
+        units: Any = {kind: size for kind, size in trial.sizes.items() if kind != "layers"}
+        cut_model(smaller, choose_units(smaller, fitted, units, layers=layers).kept, layers)
+        costs = [plain_loss(smaller, windows) - before for windows, before in zip(scored, dense, strict=True)]
+        assert max(costs) == pytest.approx(trial.cost, abs=1e-5)
+        found.add(costs.index(max(costs)))
         assert sum(p.numel() for p in model.parameters()) - trial.num_removed == sum(
             p.numel() for p in smaller.parameters()
         )
+    assert found == {0, 1}
     again = divide_budget(model, TOKENS, sizes, budget, choose, begun=told[0], **how)
     assert again == division
     assert told[len(division.trials) :] == told[1 : len(division.trials)]
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.1, 9.0])
+def test_what_costs_more_together_is_found_out(monkeypatch: pytest.MonkeyPatch, extra: float) -> None:
+    """Costs are made up: ``extra`` is that of heads, by far the cheapest, where others leave too."""
+    model: Any = tiny_model("llama", num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=6)
+    sizes = Sizes(parameters=0.6)
+    budget = find_budget(model, TOKENS, sizes)
+    assert budget is not None
+
+    def losses(*arguments: Any) -> list[float]:
+        wanted: dict[str, int] = arguments[5]
+        shares = {kind: budget.removed(kind, size) / budget.limit for kind, size in wanted.items()}
+        price = {"mlp": 3.0, "heads": 0.1, "layers": 2.9}
+        alone = sum(price[kind] * math.pow(share, 1.5) for kind, share in shares.items())
+        return [5 + alone + extra * (wanted.keys() > {"heads"})]
+
+    monkeypatch.setattr(trials, "_losses", lambda *_: [5.0])
+    monkeypatch.setattr(trials, "_losses_without", losses)
+    division = divide_budget(model, TOKENS, sizes, budget, partial(choose_units, model), layer_criterion="influence")
+    together = [trial for trial in division.trials if len(trial.sizes) > 1]
+    assert together[0].sizes.keys() == {"mlp", "heads", "layers"}
+    best = min(together, key=lambda trial: trial.cost)
+    assert division.sizes == Sizes(**best.sizes)
+    assert (best.sizes.keys() == {"mlp", "layers"}) == (extra == 9)
+    assert len(division.trials) <= 12
 
 
 def small() -> Any:
@@ -188,7 +228,7 @@ def divide_on_rank(_: int, layout: str, asked: dict[str, Any]) -> tuple[Any, ...
     model = LAYOUTS[layout](small())
     shrunk = shrink_model(model, TOKENS, **asked, layer_criterion="influence")
     assert shrunk.division is not None
-    trials = [(trial.kind, trial.size, trial.num_removed, round(trial.cost, 4)) for trial in shrunk.division.trials]
+    trials = [(trial.sizes, trial.num_removed, round(trial.cost, 4)) for trial in shrunk.division.trials]
     return shrunk.division.sizes, trials, shrunk.layers, shrunk.num_parameters
 
 
