@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
-from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
+from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table, unpin
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
 
 _HIDDEN, _INNER, _VOCABULARY, _NUM_FILES = 2048, 5632, 32000, 6
@@ -81,6 +82,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def streamed(_: int, source: str, target: str, arguments: dict[str, Any]) -> tuple[float, float, int]:
     """Return seconds of the job, of its choice, and the peak of all anonymous memory of this rank's process."""
+    if dist.get_world_size() == 1:
+        unpin()  # what the system copies beside it may run on the other core
     importlib.import_module("transformers.models.llama.modeling_llama")  # the first to ask for its class waits for it
     held, started = anonymous_bytes(), time.perf_counter()
     with peak_memory() as peak:
@@ -160,8 +163,8 @@ def main() -> None:
             f"python -m benchmarks.bench_streamed{' --compare' * arguments.compare}",
         )
         + f"\nA Llama of random bfloat16 weights in {_NUM_FILES} files, in the system's cache as far as it fits.\n"
-        "Seconds are of a whole job after its imports, until all is on the disk. `cp` of the same files ran right\n"
-        "before each, alone and with a `sync` of the copy. "
+        "Seconds are of a whole job after its imports, until all is on the disk; a single rank may use both cores.\n"
+        "`cp` of the same files ran right before each, alone and with a `sync` of the copy.\n"
         f"Of {arguments.repeats} times the least. Memory is all of a rank's process\n"
         "but the files it maps, Python, torch and transformers included. Same bytes: sha256 of every file, as the job\n"
         "that loads the model writes them.\n\n" + table([*columns, "memory MiB", "same bytes"], rows)
