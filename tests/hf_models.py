@@ -32,6 +32,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     },
+    # Its experts are stored apart, and one parameter in the model.
+    "mixtral": {
+        "hidden_size": 20,
+        "intermediate_size": 28,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 5,
+    },
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,81 +14,122 @@ from torch import nn
 
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_like, build_on_meta
-from distprune.checkpoint.naming import check_complete, renumbered
+from distprune.checkpoint.naming import check_complete, check_tensors, model_regions, renumbered
+from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.models import decoder_blocks
 
-__all__ = ["Carried", "carried_tensors", "own_config"]
+__all__ = ["Carried", "Output", "output_of"]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """One tensor of the source that the model still has."""
+    """One tensor of the source that the model still has.
+
+    ``regions``: where it is in the model. ``is_resized``: the model's tensor has another size than the source's.
+    """
 
     read: TensorEntry  # in the source
     stored: str  # the name it is written under
-    name: str  # the model's
+    shape: Shape  # as it is written
+    regions: list[Region]
+    is_resized: bool
 
 
-def carried_tensors(
-    model: nn.Module, source: HfDirectory, layers: Sequence[int] | None
-) -> tuple[dict[str, Carried], int]:
-    """Return the tensors to write by their names in ``source``, and how many elements of ``source`` are gone. Local.
+@dataclass(frozen=True)
+class Output:
+    """``carried``: the tensors to write, by their names in the source. ``num_removed``: how many elements of the source
+    are gone. ``config``: of a model of other sizes than the source's; else ``None``."""
+
+    carried: dict[str, Carried]
+    num_removed: int
+    config: dict[str, Any] | None
+
+
+def output_of(model: nn.Module, source: HfDirectory, layers: Sequence[int] | None) -> Output:
+    """Return what is to be written of ``model``, in the form in which ``source`` holds it. Local.
 
     ``layers``: which decoder blocks of ``source`` the model still has, by number, in order; ``None``: all.
 
     Raises:
-        ValueError: the model lacks a tensor that ``source`` holds, or has another one.
-        NotImplementedError: tensors are not stored under the numbers of their layers.
+        ValueError: the model lacks a tensor that ``source`` holds, or has another one, or its config makes others.
+        NotImplementedError: tensors are not stored under the numbers of their layers, or the form in which they are
+            stored does not go with the model's sizes.
     """
     state, tensors = model.state_dict(keep_vars=True), source.tensors
+    # Of the config's own model: transformers does not know the classes of a sharded one.
+    regions = build_on_meta(source, torch.float32)[1]  # of whatever dtype
+    before = {name: extents(of_name) for name, of_name in regions_by_name(regions.values()).items()}
     prefix = f"{decoder_blocks(model)[0][0].rpartition('.')[0]}." if layers is not None else ""
-    names = {stored: stored for stored in tensors}
-    new_names = _in_smaller(names, prefix, layers)
-    if not set(new_names.values()) <= state.keys():
-        # Asked of the config's own model: transformers does not know the classes of a sharded one.
-        names = build_on_meta(source)[1]
-        new_names = _in_smaller(names, prefix, layers)
+    new_names = _in_smaller(before, prefix, layers)
     absent = [name for name in new_names.values() if name not in state]
     if absent:
         raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
     check_complete(state, source, new_names.values())
-    carried = {}
-    for old, name in new_names.items():
-        stored = old
-        if name != names[old]:
-            stored = renumbered(old, *(int(of.removeprefix(prefix).partition(".")[0]) for of in (names[old], name)))
-        carried[old] = Carried(tensors[old][1], stored, name)
-    num_before = sum(math.prod(tensors[stored][1].shape) for stored in names)
-    return carried, num_before - sum(math.prod(state[of.name].shape) for of in carried.values())
+    shapes = {old: tuple(state[name].shape) for old, name in new_names.items()}
+    stored_names = {
+        stored: _renumbered(stored, of_stored[0].name, new_names[of_stored[0].name], prefix)
+        for stored, of_stored in regions.items()
+        if of_stored[0].name in new_names
+    }
+    config = None
+    if shapes != before:
+        config, smaller = _config_and_model(model, state)
+        stored_shapes = {old: shape for old, shape in fitted(regions, shapes).items() if old in stored_names}
+        now = model_regions(smaller, {stored_names[old]: shape for old, shape in stored_shapes.items()}, source.path)
+        check_tensors(smaller.state_dict(keep_vars=True), source, now)
+    else:
+        now, stored_shapes = regions, {stored: tensors[stored][1].shape for stored in regions}
+    carried = {
+        old: Carried(
+            tensors[old][1],
+            stored_names[old],
+            shape,
+            now[stored_names[old]],
+            any(shapes[region.name] != before[region.name] for region in regions[old]),
+        )
+        for old, shape in stored_shapes.items()
+    }
+    num_before, num_after = (
+        sum(math.prod(shape) for shape in each)
+        for each in ((tensors[stored][1].shape for stored in regions), stored_shapes.values())
+    )
+    return Output(carried, num_before - num_after, config)
 
 
-def own_config(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the config of ``model`` as transformers writes it, having seen that it makes these tensors. Local.
+def _config_and_model(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], nn.Module]:
+    """Return the config of ``model`` as transformers writes it, and what it makes, which has these tensors. Local.
 
     Raises:
         ValueError: it makes others, or of other shapes.
     """
-    made = build_like(model, copy.deepcopy(model.config)).state_dict()
-    shapes, wanted = ({name: list(of.shape) for name, of in each.items()} for each in (state, made))
+    made = build_like(model, copy.deepcopy(model.config))
+    shapes, wanted = ({name: list(of.shape) for name, of in each.items()} for each in (state, made.state_dict()))
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise ValueError(
                 f"tensor {name!r} is {shapes.get(name)} in the model, and its config makes {wanted.get(name)}"
             )
     config: dict[str, Any] = json.loads(model.config.to_json_string())
-    return config
+    return config, made
 
 
-def _in_smaller(names: Mapping[str, str], prefix: str, layers: Sequence[int] | None) -> dict[str, str]:
+def _in_smaller(names: Iterable[str], prefix: str, layers: Sequence[int] | None) -> dict[str, str]:
     """Return the names in the smaller model of those tensors that it has; its list of layers is ``prefix``."""
     if layers is None:
-        return dict(names)
+        return {name: name for name in names}
     numbers = {str(old): str(new) for new, old in enumerate(layers)}
     found = {}
-    for stored, name in names.items():
+    for name in names:
         number, dot, rest = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix):
-            found[stored] = name
+            found[name] = name
         elif number in numbers:
-            found[stored] = f"{prefix}{numbers[number]}{dot}{rest}"
+            found[name] = f"{prefix}{numbers[number]}{dot}{rest}"
     return found
+
+
+def _renumbered(stored: str, name: str, new_name: str, prefix: str) -> str:
+    """Return the stored name of what was ``name`` in the model, and is ``new_name`` in the smaller one."""
+    if name == new_name:
+        return stored
+    return renumbered(stored, *(int(of.removeprefix(prefix).partition(".")[0]) for of in (name, new_name)))

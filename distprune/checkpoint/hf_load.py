@@ -6,6 +6,7 @@ slices of every tensor.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors, different_values, names_by_tensor
+from distprune.checkpoint.naming import Regions, check_tensors, different_values, names_by_tensor
+from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
@@ -53,12 +55,12 @@ def load_model(
 
     Raises:
         FileNotFoundError, ValueError: on every rank: what :func:`open_directory` raises, a tensor
-            that is missing, unexpected, or of another shape than the config makes it, weights that the
-            config ties and the checkpoint holds twice with different values, a mesh of more than two
-            axes, ranks that were given different checkpoints (headers, and samples of every file), dtypes or
-            meshes.
+            that is missing, unexpected, or of another shape than the config makes it, parts of one weight in
+            several dtypes (and no ``dtype``), weights that the config ties and the checkpoint holds twice with
+            different values, a mesh of more than two axes, ranks that were given different checkpoints (headers,
+            and samples of every file), dtypes or meshes.
         NotImplementedError: on every rank: a model with a buffer that nothing can compute, or whose
-            tensors the checkpoint holds in another form.
+            tensors the checkpoint holds in a form that transformers converts by more than placing it.
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
@@ -66,8 +68,8 @@ def load_model(
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
         directory = path if isinstance(path, HfDirectory) else open_directory(path)
-        model, names = build_on_meta(directory, dtype)
-        check_tensors(model.state_dict(keep_vars=True), directory, names)
+        model, regions = build_on_meta(directory, dtype)
+        check_tensors(model.state_dict(keep_vars=True), directory, regions)
         facts = {
             "checkpoint": directory.fingerprint(),
             "weights (256 KiB of each file)": directory.sample(),
@@ -85,24 +87,27 @@ def load_model(
             fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         model.to_empty(device=device)
         model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
-        _fill(model, directory, names, progress)
+        _fill(model, directory, regions, progress)
     with together(comm):
         compute_buffers(model)
         model.eval()
     return model
 
 
-def _fill(model: nn.Module, directory: HfDirectory, names: dict[str, str], progress: Progress) -> None:
+def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:
     state, held = model.state_dict(keep_vars=True), directory.tensors
-    stored_names = {name: stored for stored, name in names.items()}
+    by_name = regions_by_name(regions.values())
     # Of tied weights the first that is stored is read; any other must be the same.
     work: list[Stored] = []
     stored_again: list[Stored] = []
     for aliases in names_by_tensor(state):
-        first, *others = [stored_names[alias] for alias in aliases if alias in stored_names]
-        shard = local_shard(first, state[aliases[0]])
-        work.append((shard, *held[first]))
-        stored_again += [(shard, *held[other]) for other in others]
+        first, *others = [by_name[alias] for alias in aliases if alias in by_name]
+        shard = local_shard(aliases[0], state[aliases[0]])
+        work += [(region.part_of(shard, held[region.stored][1].shape), *held[region.stored]) for region in first]
+        for other in others:
+            for region in other:
+                again = region.part_of(shard, held[region.stored][1].shape)
+                stored_again.append((dataclasses.replace(again, name=first[0].stored), *held[region.stored]))
     fill_shards(work, progress)
     for shard, entry, slices in stored_slices(stored_again):
         for target, part in slices:

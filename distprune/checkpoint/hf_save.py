@@ -6,14 +6,15 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from distprune.checkpoint.carried import carried_tensors, own_config
+from distprune.checkpoint.carried import Carried, output_of
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
@@ -79,18 +80,18 @@ class ModelWriter:
         self._source, self._target = source, target
         with together(self.comm):
             state = model.state_dict(keep_vars=True)
-            carried, self._num_removed = carried_tensors(model, source, layers)
+            self._output = output_of(model, source, layers)
+            carried = self._output.carried
             self._carried = {of.stored: of for of in carried.values()}
-            self._tensors = {stored: local_shard(stored, state[of.name]) for stored, of in self._carried.items()}
-            is_smaller = any(self._tensors[of.stored].shape != of.read.shape for of in carried.values())
-            self._config = own_config(model, state) if is_smaller or self._num_removed else None
+            shards = {name: local_shard(name, tensor) for name, tensor in state.items()}
+            self._parts = {stored: _parts_of(of, shards) for stored, of in self._carried.items()}
             held = [
                 (file, [carried[e.name].stored for e in file.tensors if e.name in carried])
                 for file in source.weight_files
             ]
             # Of a file whose layers are all gone nothing is left.
             self._files = [
-                (file, planned(target / file.path.name, [self._tensors[name] for name in names]))
+                (file, planned(target / file.path.name, [self._parts[name][0] for name in names]))
                 for file, names in held
                 if names
             ]
@@ -106,7 +107,8 @@ class ModelWriter:
         """
         with together(self.comm):
             if self.comm.rank == 0:
-                allocate_directory(self._source, self._files, self._target, self._config, self._num_removed)
+                config, num_removed = self._output.config, self._output.num_removed
+                allocate_directory(self._source, self._files, self._target, config, num_removed)
 
     def write(
         self, prefixes: Sequence[str] | None = None, *, updated: Collection[str] = (), progress: Progress = None
@@ -118,19 +120,17 @@ class ModelWriter:
         """
         # A plain tensor is on every rank; the first one writes it.
         rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
-        chosen = {name: shard.owned_by(rank, first, self.comm.size) for name, shard in self._chosen(prefixes).items()}
-        own = {name: shard for name, shard in chosen.items() if shard.owned and shard.local.numel()}
-        # What has another shape was changed on purpose.
-        checked = {name for name, shard in self._tensors.items() if shard.shape == self._carried[name].read.shape}
-        checked -= self._chosen(updated).keys()
-        num_done, num_total = 0, sum(shard.local.nbytes for shard in own.values())
+        own = {name: self._owned(parts, rank, first) for name, parts in self._chosen(prefixes).items()}
+        # What has another size was changed on purpose.
+        checked = {name for name, of in self._carried.items() if not of.is_resized} - self._chosen(updated).keys()
+        num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
         for source, file in self._files:
-            mine = [entry for entry in file.tensors if entry.name in own]
+            mine = [entry for entry in file.tensors if own.get(entry.name)]
             if not mine:
                 continue
             with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
                 for entry in mine:
-                    for values, stretches in chunks_of(own[entry.name]):
+                    for values, stretches in itertools.chain.from_iterable(map(chunks_of, own[entry.name])):
                         if entry.name in checked:
                             _check_unchanged(values, stretches, reading.fileno(), self._carried[entry.name].read)
                         write_chunk(handle.fileno(), entry, values, stretches)
@@ -142,14 +142,36 @@ class ModelWriter:
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
         chosen = self._chosen(prefixes)
-        fill_shards([(chosen[e.name], file, e) for file in self.files for e in file.tensors if e.name in chosen])
+        fill_shards([(part, file, e) for file in self.files for e in file.tensors for part in chosen.get(e.name, ())])
 
-    def _chosen(self, prefixes: Collection[str] | None) -> dict[str, LocalShard]:
-        return {
-            stored: shard
-            for stored, shard in self._tensors.items()
-            if prefixes is None or any(f"{self._carried[stored].name}.".startswith(f"{prefix}.") for prefix in prefixes)
-        }
+    def _chosen(self, prefixes: Collection[str] | None) -> dict[str, list[LocalShard]]:
+        """Return this rank's parts, by stored name, of what is inside the modules ``prefixes``."""
+        if prefixes is None:
+            return self._parts
+        wanted, found = set(prefixes), dict[str, list[LocalShard]]()
+        for stored, parts in self._parts.items():
+            for part, region in zip(parts, self._carried[stored].regions, strict=True):
+                if not wanted.isdisjoint(itertools.accumulate(region.name.split("."), "{}.{}".format)):
+                    found.setdefault(stored, []).append(part)
+        return found
+
+    def _owned(self, parts: Sequence[LocalShard], rank: int, first: int) -> list[LocalShard]:
+        settled = [part.owned_by(rank, first, self.comm.size) for part in parts]
+        return [part for part in settled if part.owned and part.local.numel()]
+
+
+def _parts_of(carried: Carried, shards: Mapping[str, LocalShard]) -> list[LocalShard]:
+    """Return this rank's parts of a stored tensor, one in each of its regions; ``shards``: of the model's tensors.
+
+    Raises:
+        ValueError: the model holds them in several dtypes.
+    """
+    dtypes = {region.name: shards[region.name].local.dtype for region in carried.regions}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(
+            f"tensor {carried.stored!r} is stored as one, and the model has several dtypes for it: {dtypes}"
+        )
+    return [region.part_of(shards[region.name], carried.shape) for region in carried.regions]
 
 
 def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distprune.checkpoint.extras import import_extra
-from distprune.checkpoint.hf_directory import HfDirectory
-from distprune.checkpoint.naming import model_names
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
+from distprune.checkpoint.naming import Regions, model_regions
 from distprune.checkpoint.pretrained import check_config, one_line_errors
 
 __all__ = ["build_like", "build_on_meta"]
@@ -20,17 +20,17 @@ __all__ = ["build_like", "build_on_meta"]
 _building = threading.Lock()
 
 
-def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, str]]:
+def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> tuple[nn.Module, Regions]:
     """Return the causal language model of the directory's config on the meta device, its weights tied.
 
-    With it comes its name of every tensor of the checkpoint (:func:`model_names`). Parameters have ``dtype``, or else
-    the dtypes of the checkpoint. Local; nothing is communicated.
+    With it comes where every tensor of the checkpoint is in it (:func:`model_regions`). Parameters have ``dtype``, or
+    else the dtypes of the checkpoint. Local; nothing is communicated.
 
     Raises:
         ImportError: the extra ``hf`` is not installed.
-        NotImplementedError: the checkpoint holds the model's tensors in another form, or quantized.
+        NotImplementedError: the checkpoint holds the model's tensors in a form that is not read, or quantized.
         ValueError: transformers knows no such model, or would run code from elsewhere for it; the checkpoint
-            has tensors it has not, or integers for its weights.
+            has tensors it has not, or integers for its weights, or several dtypes for one.
     """
     transformers = import_extra("transformers", "hf")
     path, tensors = directory.path, directory.tensors
@@ -46,16 +46,24 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
         if (path / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     state = model.state_dict(keep_vars=True)
-    names = model_names(model, directory)
-    for stored, name in names.items():
-        held = tensors[stored][1].dtype
-        if state[name].is_floating_point() and not held.is_floating_point:
-            raise ValueError(
-                f"tensor {stored!r} of {path} is {held}: integer weights (quantized ones) cannot be pruned"
-            )
-        if dtype is None:
-            state[name].data = state[name].data.to(held)
-    return model, names
+    regions = model_regions(model, {name: entry.shape for name, (_, entry) in tensors.items()}, path)
+    held: dict[str, TensorEntry] = {}  # one that each of the model's tensors is made of
+    for stored, of_stored in regions.items():
+        entry = tensors[stored][1]
+        for name in (region.name for region in of_stored):
+            other = held.setdefault(name, entry)
+            if state[name].is_floating_point() and not entry.dtype.is_floating_point:
+                raise ValueError(
+                    f"tensor {stored!r} of {path} is {entry.dtype}: integer weights (quantized ones) cannot be pruned"
+                )
+            if dtype is None and entry.dtype is not other.dtype:
+                raise ValueError(
+                    f"tensors {other.name!r} and {stored!r} of {path} are parts of one weight, {name!r}, and stored "
+                    f"as {other.dtype} and {entry.dtype}: say which dtype it is to have"
+                )
+            if dtype is None:
+                state[name].data = state[name].data.to(entry.dtype)
+    return model, regions
 
 
 def build_like(model: nn.Module, config: Any) -> nn.Module:

@@ -20,6 +20,7 @@ from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFi
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import check_tensors
 from distprune.checkpoint.pretrained import check_config
+from distprune.checkpoint.regions import regions_by_name
 from distprune.models import Found, find_shards, model_of_names
 
 __all__ = ["StoredParameters", "find_stored", "mapped_tensors"]
@@ -88,7 +89,11 @@ def _known_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]] | N
     except NotImplementedError:  # not of quantized weights, which were refused before
         return None
     check_tensors(model.state_dict(keep_vars=True), directory, names)
-    return model, names
+    return (
+        None
+        if any(len(of) > 1 for of in regions_by_name(names.values()).values())
+        else (model, {s: of[0].name for s, of in names.items()})
+    )
 
 
 def _named_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_plain_logits_equal_transformers(tmp_path: Path, architecture: str, tied
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon", "mixtral"])
 def test_sharded_logits_equal_transformers(
     tmp_path: Path, pool: ProcessPool, architecture: str, mesh_shape: tuple[int, ...]
 ) -> None:
@@ -76,12 +77,18 @@ def test_sharded_over_several_files(tmp_path: Path) -> None:
         assert torch.equal(load_model(folder)(tokens).logits, reference_logits(folder, tokens))
 
 
-def test_ranks_read_only_their_rows(tmp_path: Path) -> None:
-    folder = make_model(tmp_path)
-    whole = load_file(folder / "model.safetensors")
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_ranks_read_only_their_rows(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path, architecture)
+    whole = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
     def check(rank: int) -> int:
-        model = load_model(folder, mesh=init_device_mesh("cpu", (3,)))
+        num_bytes = []
+        model = load_model(
+            folder, mesh=init_device_mesh("cpu", (3,)), progress=lambda done, total: num_bytes.append((done, total))
+        )
         num_elements = 0
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -89,24 +96,59 @@ def test_ranks_read_only_their_rows(tmp_path: Path) -> None:
             wanted = pieces[rank] if rank < len(pieces) else whole[name][:0]
             assert torch.equal(parameter.to_local(), wanted)
             num_elements += wanted.numel()
+        assert num_bytes[-1] == (4 * num_elements, 4 * num_elements)
         return num_elements
 
     assert sum(run_threads(3, check)) == sum(tensor.numel() for tensor in whole.values())
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
-def test_weights_that_are_not_those_of_the_config(tmp_path: Path, change: str) -> None:
-    folder = make_model(tmp_path)
+EXPERT = "model.layers.1.block_sparse_moe.experts"
+LAST = [f"{EXPERT}.4.{part}.weight" for part in ("w1", "w2", "w3")]
+
+
+def shortened(tensors: dict[str, torch.Tensor], *names: str) -> None:
+    tensors.update({name: tensors[name][:-1].contiguous() for name in names})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"missing.*'model.layers.1.mlp.up_proj"),
+        (lambda tensors: tensors.update({"model.layers.7.weight": torch.zeros(2)}), r"unexpected.*layers.7.weight"),
+        (lambda tensors: shortened(tensors, "model.layers.1.mlp.up_proj.weight"), r"is \[27, 20\] in .* in the model"),
+        (lambda tensors: tensors.pop(f"{EXPERT}.3.w1.weight"), rf"missing: \['{EXPERT}.3.w1.weight'\]"),
+        (lambda tensors: [tensors.pop(name) for name in LAST], rf"missing: \['{LAST[0]}', '{LAST[2]}'\]"),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name and "w3" in name],
+            r"tensors of 'model.layers.1.mlp.experts.gate_up_proj' are missing: .*w3.weight",
+        ),
+        (
+            lambda tensors: tensors.update({f"{EXPERT}.5.w2.weight": torch.zeros(20, 28)}),
+            r"make '.*down_proj' \[6, 20, 28\] in .*, and it is \[5, 20, 28\] in the model",
+        ),
+        (lambda tensors: shortened(tensors, f"{EXPERT}.3.w3.weight"), rf"'{EXPERT}.3.w3.weight' \[27, 20\]: they are"),
+        (
+            lambda tensors: shortened(tensors, *(f"{EXPERT}.{number}.w2.weight" for number in range(5))),
+            r"make '.*down_proj' \[5, 19, 28\] in .*, and it is \[5, 20, 28\] in the model",
+        ),
+        (
+            lambda tensors: tensors.update({LAST[1]: tensors[LAST[1]].bfloat16()}),
+            rf"'{EXPERT}.0.w2.weight' and '{LAST[1]}' .* as torch.float32 and torch.bfloat16: say which dtype",
+        ),
+        (
+            lambda tensors: tensors.update({f"{EXPERT}.9.w1.weight".replace("1.block", "7.block"): torch.zeros(2)}),
+            r"unexpected.*layers.7.block_sparse_moe.experts.9",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    folder = make_model(tmp_path, "mixtral" if "expert" in message or "down_proj" in message else "llama")
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    if change == "missing":
-        del tensors[name]
-    elif change == "unexpected":
-        tensors["model.layers.7.weight"] = torch.zeros(2)
-    else:
-        tensors[name] = tensors[name][:-1].contiguous()
+    change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=change if change != "shape" else "in the model"):
+    with pytest.raises(ValueError, match=message):
         load_model(folder)
 
     def load(_: int) -> None:
@@ -114,6 +156,16 @@ def test_weights_that_are_not_those_of_the_config(tmp_path: Path, change: str) -
 
     for error in run_threads(2, load, catch=True):
         assert isinstance(error, ValueError)
+
+
+def test_parts_of_one_weight_in_two_dtypes_load_in_a_third(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[LAST[1]] = tensors[LAST[1]].bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    loaded = load_model(folder, dtype=torch.float16).get_parameter("model.layers.1.mlp.experts.down_proj")
+    assert torch.equal(loaded[4], tensors[LAST[1]].half())
+    assert torch.equal(loaded[3], tensors[LAST[1].replace("4", "3")].half())
 
 
 def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ from torch.distributed.tensor import Shard
 
 from distprune import prune_model
 from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.removal import remove_layers, remove_units
 from tests.hf_models import make_model
+from tests.removal.sliced import SCRIPTS, kept_units, sliced
 from tests.worlds import run_threads
 
 
@@ -54,9 +56,11 @@ def test_unchanged_model_has_the_same_tensors(tmp_path: Path, mesh_shape: tuple[
         assert written_index["metadata"]["total_size"] == source_index["metadata"]["total_size"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = make_model(tmp_path / "model", dtype=dtype)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)]
+)
+def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    folder = make_model(tmp_path / "model", architecture, dtype=dtype, max_shard_size="20KB")
     seen = []
     for mesh_shape in ((1,), (2,), (3,), (4,), (2, 2)):
         target = tmp_path / f"out{mesh_shape}"
@@ -70,9 +74,10 @@ def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, dtype: torch.dtype) -
     assert seen == [digests(target)] * 5
 
 
-def test_columns_cut_by_shards(tmp_path: Path) -> None:
-    """Shards of dim 1 lie in the file as many short stretches."""
-    folder = make_model(tmp_path / "model")
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
+    """Shards of the last dim lie in the file as many short stretches."""
+    folder = make_model(tmp_path / "model", architecture)
     target = tmp_path / "out"
     target.mkdir()
 
@@ -80,13 +85,55 @@ def test_columns_cut_by_shards(tmp_path: Path) -> None:
         model = load_model(folder)
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(
-            model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+            model,
+            mesh=mesh,
+            shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 and p.shape[-1] % 2 == 0 else None,
         )
         save_model(model, open_directory(folder), target)
 
     run_threads(2, save)
     written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+def save_smaller(_: int, folder: Path, target: Path, architecture: str, layers: list[int]) -> None:
+    model = load_model(folder, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    remove_units(model, kept_units(SCRIPTS[architecture], 2))
+    remove_layers(model, layers)
+    save_model(model, open_directory(folder), target, layers=layers)
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [1]])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
+def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, architecture: str, layers: list[int]) -> None:
+    """Experts leave, and channels of those that stay, which are numbered anew."""
+    from transformers import AutoModelForCausalLM
+
+    script = SCRIPTS[architecture]
+    model: Any = script.make()
+    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    small: Any = sliced(script, kept_units(script, 2), model)
+    small.save_pretrained(tmp_path / "small")
+    expected = {
+        name.replace(f"layers.{layers[0]}", "layers.0"): tensor
+        for name, tensor in load_file(tmp_path / "small" / "model.safetensors").items()
+        if ".layers." not in name or int(name.split(".")[2]) in layers
+    }
+    assert any(".experts.2." in name for name in expected) or layers == [1]
+    seen = []
+    for num_ranks in (1, 2, 3):
+        target = tmp_path / str(num_ranks)
+        target.mkdir()
+        run_threads(num_ranks, save_smaller, tmp_path / "model", target, architecture, layers)
+        seen.append(digests(target))
+        written = {name: t for path in target.glob("*.safetensors") for name, t in load_file(path).items()}
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert seen == [seen[0]] * 3
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
+    assert not any(info.values()), info
+    if len(layers) == 2:
+        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in small.state_dict().items())
 
 
 def test_plain_transformers_loads_it_and_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,12 +259,21 @@ def test_a_model_that_changes_its_weights_while_it_runs(tmp_path: Path) -> None:
         save(evaluate=True)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "stored", "dtype"),
+    [
+        ("mlp.up_proj.weight", "mlp.up_proj.weight", None),
+        ("mlp.up_proj.weight", "mlp.up_proj.weight", torch.bfloat16),
+        ("mlp.experts.down_proj", "block_sparse_moe.experts.4.w2.weight", None),
+    ],
+)
 @pytest.mark.parametrize("kind", ["plain", "rows", "columns"])
-def test_one_element_that_is_not_what_was_read(tmp_path: Path, kind: str, dtype: torch.dtype | None) -> None:
-    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+def test_one_element_that_is_not_what_was_read(
+    tmp_path: Path, kind: str, name: str, stored: str, dtype: torch.dtype | None
+) -> None:
+    folder, target = make_model(tmp_path / "model", "mixtral" if "experts" in name else "llama"), tmp_path / "out"
     target.mkdir()
-    name = "model.layers.1.mlp.up_proj.weight"
+    name, stored = f"model.layers.1.{name}", f"model.layers.1.{stored}"
 
     def save(rank: int, value: float, updated: tuple[str, ...]) -> None:
         model = load_model(folder, dtype=dtype)
@@ -228,13 +284,13 @@ def test_one_element_that_is_not_what_was_read(tmp_path: Path, kind: str, dtype:
         local = weight.to_local() if kind != "plain" else weight
         with torch.no_grad():
             if rank == 1 or kind == "plain":
-                local[-1, -1] = value
+                local[(-1,) * local.ndim] = value
         save_model(model, open_directory(folder), target, updated=updated)
 
     world_size = 1 if kind == "plain" else 2
-    for error in run_threads(world_size, save, 7.0, ("model.layers.0", "model.layers.1.mlp.up"), catch=True):
+    for error in run_threads(world_size, save, 7.0, ("model.layers.0", name[:-2]), catch=True):
         assert isinstance(error, ValueError)
-        assert f"at least 1 elements of {name!r}" in str(error)
+        assert f"at least 1 elements of {stored!r}" in str(error)
     run_threads(world_size, save, 0.0, ())
     run_threads(world_size, save, -0.0, ())
     run_threads(world_size, save, 7.0, ("model.layers.1",))

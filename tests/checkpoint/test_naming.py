@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from distprune.checkpoint import load_model, open_directory, save_model
+from tests.families import family_model
 from tests.hf_models import make_model
 from tests.worlds import run_threads
 
@@ -65,18 +67,46 @@ def test_tensors_that_transformers_leaves_out(tmp_path: Path) -> None:
     assert torch.equal(reference_logits(tmp_path / "out"), reference_logits(folder))
 
 
-def test_tensors_in_another_form_are_refused(tmp_path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
+# Experts apart, with shared and dense ones beside them; three matrices in one; and one that is several in the model.
+IN_ANOTHER_FORM = ("qwen2_moe", "deepseek_v3", "nemotron_h", "olmo_hybrid", "hrm_text")
 
-    config = MixtralConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-    )
-    MixtralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="another form"):
-        load_model(tmp_path)
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("family", IN_ANOTHER_FORM)
+def test_what_transformers_converts_round_trips(tmp_path: Path, family: str, num_ranks: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = family_model(family)
+    model.save_pretrained(tmp_path / "model")
+    source = load_file(tmp_path / "model" / "model.safetensors")
+    assert source.keys() - model.state_dict().keys()
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    loaded = load_model(tmp_path / "model").state_dict()
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    load_and_save(tmp_path / "model", tmp_path / "out", num_ranks)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert list(saved) == list(source)
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def test_what_is_more_than_placed_is_refused(tmp_path: Path) -> None:
+    model: Any = family_model("inkling2_text")
+    model.save_pretrained(tmp_path)
+
+    def load(_: int) -> None:
+        load_model(tmp_path, mesh=init_device_mesh("cpu", (2,)))
+
+    for error in run_threads(2, load, catch=True):
+        assert isinstance(error, NotImplementedError)
+        assert re.search(
+            "'model.llm.layers.0.mlp.experts.w13_weight' is stored in another form.*Interleave", str(error)
+        )
+
+
+def test_one_weight_under_two_names(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "ln_f.weight": tensors["transformer.ln_f.weight"].clone()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"twice, as 'ln_f.weight' and as 'transformer.ln_f.weight'"):
+        load_model(folder)

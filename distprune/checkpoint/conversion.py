@@ -1,0 +1,189 @@
+"""What transformers makes of stored tensors on loading, followed without their values: where each of them goes.
+
+Its own converters run, on tensors of which only the shape is known, and which parts of stored tensors they are made of.
+A converter that does more than placing (a permutation by reshaping, dequantization) is not followed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.regions import Region
+
+__all__ = ["Placed", "converted"]
+
+
+class Placed:
+    """A tensor of known ``shape``, made of ``regions`` of stored ones. Transformers takes it for a tensor."""
+
+    def __init__(self, shape: Iterable[int], regions: list[Region]) -> None:
+        self.shape, self.regions = torch.Size(shape), regions
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function not in _FUNCTIONS:
+            raise NotImplementedError(function.__name__)
+        return _FUNCTIONS[function](*args, **(kwargs or {}))
+
+    def contiguous(self) -> Placed:
+        """Return itself: where elements lie in memory does not matter."""
+        return self
+
+
+def converted(converter: Any, name: str, model: Any) -> dict[str, Placed]:
+    """Return the tensors of ``model`` that ``converter`` makes of all it has collected for the tensor ``name``. Local.
+
+    Raises:
+        NotImplementedError: it does more than placing.
+        ValueError: tensors are missing, or those that are there do not go together.
+    """
+    loading = import_extra("transformers.core_model_loading", "hf")
+    lists = [[placed.regions[0].stored for placed in tensors] for tensors in converter.collected_tensors.values()]
+    stacks = [step.dim for step in converter.operations if isinstance(step, loading.MergeModulelist)]
+    missing = _missing(lists, *(model.state_dict()[name].shape[dim] for dim in stacks))
+    if missing:
+        raise ValueError(f"{len(missing)} tensors of {name!r} are missing: {missing[:5]}")
+    absent = [pattern for pattern in converter.source_patterns if pattern not in converter.collected_tensors]
+    try:
+        made = converter.convert(name, model=model, config=model.config)
+    except (NotImplementedError, TypeError) as error:
+        steps = ", ".join(type(step).__name__ for step in converter.operations)
+        raise NotImplementedError(
+            f"tensor {lists[0][0]!r} is stored in another form than {type(model).__name__} holds it, and is not only "
+            f"put in its place on loading ({steps}: {error}); such checkpoints cannot be read in shards"
+        ) from error
+    except ValueError as error:
+        if absent:
+            raise ValueError(f"tensors of {name!r} are missing: all that are called as {absent}") from error
+        raise
+    return {target: of[0] if isinstance(of, list) else of for target, of in made.items()}
+
+
+def _missing(lists: Sequence[Sequence[str]], num: int = 0) -> list[str]:
+    """Return the names that are missing from lists of names which differ in a number, from 0 on, ``num`` at least."""
+    parts = [[name.split(".") for name in names] for names in lists]
+    places = {i for names in parts for i, of in enumerate(zip(*names, strict=True)) if len(set(of)) > 1}
+    if len(places) != 1:
+        return []
+    (place,) = places
+    there = [{int(name[place]) for name in names} for names in parts]
+    every = set(range(max(num, *(max(of) + 1 for of in there))))
+    return [
+        ".".join([*names[0][:place], str(number), *names[0][place + 1 :]])
+        for names, of in zip(parts, there, strict=True)
+        for number in sorted(every - of)
+    ]
+
+
+def _stack(tensors: Sequence[Placed], dim: int = 0) -> Placed:
+    _check_alike(tensors, None)
+    regions = [
+        dataclasses.replace(
+            region,
+            bounds=(*region.bounds[:dim], (number, number + 1), *region.bounds[dim:]),
+            dims=tuple(of + (of >= dim) for of in region.dims),
+        )
+        for number, placed in enumerate(tensors)
+        for region in placed.regions
+    ]
+    shape = tensors[0].shape
+    return Placed((*shape[:dim], len(tensors), *shape[dim:]), regions)
+
+
+def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
+    _check_alike(tensors, dim)
+    starts = itertools.accumulate((placed.shape[dim] for placed in tensors), initial=0)
+    regions = [
+        _moved(region, dim, start) for placed, start in zip(tensors, starts, strict=False) for region in placed.regions
+    ]
+    return Placed(_resized(tensors[0].shape, dim, sum(placed.shape[dim] for placed in tensors)), regions)
+
+
+def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
+    if sum(sizes) != tensor.shape[dim]:
+        stored = tensor.regions[0].stored
+        raise ValueError(f"tensor {stored!r} is {list(tensor.shape)}, and its parts are {list(sizes)} along dim {dim}")
+    found, start = [], 0
+    for size in sizes:
+        inside = [_narrowed(region, dim, start, start + size) for region in tensor.regions]
+        regions = [_moved(region, dim, -start) for region in inside if region.bounds[dim][0] < region.bounds[dim][1]]
+        found.append(Placed(_resized(tensor.shape, dim, size), regions))
+        start += size
+    return found
+
+
+def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
+    size = tensor.shape[dim]
+    step = max(1, -(-size // chunks))
+    return _split(tensor, [min(step, size - start) for start in range(0, size, step)], dim)
+
+
+def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:
+    order = list(range(len(tensor.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    regions = [
+        dataclasses.replace(
+            region, bounds=tuple(region.bounds[of] for of in order), dims=tuple(order.index(of) for of in region.dims)
+        )
+        for region in tensor.regions
+    ]
+    return Placed((tensor.shape[of] for of in order), regions)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
+
+
+def _check_alike(tensors: Sequence[Placed], dim: int | None) -> None:
+    """Raise a ValueError unless ``tensors`` are of one shape but for ``dim``."""
+    wanted, *others = [[size for of, size in enumerate(placed.shape) if of != dim] for placed in tensors]
+    for placed, shape in zip(tensors[1:], others, strict=True):
+        if shape != wanted:
+            first, other = (each.regions[0].stored for each in (tensors[0], placed))
+            raise ValueError(
+                f"{first!r} makes {list(tensors[0].shape)} and {other!r} {list(placed.shape)}: they are parts of one "
+                "weight, and do not go together"
+            )
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _moved(region: Region, dim: int, by: int) -> Region:
+    start, stop = region.bounds[dim]
+    return dataclasses.replace(
+        region, bounds=(*region.bounds[:dim], (start + by, stop + by), *region.bounds[dim + 1 :])
+    )
+
+
+def _narrowed(region: Region, dim: int, start: int, stop: int) -> Region:
+    """Return what of ``region`` is between ``start`` and ``stop`` along ``dim``."""
+    low, high = region.bounds[dim]
+    new = max(low, start), max(min(high, stop), max(low, start))
+    stored_start = tuple(
+        first + (new[0] - low) * (of == dim) for of, first in zip(region.dims, region.stored_start, strict=True)
+    )
+    return dataclasses.replace(
+        region, bounds=(*region.bounds[:dim], new, *region.bounds[dim + 1 :]), stored_start=stored_start
+    )

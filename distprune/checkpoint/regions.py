@@ -1,0 +1,138 @@
+"""Where a stored tensor is in the model: a region of one of its tensors, or of several.
+
+Transformers holds some weights in another form than checkpoints do: all experts of a block in one 3-D parameter where
+one matrix an expert is stored, or apart what is stored side by side.
+
+Noun: a *region* is a box in a tensor of the model, a half-open range along each dim, and in a stored tensor a box of
+the same elements. A dim in which the first one has size 1 may be missing in the other (the number of an expert), and
+the order of dims may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from distprune.shards import Geometry, LocalShard, Runs
+
+__all__ = ["Region", "extents", "fitted", "regions_by_name"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of the stored tensor ``stored`` that is a box of the model's tensor ``name``.
+
+    ``bounds``: (start, stop) along each dim of ``name``. ``dims``: along each dim of ``stored``, which dim of ``name``
+    runs. ``stored_start``: where the box begins in ``stored``.
+    """
+
+    stored: str
+    name: str
+    bounds: tuple[tuple[int, int], ...]
+    dims: tuple[int, ...]
+    stored_start: Shape
+
+    @staticmethod
+    def whole(stored: str, name: str, shape: Sequence[int]) -> Region:
+        """Return the region of a tensor of ``shape`` that is stored as it is."""
+        return Region(stored, name, tuple((0, size) for size in shape), tuple(range(len(shape))), (0,) * len(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(stop - start for start, stop in self.bounds)
+
+    def part_of(self, shard: LocalShard, stored_shape: Sequence[int]) -> LocalShard:
+        """Return what ``shard``, of the model's tensor, holds of the stored one: a shard of that, and a view. Local."""
+        local, dim_runs = shard.local, []
+        for dim, (start, stop) in enumerate(self.bounds):
+            held = shard.geometry.dim_runs[dim]
+            runs = _between(held, start, stop)
+            first = sum(max(min(high, start) - low, 0) for low, high in held)
+            local = local.narrow(dim, first, sum(high - low for low, high in runs))
+            dim_runs.append(runs)
+        if local.numel():
+            others = [dim for dim in range(local.ndim) if dim not in self.dims]  # of size 1
+            local = local.permute(*others, *self.dims)[(0,) * len(others)] if local.ndim else local
+            shifts = [first - self.bounds[dim][0] for dim, first in zip(self.dims, self.stored_start, strict=True)]
+            moved = tuple(
+                tuple((low + shift, high + shift) for low, high in dim_runs[dim])
+                for dim, shift in zip(self.dims, shifts, strict=True)
+            )
+            geometry = Geometry(tuple(stored_shape), moved)
+        else:
+            geometry = Geometry.nothing(stored_shape)
+            local = local.new_empty(geometry.local_shape)
+        return dataclasses.replace(
+            shard, name=self.stored, local=local, geometry=geometry, matrix=None, tensor=None, original_shape=None
+        )
+
+
+def regions_by_name(regions: Iterable[Sequence[Region]]) -> dict[str, list[Region]]:
+    """Return the regions of every tensor of the model, by its name."""
+    found: dict[str, list[Region]] = {}
+    for of_stored in regions:
+        for region in of_stored:
+            found.setdefault(region.name, []).append(region)
+    return found
+
+
+def extents(regions: Sequence[Region]) -> Shape:
+    """Return the shape of the tensor that ``regions`` make, all those of one tensor of the model."""
+    return tuple(max(stop for _, stop in bounds) for bounds in zip(*(region.bounds for region in regions), strict=True))
+
+
+def fitted(regions: Mapping[str, Sequence[Region]], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of the stored tensors that are left where the model's tensors have become ``shapes``.
+
+    A tensor of ``shapes`` that is as before keeps its regions. Along a dim that is another size, what spanned it spans
+    it; what was stacked along it (experts) is there as often as there is room, the last ones are not; and parts side by
+    side are equal parts, as they were.
+
+    Raises:
+        NotImplementedError: the parts are not equal.
+    """
+    parts = {name: _parts(of_name) for name, of_name in regions_by_name(regions.values()).items()}
+    found: dict[str, Shape] = {}
+    for stored, of_stored in regions.items():
+        sizes: list[dict[int, int]] = []  # along each dim of the stored tensor, by where a part starts
+        for region in of_stored:
+            if region.name not in shapes:
+                continue
+            lengths = [
+                _length(region, dim, parts[region.name][dim], size) for dim, size in enumerate(shapes[region.name])
+            ]
+            if 0 in (lengths[dim] for dim in range(len(lengths)) if dim not in region.dims):
+                continue
+            sizes = sizes or [{} for _ in region.dims]
+            for of_dim, dim, start in zip(sizes, region.dims, region.stored_start, strict=True):
+                of_dim[start] = lengths[dim]
+            found[stored] = tuple(sum(of_dim.values()) for of_dim in sizes)
+    return found
+
+
+def _between(runs: Runs, start: int, stop: int) -> Runs:
+    return tuple((max(low, start), min(high, stop)) for low, high in runs if max(low, start) < min(high, stop))
+
+
+def _parts(regions: Sequence[Region]) -> list[list[tuple[int, int]]]:
+    """Return the parts, along each dim, that a tensor is made of."""
+    return [sorted(set(bounds)) for bounds in zip(*(region.bounds for region in regions), strict=True)]
+
+
+def _length(region: Region, dim: int, parts: Sequence[tuple[int, int]], size: int) -> int:
+    """Return how long ``region`` is along ``dim`` where that is ``size`` long; its parts were ``parts``."""
+    start, stop = region.bounds[dim]
+    if size == parts[-1][1]:
+        return stop - start
+    if dim not in region.dims:
+        return int(start < size)
+    if size % len(parts) or any(high - low != stop - start for low, high in parts):
+        raise NotImplementedError(
+            f"{region.name!r} is stored in {len(parts)} parts, {region.stored!r} among them, which are not of one size "
+            f"where dim {dim} is {size}: it cannot be written as it was stored"
+        )
+    return size // len(parts)
