@@ -19,6 +19,7 @@ from typing_extensions import override
 import distprune as prune
 from distprune.checkpoint import HfDirectory, load_model, open_directory, save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
+from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import communicator, sum_together, together
 from distprune.evaluation import perplexity
 from distprune.jobs import PruneJob, run_prune_job
@@ -171,7 +172,8 @@ def streamed(_: int, folder: Path) -> Called:
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:
-        pruning = StreamedPruning(unfinished.comm, request, {name: tensors[name] for name in stored.stored})
+        values = {name: StoredValues(of_name[0], tensors) for name, of_name in stored.stored.items()}
+        pruning = StreamedPruning(unfinished.comm, request, values)
         with together(unfinished.comm):
             writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
         writer.allocate()

@@ -15,7 +15,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distprune.shards import Geometry, LocalShard, Runs
+import torch
+
+from distprune.shards import Geometry, LocalShard, within
 
 __all__ = ["Region", "extents", "fitted", "regions_by_name"]
 
@@ -45,30 +47,48 @@ class Region:
     def numel(self) -> int:
         return math.prod(stop - start for start, stop in self.bounds)
 
+    @property
+    def stored_bounds(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) along each dim of the stored tensor."""
+        sizes = (self.bounds[dim][1] - self.bounds[dim][0] for dim in self.dims)
+        return tuple((start, start + size) for start, size in zip(self.stored_start, sizes, strict=True))
+
+    def inside(self, geometry: Geometry, stored_shape: Sequence[int]) -> tuple[list[slice], Geometry]:
+        """Return which local indices of ``geometry``, of the model's tensor, are in the box, and what they are of the
+        stored one, of ``stored_shape``. Local."""
+        if geometry.local_numel == 0 or (box := within(geometry, self.bounds)).local_numel == 0:
+            return [], Geometry.nothing(stored_shape)
+        slices = []
+        for held, size, (start, _) in zip(geometry.dim_runs, box.local_shape, self.bounds, strict=True):
+            first = sum(max(min(high, start) - low, 0) for low, high in held)
+            slices.append(slice(first, first + size))
+        shifts = [first - self.bounds[dim][0] for dim, first in zip(self.dims, self.stored_start, strict=True)]
+        moved = (
+            tuple((low + shift, high + shift) for low, high in box.dim_runs[dim])
+            for dim, shift in zip(self.dims, shifts, strict=True)
+        )
+        return slices, Geometry(tuple(stored_shape), tuple(moved))
+
     def part_of(self, shard: LocalShard, stored_shape: Sequence[int]) -> LocalShard:
         """Return what ``shard``, of the model's tensor, holds of the stored one: a shard of that, and a view. Local."""
-        local, dim_runs = shard.local, []
-        for dim, (start, stop) in enumerate(self.bounds):
-            held = shard.geometry.dim_runs[dim]
-            runs = _between(held, start, stop)
-            first = sum(max(min(high, start) - low, 0) for low, high in held)
-            local = local.narrow(dim, first, sum(high - low for low, high in runs))
-            dim_runs.append(runs)
-        if local.numel():
+        slices, geometry = self.inside(shard.geometry, stored_shape)
+        local = shard.local
+        if geometry.local_numel:
             others = [dim for dim in range(local.ndim) if dim not in self.dims]  # of size 1
-            local = local.permute(*others, *self.dims)[(0,) * len(others)] if local.ndim else local
-            shifts = [first - self.bounds[dim][0] for dim, first in zip(self.dims, self.stored_start, strict=True)]
-            moved = tuple(
-                tuple((low + shift, high + shift) for low, high in dim_runs[dim])
-                for dim, shift in zip(self.dims, shifts, strict=True)
-            )
-            geometry = Geometry(tuple(stored_shape), moved)
+            local = local[tuple(slices)].permute(*others, *self.dims)[(0,) * len(others)]
         else:
-            geometry = Geometry.nothing(stored_shape)
             local = local.new_empty(geometry.local_shape)
         return dataclasses.replace(
             shard, name=self.stored, local=local, geometry=geometry, matrix=None, tensor=None, original_shape=None
         )
+
+    def as_in_model(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a part of the stored tensor with the dims that it has in the model: a view. Local."""
+        stored = stored.permute([self.dims.index(dim) for dim in range(len(self.bounds)) if dim in self.dims])
+        for dim in range(len(self.bounds)):
+            if dim not in self.dims:
+                stored = stored.unsqueeze(dim)
+        return stored
 
 
 def regions_by_name(regions: Iterable[Sequence[Region]]) -> dict[str, list[Region]]:
@@ -112,10 +132,6 @@ def fitted(regions: Mapping[str, Sequence[Region]], shapes: Mapping[str, Shape])
                 of_dim[start] = lengths[dim]
             found[stored] = tuple(sum(of_dim.values()) for of_dim in sizes)
     return found
-
-
-def _between(runs: Runs, start: int, stop: int) -> Runs:
-    return tuple((max(low, start), min(high, stop)) for low, high in runs if max(low, start) < min(high, stop))
 
 
 def _parts(regions: Sequence[Region]) -> list[list[tuple[int, int]]]:

@@ -2,7 +2,7 @@
 
 Where transformers knows the architecture, its model on the meta device, without memory, says which tensors are
 pruned, in which order, and which dims are inputs: so the same weights are meant as in the job that loads the model.
-Where it does not, or converts the tensors on loading (experts that are stored apart), names and shapes alone say it:
+Where it does not, or does more to tensors on loading than to put them in their place, names and shapes alone say it:
 see ``models/named_model.py``.
 """
 
@@ -18,9 +18,9 @@ from torch import nn
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFile, open_weights, read_json
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import check_tensors
+from distprune.checkpoint.naming import Regions, check_tensors
 from distprune.checkpoint.pretrained import check_config
-from distprune.checkpoint.regions import regions_by_name
+from distprune.checkpoint.regions import Region, regions_by_name
 from distprune.models import Found, find_shards, model_of_names
 
 __all__ = ["StoredParameters", "find_stored", "mapped_tensors"]
@@ -34,12 +34,12 @@ _QUANTIZED = (
 
 @dataclass(frozen=True)
 class StoredParameters:
-    """``found``: the parameters to prune, on the meta device. ``stored``: the names of every one in the checkpoint, of
-    tied weights several. ``written``: all tensors that belong to the model. ``by_names``: names alone decided."""
+    """``found``: the parameters to prune, on the meta device. ``stored``: where every one is in the checkpoint, of tied
+    weights several times. ``written``: where all tensors are in the model. ``by_names``: names alone decided."""
 
     found: Found
-    stored: dict[str, list[str]]
-    written: frozenset[str]
+    stored: dict[str, list[list[Region]]]
+    written: Regions
     by_names: bool
 
 
@@ -54,14 +54,14 @@ def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Se
     """
     check_config(directory.path)
     known = _known_model(directory)
-    model, names = known or _named_model(directory)
+    model, regions = known or _named_model(directory)
     state = model.state_dict(keep_vars=True)
-    stored: dict[int, list[str]] = {}
-    for name, own in names.items():
-        stored.setdefault(id(state[own]), []).append(name)
+    stored: dict[int, list[list[Region]]] = {}
+    for name, of_name in regions_by_name(regions.values()).items():
+        stored.setdefault(id(state[name]), []).append(of_name)
     found = find_shards(model, include, exclude)
     by_name = {shard.name: stored[id(shard.tensor)] for shard in found.shards}
-    return StoredParameters(found, by_name, frozenset(names), known is None)
+    return StoredParameters(found, by_name, regions, known is None)
 
 
 @contextmanager
@@ -79,24 +79,20 @@ def mapped_tensors(files: Sequence[WeightFile]) -> Iterator[dict[str, torch.Tens
         yield tensors
 
 
-def _known_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]] | None:
-    """Return transformers' model and its names of the tensors; ``None``: it has none that holds them as stored."""
+def _known_model(directory: HfDirectory) -> tuple[nn.Module, Regions] | None:
+    """Return transformers' model, and where the tensors are in it; ``None``: it has none, or makes more of them."""
     kinds = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if read_json(directory.path / CONFIG_NAME).get("model_type") not in kinds:
         return None
     try:
-        model, names = build_on_meta(directory)
+        model, regions = build_on_meta(directory)
     except NotImplementedError:  # not of quantized weights, which were refused before
         return None
-    check_tensors(model.state_dict(keep_vars=True), directory, names)
-    return (
-        None
-        if any(len(of) > 1 for of in regions_by_name(names.values()).values())
-        else (model, {s: of[0].name for s, of in names.items()})
-    )
+    check_tensors(model.state_dict(keep_vars=True), directory, regions)
+    return model, regions
 
 
-def _named_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]]:
+def _named_model(directory: HfDirectory) -> tuple[nn.Module, Regions]:
     tensors = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, (_, entry) in directory.tensors.items()
@@ -108,4 +104,4 @@ def _named_model(directory: HfDirectory) -> tuple[nn.Module, dict[str, str]]:
                 f"tensor {name!r} of {directory.path} is of quantized weights, which cannot be pruned; take the model "
                 "they were quantized from, or dequantize them first"
             )
-    return model_of_names(tensors), {name: name for name in tensors}
+    return model_of_names(tensors), {name: [Region.whole(name, name, tensor.shape)] for name, tensor in tensors.items()}

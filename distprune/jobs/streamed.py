@@ -12,6 +12,7 @@ from typing_extensions import override
 from distprune.checkpoint import locking, remove_files
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
+from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import together
 from distprune.jobs.documents import write_documents
 from distprune.jobs.prune import PruneJob
@@ -79,7 +80,7 @@ def run_streamed_job(
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
             facts = run.facts(ranks=comm.size)
-            values = {parameter: tensors[names[0]] for parameter, names in stored.stored.items()}
+            values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")

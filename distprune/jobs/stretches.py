@@ -21,6 +21,7 @@ import torch
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
+from distprune.checkpoint.regions import Region
 from distprune.checkpoint.sharded_file import chunks_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
 from distprune.checkpoint.stored_slices import Progress
@@ -28,7 +29,7 @@ from distprune.collectives import Communicator, sum_together, together
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
-from distprune.shards import Geometry, HostChecksum, LocalShard, cut, pieces_of, share_of
+from distprune.shards import Geometry, HostChecksum, LocalShard, cut, pieces_of, share_of, within
 
 __all__ = ["StretchWriter"]
 
@@ -40,10 +41,12 @@ _NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
 
 @dataclass(frozen=True)
 class _Part:
-    """Part ``number`` of ``num_parts`` of one tensor; ``parameter``: what is pruned in it, if anything."""
+    """Part ``number`` of ``num_parts`` of a region of one tensor; ``parameter``: what is pruned in it, if anything."""
 
     path: Path
     entry: TensorEntry  # where it is written
+    region: Region
+    is_whole: bool  # the region is all of the tensor, and all that is stored of the parameter
     parameter: str | None
     number: int
     num_parts: int
@@ -51,7 +54,17 @@ class _Part:
     @property
     def num_bytes(self) -> int:
         """About so many, of all ranks together."""
-        return (self.entry.stop - self.entry.start) // self.num_parts
+        return self.region.numel * self.entry.dtype.itemsize // self.num_parts
+
+    def as_stored(self, piece: Geometry) -> Geometry:
+        """Return what a piece is of the stored tensor."""
+        if self.is_whole or self.parameter is None:
+            return piece
+        return self.region.inside(piece, self.entry.shape)[1]
+
+    def shard_as_stored(self, shard: LocalShard) -> LocalShard:
+        """Return a shard of the parameter as one of the stored tensor: a view."""
+        return shard if self.is_whole else self.region.part_of(shard, self.entry.shape)
 
 
 class StretchWriter:
@@ -67,8 +80,10 @@ class StretchWriter:
     ) -> None:
         self._comm: Communicator = unfinished.comm
         self._source, self._pruning, self._values, self._unfinished = source, pruning, values, unfinished
-        self._stored = stored.stored
-        self._parameter_of = {name: parameter for parameter, names in stored.stored.items() for name in names}
+        self._stored, self._regions = stored.stored, stored.written
+        self._parameter_of = {
+            of_name[0].name: parameter for parameter, aliases in stored.stored.items() for of_name in aliases
+        }
         self._tensors = {name: _whole(name, values[name]) for name in values if name in stored.written}
         held = [[e.name for e in file.tensors if e.name in self._tensors] for file in source.weight_files]
         self.files = [
@@ -83,15 +98,25 @@ class StretchWriter:
         num_bytes = 0
         for file in self.files:
             for entry in file.tensors:
-                num_parts = max(1, -(-(entry.stop - entry.start) // _STRETCH_BYTES))
-                for number in range(num_parts):
-                    part = _Part(file.path, entry, self._parameter_of.get(entry.name), number, num_parts)
+                for part in self._parts(file.path, entry):
                     if num_bytes + part.num_bytes > _STRETCH_BYTES and found[-1]:
                         found.append([])
                         num_bytes = 0
                     found[-1].append(part)
                     num_bytes += part.num_bytes
         return found
+
+    def _parts(self, path: Path, entry: TensorEntry) -> Iterator[_Part]:
+        regions = self._regions[entry.name]
+        if not any(region.name in self._parameter_of for region in regions):
+            regions = [Region.whole(entry.name, entry.name, entry.shape)]
+        for region in regions:
+            parameter = self._parameter_of.get(region.name)
+            is_whole = region == Region.whole(entry.name, region.name, entry.shape)
+            is_whole &= parameter is None or self._pruning.is_as_stored(parameter)
+            num_parts = max(1, -(-region.numel * entry.dtype.itemsize // _STRETCH_BYTES))
+            for number in range(num_parts):
+                yield _Part(path, entry, region, is_whole, parameter, number, num_parts)
 
     def allocate(self) -> None:
         """Make the files at their full size; what is there of the weights stays. Every rank must call it: one round.
@@ -116,7 +141,7 @@ class StretchWriter:
             def read(stretch: Sequence[_Part], checksum: HostChecksum) -> None:
                 for part in stretch:
                     for piece in self._pieces(part):
-                        checksum.add(_cut(written[part.entry.name], piece))
+                        checksum.add(_cut(written[part.entry.name], part.as_stored(piece)))
 
             for number, digest in enumerate(self._unfinished.digests):
                 if self._summed([], partial(read, self.stretches[number]))[0] != digest:
@@ -189,25 +214,30 @@ class StretchWriter:
         """Yield this rank's pieces of ``part`` as they are written, and count what is pruned; two are in memory."""
         name, values = part.entry.name, self._values[part.entry.name]
         for piece in self._pieces(part):
-            shard = LocalShard(name, _cut(values, piece), piece)
-            if part.parameter is not None:
-                first = self._stored[part.parameter][0]
-                pruned, chosen = self._pruning.pruned(part.parameter, piece)
-                if name == first:
-                    found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
-                    counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
-                elif not torch.equal(shard.local, _cut(self._values[first], piece)):
-                    raise different_values(self._source.path, first, name)
-                shard = pruned
-            yield shard
+            if part.parameter is None:
+                yield LocalShard(name, _cut(values, piece), piece)
+                continue
+            first = self._stored[part.parameter][0]
+            pruned, chosen = self._pruning.pruned(part.parameter, piece)
+            if part.region in first:
+                found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
+                counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
+            else:
+                before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
+                if not torch.equal(before.local, _cut(values, before.geometry)):
+                    raise different_values(self._source.path, first[0].stored, name)
+            yield part.shard_as_stored(pruned)
 
     def _pieces(self, part: _Part) -> list[Geometry]:
-        """Return this rank's pieces of ``part``."""
-        if part.parameter is None:
-            share = share_of((math.prod(part.entry.shape),), (1,), self._comm.rank, self._comm.size)
-            pieces = [*pieces_of(share, (1,), _COPY_NUMEL)]
+        """Return this rank's pieces of ``part``: of the parameter that is pruned in it, or of the stored tensor."""
+        if part.parameter is not None:
+            bounds = None if part.is_whole else part.region.bounds
+            pieces = [*self._pruning.pieces(part.parameter, bounds)]
         else:
-            pieces = [*self._pruning.pieces(part.parameter)]
+            shape = (math.prod(part.entry.shape),) if part.is_whole else part.entry.shape
+            share = share_of(shape, (1,) * len(shape), self._comm.rank, self._comm.size)
+            share = share if part.is_whole else within(share, part.region.stored_bounds)
+            pieces = [*pieces_of(share, (1,) * len(shape), _COPY_NUMEL)]
         start, stop = (len(pieces) * number // part.num_parts for number in (part.number, part.number + 1))
         return pieces[start:stop]
 

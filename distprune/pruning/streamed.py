@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import Communicator
 from distprune.masks import zero_where_pruned
 from distprune.patterns import Pattern
@@ -15,7 +16,7 @@ from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores import count_unread_nans, local_scores
 from distprune.selection import Chosen
-from distprune.shards import Geometry, LocalShard, cut, grain_of, pieces_of, share_of
+from distprune.shards import Geometry, LocalShard, grain_of, pieces_of, share_of, within
 
 __all__ = ["StreamedPruning"]
 
@@ -35,21 +36,26 @@ class StreamedPruning:
     undecided scores, and 40 bytes for each block of this rank.
     """
 
-    def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, comm: Communicator, request: Request, values: Mapping[str, StoredValues]) -> None:
         self._values = values
         self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # of the piece before the last, and of the last one
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
         def share(pattern: Pattern, shard: LocalShard) -> LocalShard:
-            unit = pattern.unit(shard.as_matrix())
-            shape, original = shard.shape, None
-            if unit == (1, 1):  # anywhere: as one line, which is read fastest
+            unit, own = pattern.unit(shard.as_matrix()), values[shard.name]
+            shape, original, edges = shard.shape, None, None if own.is_as_stored else own.edges
+            if unit == (1, 1) and own.is_as_stored:  # anywhere: as one line, which is read fastest
                 shape, original = (shard.geometry.global_numel,), shard.shape
-            grain = (1,) if original is not None else grain_of(shape, shard.as_matrix(), unit)
-            geometry = share_of(shape, grain, comm.rank, comm.size)
+            grain = (1,) * len(shape) if unit == (1, 1) else grain_of(shape, shard.as_matrix(), unit)
+            if any(edge % step for of_dim, step in zip(edges or (), grain, strict=False) for edge in of_dim):
+                raise NotImplementedError(
+                    f"{shard.name!r} is stored in several tensors, which part what {pattern} decides together; prune "
+                    "by the job that loads the model"
+                )
+            geometry = share_of(shape, grain, comm.rank, comm.size, edges)
             self._grains[shard.name] = grain
-            local = cut(values[shard.name].reshape(shape), geometry)
+            local = own.cut(geometry)
             return dataclasses.replace(
                 shard, local=local, geometry=geometry, owned=True, num_replicas=1, original_shape=original, tensor=None
             )
@@ -59,16 +65,27 @@ class StreamedPruning:
         self._decide = self._choosing.choice.decide
         self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
 
-    def pieces(self, name: str) -> Iterator[Geometry]:
-        """Yield the pieces of this rank's part of parameter ``name``. Local."""
-        return pieces_of(self._shards[name].geometry, self._grains[name], _PIECE_NUMEL)
+    def pieces(self, name: str, bounds: Sequence[tuple[int, int]] | None = None) -> Iterator[Geometry]:
+        """Yield the pieces of this rank's part of parameter ``name``, or of what of it is within ``bounds``. Local."""
+        geometry = self._shards[name].geometry
+        if bounds is not None:
+            geometry = within(geometry, bounds)
+        return pieces_of(geometry, self._grains[name], _PIECE_NUMEL)
+
+    def is_as_stored(self, name: str) -> bool:
+        """Return whether parameter ``name`` is one stored tensor, as it is."""
+        return self._values[name].is_as_stored
+
+    def values(self, name: str, piece: Geometry) -> torch.Tensor:
+        """Return a piece of parameter ``name`` as it is stored. Local."""
+        return self._values[name].cut(piece)
 
     def pruned(self, name: str, piece: Geometry) -> tuple[LocalShard, Chosen]:
         """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs.
 
         The copy is written over by the one after the next: fresh memory would take as long as the choice.
         """
-        values = cut(self._values[name].reshape(piece.global_shape), piece)
+        values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])

@@ -15,7 +15,7 @@ from distprune.shards.layouts import (
 )
 from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
-from distprune.shards.pieces import grain_of, pieces_of, share_of
+from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.place import Place, gradients_of, places_of
 from distprune.shards.torch_private import Inside, private
 
@@ -58,4 +58,5 @@ __all__ = [
     "sent",
     "share_of",
     "splits_of",
+    "within",
 ]

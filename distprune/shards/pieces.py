@@ -5,13 +5,14 @@ Noun: the *grain* of a dim is what it may be cut at multiples of; a grain of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
-__all__ = ["grain_of", "pieces_of", "share_of"]
+__all__ = ["grain_of", "pieces_of", "share_of", "within"]
 
 _ENOUGH = 16  # grains a rank: from then on shares differ by less than a tenth
 
@@ -25,21 +26,49 @@ def grain_of(shape: Sequence[int], matrix: Matrix, unit: tuple[int, int]) -> tup
     return (*(1,) * (lead - 1), num_rows, *shape[lead:])
 
 
-def share_of(shape: Sequence[int], grain: Sequence[int], rank: int, num_ranks: int) -> Geometry:
-    """Return the part of ``rank``: an even share along the first dim that has one for every rank, or nearly."""
-    nums = [size // max(step, 1) for size, step in zip(shape, grain, strict=True)]
+def share_of(
+    shape: Sequence[int],
+    grain: Sequence[int],
+    rank: int,
+    num_ranks: int,
+    edges: Sequence[Sequence[int]] | None = None,
+) -> Geometry:
+    """Return the part of ``rank``: an even share along the first dim that has one for every rank, or nearly.
+
+    ``edges``: where each dim is parted, at multiples of its grain, its ends included; every part is shared evenly.
+    """
+    edges = edges or [(0, size) for size in shape]
+    nums = [
+        min((high - low) // max(step, 1) for low, high in itertools.pairwise(of_dim))
+        for of_dim, step in zip(edges, grain, strict=True)
+    ]
     even = (d for d, num in enumerate(nums) if num and (num % num_ranks == 0 or num >= _ENOUGH * num_ranks))
     dim = next(even, nums.index(max(nums)))
-    start, stop = (nums[dim] * r // num_ranks * grain[dim] for r in (rank, rank + 1))
+    own: list[tuple[int, int]] = []
+    for low, high in itertools.pairwise(edges[dim]):
+        start, stop = (low + (high - low) // grain[dim] * r // num_ranks * grain[dim] for r in (rank, rank + 1))
+        if own and own[-1][1] == start:
+            own[-1] = own[-1][0], stop
+        elif start < stop:
+            own.append((start, stop))
     runs = list(Geometry.whole(shape).dim_runs)
-    runs[dim] = ((start, stop),) if start < stop else ()
+    runs[dim] = tuple(own)
     return Geometry(tuple(shape), tuple(runs))
 
 
 def pieces_of(geometry: Geometry, grain: Sequence[int], numel: int) -> Iterator[Geometry]:
-    """Yield what ``geometry``, one run in each dim, holds in pieces of ``numel`` elements, or a grain, at most."""
+    """Yield what ``geometry`` holds in pieces of ``numel`` elements, or a grain, at most."""
     if geometry.local_numel:
         yield from _cut(geometry, grain, numel, 0)
+
+
+def within(geometry: Geometry, bounds: Sequence[tuple[int, int]]) -> Geometry:
+    """Return what ``geometry`` holds between the two ``bounds`` of every dim."""
+    runs = (
+        tuple((max(low, start), min(high, stop)) for low, high in held if max(low, start) < min(high, stop))
+        for held, (start, stop) in zip(geometry.dim_runs, bounds, strict=True)
+    )
+    return Geometry(geometry.global_shape, tuple(runs))
 
 
 def _cut(geometry: Geometry, grain: Sequence[int], numel: int, dim: int) -> Iterator[Geometry]:
@@ -47,8 +76,8 @@ def _cut(geometry: Geometry, grain: Sequence[int], numel: int, dim: int) -> Iter
         yield geometry
         return
     runs = geometry.dim_runs
-    ((start, stop),) = runs[dim]
-    step = max(1, numel // (geometry.local_numel // (stop - start) * grain[dim])) * grain[dim]
-    for low in range(start, stop, step):
-        piece = Geometry(geometry.global_shape, (*runs[:dim], ((low, min(low + step, stop)),), *runs[dim + 1 :]))
-        yield from _cut(piece, grain, numel, dim + 1)
+    step = max(1, numel // (geometry.local_numel // geometry.local_shape[dim] * grain[dim])) * grain[dim]
+    for start, stop in runs[dim]:
+        for low in range(start, stop, step):
+            piece = Geometry(geometry.global_shape, (*runs[:dim], ((low, min(low + step, stop)),), *runs[dim + 1 :]))
+            yield from _cut(piece, grain, numel, dim + 1)

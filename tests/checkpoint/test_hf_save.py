@@ -20,9 +20,7 @@ from torch.distributed.tensor import Shard
 
 from distprune import prune_model
 from distprune.checkpoint import load_model, open_directory, save_model
-from distprune.removal import remove_layers, remove_units
 from tests.hf_models import make_model
-from tests.removal.sliced import SCRIPTS, kept_units, sliced
 from tests.worlds import run_threads
 
 
@@ -94,46 +92,6 @@ def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
     run_threads(2, save)
     written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], source[name]) for name in source)
-
-
-def save_smaller(_: int, folder: Path, target: Path, architecture: str, layers: list[int]) -> None:
-    model = load_model(folder, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    remove_units(model, kept_units(SCRIPTS[architecture], 2))
-    remove_layers(model, layers)
-    save_model(model, open_directory(folder), target, layers=layers)
-
-
-@pytest.mark.parametrize("layers", [[0, 1], [1]])
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
-def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, architecture: str, layers: list[int]) -> None:
-    """Experts leave, and channels of those that stay, which are numbered anew."""
-    from transformers import AutoModelForCausalLM
-
-    script = SCRIPTS[architecture]
-    model: Any = script.make()
-    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
-    small: Any = sliced(script, kept_units(script, 2), model)
-    small.save_pretrained(tmp_path / "small")
-    expected = {
-        name.replace(f"layers.{layers[0]}", "layers.0"): tensor
-        for name, tensor in load_file(tmp_path / "small" / "model.safetensors").items()
-        if ".layers." not in name or int(name.split(".")[2]) in layers
-    }
-    assert any(".experts.2." in name for name in expected) or layers == [1]
-    seen = []
-    for num_ranks in (1, 2, 3):
-        target = tmp_path / str(num_ranks)
-        target.mkdir()
-        run_threads(num_ranks, save_smaller, tmp_path / "model", target, architecture, layers)
-        seen.append(digests(target))
-        written = {name: t for path in target.glob("*.safetensors") for name, t in load_file(path).items()}
-        assert written.keys() == expected.keys()
-        assert all(torch.equal(written[name], expected[name]) for name in expected)
-    assert seen == [seen[0]] * 3
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
-    assert not any(info.values()), info
-    if len(layers) == 2:
-        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in small.state_dict().items())
 
 
 def test_plain_transformers_loads_it_and_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

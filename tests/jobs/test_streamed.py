@@ -39,6 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {"sparsity": 0.6, "include": ("*",), "exclude": ("*norm*",)},
     "none": {"sparsity": 0.0},
 }
+SOME: dict[str, dict[str, Any]] = {
+    "some": {"sparsity": 0.5, "include": ("*.q_proj.*", "*.up_proj.*")},
+    "rows of some": {"pattern": "row", "sparsity": 0.37, "include": ("*.k_proj.*", "*.up_proj.*")},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +55,8 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of several files, whose tied head is stored; a GPT-2, which keeps (in, out); 3-D experts."""
+    """A Llama of several files, whose tied head is stored; a GPT-2, which keeps (in, out); 3-D experts, stored so;
+    experts that are stored apart, with many equal weights; three matrices in one; one that is several in the model."""
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "llama", dtype=torch.bfloat16, max_shard_size="9KB")
     index = json.loads((folder / "llama" / "model.safetensors.index.json").read_text())
@@ -64,6 +69,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "gpt2", "gpt2")
     experts: Any = family_model("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
     experts.save_pretrained(folder / "gpt_oss")
+    sizes: dict[str, Any] = {"num_local_experts": 6, "num_hidden_layers": 1}
+    make_model(folder / "mixtral", "mixtral", dtype=torch.bfloat16, max_shard_size="20KB", **sizes)
+    for family, num_layers in (("olmo_hybrid", 2), ("hrm_text", 1)):
+        model: Any = family_model(family, num_hidden_layers=num_layers)
+        model.save_pretrained(folder / family)
     return folder
 
 
@@ -80,12 +90,14 @@ def pruning_of(report: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        *(("llama", case) for case in CASES),
+        *((model, case) for model in ("llama", "mixtral") for case in CASES),
+        ("olmo_hybrid", "all"),
+        *(("hrm_text", case) for case in SOME),
         *((model, case) for model in ("gpt2", "gpt_oss") for case in ("global", "2:4", "row", "block")),
     ],
 )
 def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path, model: str, case: str) -> None:
-    arguments = {"model": str(models / model), **CASES[case]}
+    arguments = {"model": str(models / model), **(CASES | SOME)[case]}
     loaded = run_prune_job(PruneJob(**arguments, output=str(tmp_path / "loaded")))
     expected = contents(tmp_path / "loaded")
     del expected["README.md"]  # names the command
@@ -100,15 +112,16 @@ def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path
 
 
 def experts_apart(folder: Path) -> Path:
-    """Return a Mixtral as it is stored: each expert's matrices by themselves, which transformers puts together."""
-    model: Any = family_model("mixtral", num_hidden_layers=2)
-    model.save_pretrained(folder)
+    """Return a Mixtral as it is stored, each expert's matrices by themselves, of a kind that nobody knows."""
+    make_model(folder, "mixtral")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
     return folder
 
 
 def test_names_decide_where_no_model_holds_the_tensors(tmp_path: Path) -> None:
     model = experts_apart(tmp_path / "model")
-    with pytest.raises(NotImplementedError, match="stored in another form"):
+    with pytest.raises(ValueError, match="no model that transformers can load"):
         run_prune_job(PruneJob(model=str(model), output=str(tmp_path / "loaded"), sparsity=0.5))
     heard = Heard()
     job = StreamedJob(model=str(model), output=str(tmp_path / "1"), sparsity=0.5)
@@ -136,11 +149,20 @@ def test_include_and_exclude_decide(tmp_path: Path) -> None:
         exclude=("*.0.w1.*",),
     )
     names = {parameter["name"] for parameter in run_streamed_job(job)["pruning"]["parameters"]}
-    assert len(names) == 2 * (4 * 3 - 1)
+    assert len(names) == 2 * (5 * 3 - 1)
     assert all(".experts." in name and ".0.w1." not in name for name in names)
     missing = dataclasses.replace(job, include=("*.expert_*",), output=str(tmp_path / "other"))
     with pytest.raises(ValueError, match="matches no parameter"):
         run_streamed_job(missing)
+
+
+def test_blocks_that_lie_in_two_stored_tensors_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "mixtral", hidden_size=24, intermediate_size=12)
+    job = StreamedJob(
+        model=str(model), output=str(tmp_path / "out"), pattern="block:8", sparsity=0.5, include=("*.gate_up_proj",)
+    )
+    refuses(tmp_path, job, "which part what block:8 decides together", NotImplementedError)
+    run_prune_job(PruneJob(model=job.model, output=job.output, pattern="block:8", sparsity=0.5, include=job.include))
 
 
 def spoiled(tmp_path: Path, model: Path, change: Any) -> Path:

@@ -1,0 +1,97 @@
+"""Stored tensors that are regions of the model's: what is left of them in a smaller model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.checkpoint.regions import Region, Shape, fitted
+from distprune.removal import remove_layers, remove_units
+from tests.checkpoint.test_hf_save import digests
+from tests.removal.sliced import SCRIPTS, kept_units, sliced
+from tests.worlds import run_threads
+
+
+def save_smaller(_: int, folder: Path, target: Path, architecture: str, layers: list[int]) -> None:
+    model = load_model(folder, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    remove_units(model, kept_units(SCRIPTS[architecture], 2))
+    remove_layers(model, layers)
+    save_model(model, open_directory(folder), target, layers=layers)
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [1]])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
+def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, architecture: str, layers: list[int]) -> None:
+    """Experts leave, and channels of those that stay, which are numbered anew."""
+    from transformers import AutoModelForCausalLM
+
+    script = SCRIPTS[architecture]
+    model: Any = script.make()
+    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    small: Any = sliced(script, kept_units(script, 2), model)
+    small.save_pretrained(tmp_path / "small")
+    expected = {
+        name.replace(f"layers.{layers[0]}", "layers.0"): tensor
+        for name, tensor in load_file(tmp_path / "small" / "model.safetensors").items()
+        if ".layers." not in name or int(name.split(".")[2]) in layers
+    }
+    assert any(".experts.2." in name for name in expected) or layers == [1]
+    seen = []
+    for num_ranks in (1, 2, 3):
+        target = tmp_path / str(num_ranks)
+        target.mkdir()
+        run_threads(num_ranks, save_smaller, tmp_path / "model", target, architecture, layers)
+        seen.append(digests(target))
+        written = {name: t for path in target.glob("*.safetensors") for name, t in load_file(path).items()}
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert seen == [seen[0]] * 3
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
+    assert not any(info.values()), info
+    if len(layers) == 2:
+        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in small.state_dict().items())
+
+
+# Two experts of two matrices each, side by side; a line of unequal parts; and a matrix that is two in the model.
+REGIONS = {
+    **{
+        f"{part}.{expert}": [
+            Region(f"{part}.{expert}", "experts", ((expert, expert + 1), rows, (0, 5)), (1, 2), (0, 0))
+        ]
+        for expert in range(2)
+        for part, rows in (("w1", (0, 4)), ("w3", (4, 8)))
+    },
+    "q": [Region("q", "line", ((0, 6),), (0,), (0,))],
+    "k": [Region("k", "line", ((6, 8),), (0,), (0,))],
+    "both": [
+        Region("both", "gate", ((0, 4), (0, 3)), (1, 0), (0, 0)),
+        Region("both", "up", ((0, 6), (0, 3)), (1, 0), (0, 4)),
+    ],
+}
+SHAPES: dict[str, Shape] = {"experts": (2, 8, 5), "line": (8,), "gate": (4, 3), "up": (6, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, {}),
+        ({"experts": (1, 6, 4)}, {"w1.0": (3, 4), "w3.0": (3, 4), "w1.1": None, "w3.1": None}),
+        ({"gate": (3, 3), "up": (2, 3)}, {"both": (3, 5)}),
+    ],
+)
+def test_shapes_that_are_left(changed: dict[str, Shape], expected: dict[str, Shape | None]) -> None:
+    before: dict[str, Shape | None] = {f"{part}.{expert}": (4, 5) for expert in range(2) for part in ("w1", "w3")}
+    before |= {"q": (6,), "k": (2,), "both": (3, 10)}
+    left = {stored: shape for stored, shape in {**before, **expected}.items() if shape is not None}
+    assert fitted(REGIONS, {**SHAPES, **changed}) == left
+
+
+def test_unequal_parts_keep_their_size() -> None:
+    with pytest.raises(NotImplementedError, match="'line' is stored in 2 parts, 'q' among them, .* where dim 0 is 4"):
+        fitted(REGIONS, {**SHAPES, "line": (4,)})
