@@ -45,8 +45,8 @@ class Placed:
         return self
 
 
-def converted(converter: Any, name: str, model: Any) -> dict[str, Placed]:
-    """Return the tensors of ``model`` that ``converter`` makes of all it has collected for the tensor ``name``. Local.
+def converted(converter: Any, name: str, shape: Sequence[int], model: Any) -> dict[str, Placed]:
+    """Return what ``converter`` makes of all it has collected for the tensor ``name``, of ``shape``, by name. Local.
 
     Raises:
         NotImplementedError: it does more than placing.
@@ -54,39 +54,42 @@ def converted(converter: Any, name: str, model: Any) -> dict[str, Placed]:
     """
     loading = import_extra("transformers.core_model_loading", "hf")
     lists = [[placed.regions[0].stored for placed in tensors] for tensors in converter.collected_tensors.values()]
-    stacks = [step.dim for step in converter.operations if isinstance(step, loading.MergeModulelist)]
-    missing = _missing(lists, *(model.state_dict()[name].shape[dim] for dim in stacks))
+    stacked = (shape[step.dim] for step in converter.operations if isinstance(step, loading.MergeModulelist))
+    missing = _missing(lists, next(stacked, 0))
     if missing:
-        raise ValueError(f"{len(missing)} tensors of {name!r} are missing: {missing[:5]}")
+        raise ValueError(f"tensors of {name!r} are missing: {missing[:5]}")
     absent = [pattern for pattern in converter.source_patterns if pattern not in converter.collected_tensors]
     try:
         made = converter.convert(name, model=model, config=model.config)
-    except (NotImplementedError, TypeError) as error:
+    except Exception as error:  # of whatever it makes of tensors that it does not expect
+        if absent:
+            raise ValueError(f"tensors of {name!r} are missing: all that are called as {absent}") from error
+        if isinstance(error, ValueError):
+            raise
         steps = ", ".join(type(step).__name__ for step in converter.operations)
         raise NotImplementedError(
             f"tensor {lists[0][0]!r} is stored in another form than {type(model).__name__} holds it, and is not only "
             f"put in its place on loading ({steps}: {error}); such checkpoints cannot be read in shards"
         ) from error
-    except ValueError as error:
-        if absent:
-            raise ValueError(f"tensors of {name!r} are missing: all that are called as {absent}") from error
-        raise
     return {target: of[0] if isinstance(of, list) else of for target, of in made.items()}
 
 
-def _missing(lists: Sequence[Sequence[str]], num: int = 0) -> list[str]:
-    """Return the names that are missing from lists of names which differ in a number, from 0 on, ``num`` at least."""
+def _missing(lists: Sequence[Sequence[str]], num: int) -> list[str]:
+    """Return some of the names that are missing from lists of names that differ in a number alone.
+
+    A number that is in one list, or less than ``num``, is to be in all of them.
+    """
     parts = [[name.split(".") for name in names] for names in lists]
-    places = {i for names in parts for i, of in enumerate(zip(*names, strict=True)) if len(set(of)) > 1}
-    if len(places) != 1:
+    places = {place for names in parts for place, of in enumerate(zip(*names, strict=False)) if len(set(of)) > 1}
+    place = places.pop() if len(places) == 1 else 0
+    if not place or any(len(name) <= place for names in parts for name in names):
         return []
-    (place,) = places
-    there = [{int(name[place]) for name in names} for names in parts]
-    every = set(range(max(num, *(max(of) + 1 for of in there))))
+    there = [{name[place] for name in names} for names in parts]
+    wanted = set().union(*there, map(str, range(min(num, max(map(len, there)) + 1))))
     return [
-        ".".join([*names[0][:place], str(number), *names[0][place + 1 :]])
+        ".".join([*names[0][:place], number, *names[0][place + 1 :]])
         for names, of in zip(parts, there, strict=True)
-        for number in sorted(every - of)
+        for number in sorted(wanted - of)
     ]
 
 

@@ -59,12 +59,13 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
         elif pattern is None:
             found[stored] = [Region.whole(stored, name, shapes[stored])]
         else:
-            converter = collecting.setdefault(name, copy.deepcopy(converter_of[pattern]))
+            if name not in collecting:
+                collecting[name] = copy.deepcopy(converter_of[pattern])
             whole = Placed(shapes[stored], [Region.whole(stored, name, shapes[stored])])
-            converter.add_tensor(name, stored, pattern, whole)
+            collecting[name].add_tensor(name, stored, pattern, whole)
     for first, converter in collecting.items():
         try:
-            made = converted(converter, first, model)
+            made = converted(converter, first, state[first].shape, model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         for name, placed in made.items():

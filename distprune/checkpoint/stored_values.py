@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ class StoredValues:
         self._parts = [(region, tensors[region.stored]) for region in regions]
         self._bounds = np.array([region.bounds for region in regions]).reshape(len(regions), -1, 2)
 
-    @property
+    @cached_property
     def is_as_stored(self) -> bool:
         """Whether it is one stored tensor."""
         region, stored = self._parts[0]

@@ -93,5 +93,5 @@ def test_shapes_that_are_left(changed: dict[str, Shape], expected: dict[str, Sha
 
 
 def test_unequal_parts_keep_their_size() -> None:
-    with pytest.raises(NotImplementedError, match="'line' is stored in 2 parts, 'q' among them, .* where dim 0 is 4"):
+    with pytest.raises(NotImplementedError, match=r"'line' is stored in 2 parts, 'q' among them, .* where dim 0 is 4"):
         fitted(REGIONS, {**SHAPES, "line": (4,)})
