@@ -75,7 +75,7 @@ class Region:
         local = shard.local
         if geometry.local_numel:
             others = [dim for dim in range(local.ndim) if dim not in self.dims]  # of size 1
-            local = local[tuple(slices)].permute(*others, *self.dims)[(0,) * len(others)]
+            local = local[tuple(slices)].permute((*others, *self.dims))[(0,) * len(others)]
         else:
             local = local.new_empty(geometry.local_shape)
         return dataclasses.replace(

@@ -38,7 +38,7 @@ class StreamedPruning:
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, StoredValues]) -> None:
         self._values = values
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # of the piece before the last, and of the last one
+        self._memory: list[torch.Tensor] = []  # of the piece before the last, and of the last one
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
@@ -99,10 +99,10 @@ class StreamedPruning:
 
     def _empty_like(self, values: torch.Tensor) -> torch.Tensor:
         """Return memory of the piece before the last."""
-        memory, last = self._memory
-        if len(memory) < values.nbytes:
+        memory = self._memory.pop(0) if len(self._memory) == 2 else None
+        if memory is None or len(memory) < values.nbytes:
             memory = torch.empty(values.nbytes, dtype=torch.uint8)
-        self._memory = [last, memory]
+        self._memory.append(memory)
         return memory[: values.nbytes].view(values.dtype).view(values.shape)
 
     @property

@@ -67,6 +67,18 @@ def test_tensors_that_transformers_leaves_out(tmp_path: Path) -> None:
     assert torch.equal(reference_logits(tmp_path / "out"), reference_logits(folder))
 
 
+def test_experts_that_transformers_leaves_out(tmp_path: Path) -> None:
+    """Layers beside the model, which predict more tokens; their experts are stored apart, too."""
+    model: Any = family_model("deepseek_v3")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    more = {f"model.layers.61.mlp.experts.{number}.up_proj.weight": torch.ones(16, 32) for number in range(4)}
+    save_file({**tensors, **more}, path, {"format": "pt"})
+    load_and_save(tmp_path / "model", tmp_path / "out", 2)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
 # Experts apart, with shared and dense ones beside them; three matrices in one; and one that is several in the model.
 IN_ANOTHER_FORM = ("qwen2_moe", "deepseek_v3", "nemotron_h", "olmo_hybrid", "hrm_text")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distprune.checkpoint import load_model, open_directory, save_model
 from distprune.checkpoint.regions import Region, Shape, fitted
 from distprune.removal import remove_layers, remove_units
+from distprune.shards import Geometry, local_shard
 from tests.checkpoint.test_hf_save import digests
 from tests.removal.sliced import SCRIPTS, kept_units, sliced
 from tests.worlds import run_threads
@@ -90,6 +92,20 @@ def test_shapes_that_are_left(changed: dict[str, Shape], expected: dict[str, Sha
     before |= {"q": (6,), "k": (2,), "both": (3, 10)}
     left = {stored: shape for stored, shape in {**before, **expected}.items() if shape is not None}
     assert fitted(REGIONS, {**SHAPES, **changed}) == left
+
+
+@pytest.mark.parametrize("region", [Region.whole("s", "s", ()), *REGIONS["both"], *REGIONS["w3.1"]], ids=str)
+def test_a_part_of_a_shard_is_a_view_of_it(region: Region) -> None:
+    shape = tuple(stop + 1 for _, stop in region.bounds)
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    box = tensor[tuple(slice(*of_dim) for of_dim in region.bounds)]
+    stored_shape = tuple(stop for _, stop in region.stored_bounds)
+    part = region.part_of(local_shard("p", tensor), stored_shape)
+    assert part.geometry == Geometry(stored_shape, tuple((bounds,) for bounds in region.stored_bounds))
+    assert torch.equal(region.as_in_model(part.local), box)
+    part.local.zero_()
+    assert not box.any()
+    assert tensor.any() or not shape
 
 
 def test_unequal_parts_keep_their_size() -> None:

@@ -271,9 +271,9 @@ def resumed(job: StreamedJob) -> list[str]:
     return heard[0].said
 
 
-@pytest.mark.parametrize("case", ["global", "2:4"])
-def test_resumed(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), **CASES[case])
+@pytest.mark.parametrize(("model", "case"), [("llama", "global"), ("llama", "2:4"), ("mixtral", "row")])
+def test_resumed(models: Path, tmp_path: Path, model: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = StreamedJob(model=str(models / model), output=str(tmp_path / "out"), **CASES[case])
     whole = run_streamed_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
     expected = contents(tmp_path / "whole")
 
