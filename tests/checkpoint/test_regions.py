@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,34 @@ from distprune.checkpoint.regions import Region, Shape, fitted
 from distprune.removal import remove_layers, remove_units
 from distprune.shards import Geometry, local_shard
 from tests.checkpoint.test_hf_save import digests
-from tests.removal.sliced import SCRIPTS, kept_units, sliced
+from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.worlds import run_threads
 
+_UNITS = SCRIPTS["mixtral"].units
+SMALLER = {
+    "mixtral": SCRIPTS["mixtral"],
+    "qwen2_moe": SCRIPTS["qwen2_moe"],
+    "experts alone": dataclasses.replace(
+        SCRIPTS["mixtral"],
+        units={p: (num, groups, of if p[0] == "experts" else num // groups) for p, (num, groups, of) in _UNITS.items()},
+        config={"num_local_experts": 3},
+    ),
+}
 
-def save_smaller(_: int, folder: Path, target: Path, architecture: str, layers: list[int]) -> None:
+
+def save_smaller(_: int, folder: Path, target: Path, script: Script, layers: list[int]) -> None:
     model = load_model(folder, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    remove_units(model, kept_units(SCRIPTS[architecture], 2))
+    remove_units(model, kept_units(script, 2))
     remove_layers(model, layers)
     save_model(model, open_directory(folder), target, layers=layers)
 
 
-@pytest.mark.parametrize("layers", [[0, 1], [1]])
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
-def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, architecture: str, layers: list[int]) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("mixtral", [1]), ("qwen2_moe", [0, 1]), ("experts alone", [0, 1])])
+def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, name: str, layers: list[int]) -> None:
     """Experts leave, and channels of those that stay, which are numbered anew."""
     from transformers import AutoModelForCausalLM
 
-    script = SCRIPTS[architecture]
+    script = SMALLER[name]
     model: Any = script.make()
     model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
     small: Any = sliced(script, kept_units(script, 2), model)
@@ -48,7 +59,7 @@ def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, architecture
     for num_ranks in (1, 2, 3):
         target = tmp_path / str(num_ranks)
         target.mkdir()
-        run_threads(num_ranks, save_smaller, tmp_path / "model", target, architecture, layers)
+        run_threads(num_ranks, save_smaller, tmp_path / "model", target, script, layers)
         seen.append(digests(target))
         written = {name: t for path in target.glob("*.safetensors") for name, t in load_file(path).items()}
         assert written.keys() == expected.keys()
