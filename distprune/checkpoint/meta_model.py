@@ -59,7 +59,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
             if dtype is None and entry.dtype is not other.dtype:
                 raise ValueError(
                     f"tensors {other.name!r} and {stored!r} of {path} are parts of one weight, {name!r}, and stored "
-                    f"as {other.dtype} and {entry.dtype}: say which dtype it is to have"
+                    f"as {other.dtype} and {entry.dtype}: say which it is to have (dtype=..., --dtype)"
                 )
             if dtype is None:
                 state[name].data = state[name].data.to(entry.dtype)

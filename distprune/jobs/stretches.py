@@ -219,7 +219,7 @@ class StretchWriter:
                 continue
             first = self._stored[part.parameter][0]
             pruned, chosen = self._pruning.pruned(part.parameter, piece)
-            if part.region in first:
+            if part.region.name == first[0].name:
                 found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
                 counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
             else:

@@ -83,9 +83,8 @@ def test_experts_that_transformers_leaves_out(tmp_path: Path) -> None:
 IN_ANOTHER_FORM = ("qwen2_moe", "deepseek_v3", "nemotron_h", "olmo_hybrid", "hrm_text")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("family", IN_ANOTHER_FORM)
-def test_what_transformers_converts_round_trips(tmp_path: Path, family: str, num_ranks: int) -> None:
+def test_what_transformers_converts_round_trips(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model: Any = family_model(family)
@@ -96,7 +95,7 @@ def test_what_transformers_converts_round_trips(tmp_path: Path, family: str, num
     loaded = load_model(tmp_path / "model").state_dict()
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    load_and_save(tmp_path / "model", tmp_path / "out", num_ranks)
+    load_and_save(tmp_path / "model", tmp_path / "out", 3)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert list(saved) == list(source)
     assert all(torch.equal(saved[name], source[name]) for name in source)
