@@ -151,11 +151,14 @@ def divide_budget(
     return dataclasses.replace(known, sizes=divided)
 
 
-def _split(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the windows that refits are given, and those that are held out."""
+def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the windows that refits are given, and those that are held out: whole, and in pieces."""
     some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
     is_held = torch.arange(len(some)) % _HELD_OUT == min(len(some), _HELD_OUT) - 1
-    return some[~is_held], some[is_held]
+    fitted, whole = some[~is_held], some[is_held]
+    num_pieces = whole.shape[1] // _PIECE
+    pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
+    return fitted, [whole, pieces] if num_pieces > 1 else [whole]
 
 
 def _next(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
@@ -224,7 +227,7 @@ def _losses_without(
     model: nn.Module,
     choose: Callable[..., Removal],
     fitted: torch.Tensor,
-    held_out: torch.Tensor,
+    held_out: Sequence[torch.Tensor],
     wanted: Chosen,
     order: Sequence[int],
 ) -> list[float]:
@@ -239,15 +242,11 @@ def _losses_without(
             return _losses(comm, model, held_out)
 
 
-def _losses(comm: Communicator, model: nn.Module, held_out: torch.Tensor) -> list[float]:
-    """Return the mean loss over all tokens of whole windows that are predicted, and over those of pieces."""
-    num_pieces = held_out.shape[1] // _PIECE
-    pieces = held_out[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
-    scored = [*held_out, *pieces] if num_pieces > 1 else [*held_out]
-    found = log_likelihoods(model, [Continuation(some[:-1], some[1:]) for some in scored], group=comm)[:, 0].tolist()
-    whole, of_pieces = found[: len(held_out)], found[len(held_out) :]
-    losses = [-math.fsum(whole) / held_out[:, 1:].numel()]
-    return [*losses, -math.fsum(of_pieces) / pieces[:, 1:].numel()] if of_pieces else losses
+def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tensor]) -> list[float]:
+    """Return the mean loss over all tokens that are predicted, for each of ``held_out``, (windows, length)."""
+    scored = [Continuation(window[:-1], window[1:]) for windows in held_out for window in windows]
+    found = iter(log_likelihoods(model, scored, group=comm)[:, 0].tolist())
+    return [-math.fsum(itertools.islice(found, len(windows))) / windows[:, 1:].numel() for windows in held_out]
 
 
 @contextmanager
