@@ -299,7 +299,7 @@ class Below(prune.Pattern):
                 at = slice(0, scores.shard.local.numel())
                 keep = (scores.values(at).abs() > self.threshold).view(scores.shard.local.shape)
                 num_gone = int((scores.shard.local == 0).sum())
-                found.append(Chosen(keep & (scores.shard.local != 0), num_gone, int((~keep).sum())))
+                found.append(Chosen(num_gone, int((~keep).sum()), mask=keep & (scores.shard.local != 0)))
             return found
 
         return Choice([self.threshold] * len(ranked.roster.members), settle)

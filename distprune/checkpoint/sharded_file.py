@@ -19,9 +19,9 @@ from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.output_files import allocate, check_space, planned
 from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives import Communicator, sum_together, together
-from distprune.shards import LocalShard, flat_chunk
+from distprune.shards import Geometry, LocalShard, flat_chunk
 
-__all__ = ["Stretch", "chunks_of", "file_digest", "read_shards", "write_chunk", "write_shards"]
+__all__ = ["Stretch", "chunks_of", "file_digest", "places_of", "read_shards", "write_chunk", "write_shards"]
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
@@ -76,19 +76,22 @@ def file_digest(comm: Communicator, path: Path) -> str:
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
     """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
     # Scattered elements need eight bytes of place each, several times over.
-    start_of_all = shard.geometry.flat_start
-    step = max(1, _WRITE_BYTES // shard.local.element_size()) if start_of_all is not None else _SCATTERED_ELEMENTS
+    is_one = shard.geometry.flat_start is not None
+    step = max(1, _WRITE_BYTES // shard.local.element_size()) if is_one else _SCATTERED_ELEMENTS
     numel = shard.local.numel()
     for start in range(0, numel, step):
         stop = min(start + step, numel)
-        values = flat_chunk(shard.local, start, stop).cpu().contiguous()
-        if start_of_all is not None:
-            yield values, [(start_of_all + start, 0, stop - start)]
-            continue
-        flat = shard.geometry.flat_indices(start, stop)
-        breaks = np.flatnonzero(np.diff(flat) != 1) + 1
-        bounds = [0, *breaks.tolist(), stop - start]
-        yield values, [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
+        yield flat_chunk(shard.local, start, stop).cpu().contiguous(), places_of(shard.geometry, start, stop)
+
+
+def places_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
+    """Return where the elements from local offset ``start`` to ``stop`` lie side by side in the whole. Local."""
+    if geometry.flat_start is not None:
+        return [(geometry.flat_start + start, 0, stop - start)]
+    flat = geometry.flat_indices(start, stop)
+    breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+    bounds = [0, *breaks.tolist(), stop - start]
+    return [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def write_chunk(descriptor: int, entry: TensorEntry, values: torch.Tensor, stretches: list[Stretch]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +13,9 @@ import torch
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
 from distprune.shards import LocalShard, Runs
 
-__all__ = ["Progress", "Slices", "Stored", "fill_shards", "stored_slices"]
+__all__ = ["Progress", "Slices", "Stored", "fill_shards", "read_ahead", "stored_slices"]
 
+_AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 
 Stored: TypeAlias = tuple[LocalShard, WeightFile, TensorEntry]  # a shard, and where its tensor is stored
@@ -43,6 +47,16 @@ def fill_shards(work: Sequence[Stored], progress: Progress = None) -> None:
     for _, _, slices in stored_slices(work, progress):
         for target, part in slices:
             target.copy_(part)
+
+
+def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Have the system read bytes of a file before they are asked for, where it knows how. Local, waits for no byte."""
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return
+    with suppress(OSError), path.open("rb") as file:  # whoever reads them will say what is wrong
+        for start, stop in ranges:
+            for first in range(start, stop, _AHEAD_BYTES):
+                os.posix_fadvise(file.fileno(), first, min(_AHEAD_BYTES, stop - first), os.POSIX_FADV_WILLNEED)
 
 
 def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:

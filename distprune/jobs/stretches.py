@@ -6,6 +6,7 @@ Noun: a *stretch* is some tensors, or a part of one, of about 256 MiB over all r
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.sharded_file import chunks_of, places_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
-from distprune.checkpoint.stored_slices import Progress
+from distprune.checkpoint.stored_slices import Progress, read_ahead
 from distprune.collectives import Communicator, sum_together, together
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
@@ -161,28 +162,25 @@ class StretchWriter:
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
         done: list[tuple[dict[str, Any], str]] = []
         synced: list[Future[None]] = []
-        # The system's part, copying and waiting for the disk, runs beside ours.
-        with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as writing:
+        with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]], checksum: HostChecksum) -> None:
                 synced.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
                 del done[:-1]
-                pending: list[Future[None]] = []
                 for part in stretch:
-                    for shard in self._pruned(part, counts):
-                        pending.append(writing.submit(_write, files[part.path].fileno(), part.entry, shard))
-                        checksum.add(shard.local)
-                        if len(pending) > 1:  # the next one but one takes its memory
-                            pending.pop(0).result()
-                for each in [*pending, *synced]:
+                    for piece in self._pieces(part):
+                        self._write(files[part.path].fileno(), part, piece, counts, checksum)
+                for each in synced:
                     each.result()
                 descriptors = [files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)]
                 synced[:] = [syncing.submit(os.fsync, descriptor) for descriptor in descriptors]
 
+            reading.submit(self._read_ahead, self.stretches[first : first + 1])
             for number in range(first, len(self.stretches)):
                 stretch = self.stretches[number]
+                reading.submit(self._read_ahead, self.stretches[number + 1 : number + 2])
                 names = [*dict.fromkeys(part.parameter for part in stretch if part.parameter is not None)]
                 counts = {name: [0, 0, 0] for name in names}
                 digest, totals = self._summed([*counts.values()], partial(written, stretch, counts))
@@ -198,6 +196,18 @@ class StretchWriter:
         with together(self._comm):
             self._record(done)
 
+    def _read_ahead(self, stretches: Sequence[Sequence[_Part]]) -> None:
+        """Have the system read what this rank will need, or about that."""
+        tensors = self._source.tensors
+        for part in itertools.chain.from_iterable(stretches):
+            file, entry = tensors[part.entry.name]
+            ranges = []
+            for piece in filter(lambda piece: piece.local_numel, map(part.as_stored, self._pieces(part))):
+                size = math.prod(piece.global_shape[1:]) * entry.dtype.itemsize
+                rows = piece.dim_runs[0] if piece.dim_runs else ((0, 1),)
+                ranges.append((entry.start + rows[0][0] * size, entry.start + rows[-1][1] * size))
+            read_ahead(file.path, ranges)
+
     def counts(self) -> list[list[int]]:
         """Return, of every parameter, how many zeros it has and how many it had, of what is recorded. Local."""
         totals = {name: [0, 0] for name in self._pruning.names}
@@ -210,23 +220,41 @@ class StretchWriter:
         for report, digest in done:
             self._unfinished.record(report, digest)
 
-    def _pruned(self, part: _Part, counts: dict[str, list[int]]) -> Iterator[LocalShard]:
-        """Yield this rank's pieces of ``part`` as they are written, and count what is pruned; two are in memory."""
+    def _write(
+        self, descriptor: int, part: _Part, piece: Geometry, counts: dict[str, list[int]], checksum: HostChecksum
+    ) -> None:
+        """Write what is left of a piece of ``part``, and count what is pruned."""
         name, values = part.entry.name, self._values[part.entry.name]
-        for piece in self._pieces(part):
-            if part.parameter is None:
-                yield LocalShard(name, _cut(values, piece), piece)
-                continue
-            first = self._stored[part.parameter][0]
-            pruned, chosen = self._pruning.pruned(part.parameter, piece)
-            if part.region.name == first[0].name:
-                found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
-                counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
+
+        def write(shard: LocalShard) -> None:
+            for chunk, places in chunks_of(shard):
+                write_chunk(descriptor, part.entry, chunk, places)
+            checksum.add(shard.local)
+
+        if part.parameter is None:
+            write(LocalShard(name, _cut(values, piece), piece))
+            return
+        first = self._stored[part.parameter][0]
+        if part.region.name != first[0].name:
+            before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
+            if not torch.equal(before.local, _cut(values, before.geometry)):
+                raise different_values(self._source.path, first[0].stored, name)
+        whole = None if part.is_whole else torch.empty(piece.local_shape, dtype=part.entry.dtype)
+
+        def put(start: int, left: torch.Tensor) -> None:
+            stop = start + len(left)
+            if whole is None:
+                write_chunk(descriptor, part.entry, left, places_of(piece, start, stop))
+                checksum.add(left)
             else:
-                before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
-                if not torch.equal(before.local, _cut(values, before.geometry)):
-                    raise different_values(self._source.path, first[0].stored, name)
-            yield part.shard_as_stored(pruned)
+                whole.view(-1)[start:stop] = left
+
+        chosen = self._pruning.prune(part.parameter, piece, put)
+        if whole is not None:
+            write(part.shard_as_stored(LocalShard(name, whole, piece)))
+        if part.region.name == first[0].name:
+            found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
+            counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
 
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``: of the parameter that is pruned in it, or of the stored tensor."""
@@ -257,11 +285,6 @@ class StretchWriter:
         words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
         return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
-
-
-def _write(descriptor: int, entry: TensorEntry, shard: LocalShard) -> None:
-    for chunk, stretches in chunks_of(shard):
-        write_chunk(descriptor, entry, chunk, stretches)
 
 
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:

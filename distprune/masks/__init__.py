@@ -12,6 +12,7 @@ from distprune.masks.in_place import (
     settle_kept,
     write_negative_zeros,
     zero_where_pruned,
+    zeroing,
 )
 from distprune.masks.plain_keys import dense_state_dict
 from distprune.masks.reparametrized import (
@@ -49,4 +50,5 @@ __all__ = [
     "undo_reparametrization",
     "write_negative_zeros",
     "zero_where_pruned",
+    "zeroing",
 ]

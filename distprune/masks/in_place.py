@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from distprune.shards import chunk_size, on_host
+from distprune.shards import chunk_size, flat_chunk, on_host
 
 __all__ = [
     "as_numbers",
@@ -20,6 +21,7 @@ __all__ = [
     "settle_kept",
     "write_negative_zeros",
     "zero_where_pruned",
+    "zeroing",
 ]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,19 +30,42 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 @torch.no_grad()
-def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None) -> None:
-    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local, chunk by chunk.
-
-    ``out``, of its shape and dtype, takes all of it instead, and ``local`` stays as it is.
-    """
-    out = local if out is None else out
+def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
+    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local, chunk by chunk."""
     if local.is_complex():
-        out.copy_(local).masked_fill_(~mask, 0)
+        local.masked_fill_(~mask, 0)
         return
-    multiply: Any = np.multiply if on_host(local.device) else torch.mul
-    for values, keep, written in _pieces(bits_of(local), mask.view(torch.int8), bits_of(out)):
-        multiply(values, keep, out=written)  # bits times 0 are those of 0.0, also of NaN and -1.0
-    increment_version(out)  # numpy does not
+    for values, keep in _pieces(bits_of(local), mask.view(torch.int8)):
+        values *= keep  # bits times 0 are those of 0.0, also of NaN and -1.0
+    increment_version(local)  # numpy does not
+
+
+def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], torch.Tensor]:
+    """Return a function of a first offset in ``values``, on the host, and of what stays from there on.
+
+    It returns those values with 0 where they go, 1-D, in memory that its next call writes over. Local.
+    """
+    memory = torch.empty(0, dtype=values.dtype)
+    if not values.is_contiguous():
+
+        def zero(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
+            left = flat_chunk(values, start, start + len(stays)).clone()
+            zero_where_pruned(left, torch.from_numpy(stays))
+            return left
+
+        return zero
+    bits, written = bits_of(values).view(-1).numpy(), bits_of(memory).numpy()
+
+    def zero_bits(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
+        nonlocal memory, written
+        num = len(stays)
+        if len(memory) < num:
+            memory = torch.empty(num, dtype=values.dtype)
+            written = bits_of(memory).numpy()
+        np.multiply(bits[start : start + num], stays.view(np.int8), out=written[:num])
+        return memory[:num]
+
+    return zero_bits
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from distprune.collectives import Communicator, Roster
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Competition, Entry, Order, common_order, select_lowest
+from distprune.selection import Chosen, Competition, Counts, Entry, Order, Put, common_order, select_lowest
 from distprune.shards import Matrix
 
 __all__ = [
@@ -96,13 +96,14 @@ class Choice:
     group or row has its own. ``settle`` returns a :class:`Chosen` for each of this rank's scores. It is local; the
     caller runs it within its next round and sums ``num_nans``, which must be 0.
 
-    ``decide`` returns what is chosen of a piece of one of this rank's shards, given the scores of that piece: local.
-    The piece cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
+    ``decide`` chooses from a piece, on the host, of one of this rank's shards, given the scores of that piece: local.
+    It puts what stays of one range of local offsets after the other, which is used before the next one comes. The piece
+    cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
     """
 
     thresholds: list[float | int | None]
     settle: Callable[[], list[Chosen]]
-    decide: Callable[[LocalScores], Chosen] | None = None  # of a pattern that has no unit
+    decide: Callable[[LocalScores, Put], Counts] | None = None  # of a pattern that has no unit
 
 
 class Pattern(ABC):
@@ -303,4 +304,9 @@ def compete(
         competitions.append(Competition(name, order(members), num, wanted))
     selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place, ranked.scores), writes=writes)
     thresholds = [selection.thresholds[place(i)[0]] for i in range(len(names))]
-    return Choice(thresholds, selection.settle, lambda scores: selection.decide(*make_entries(place, [scores])))
+
+    def decide(piece: LocalScores, put: Put) -> Counts:
+        (entry,) = make_entries(place, [piece])
+        return selection.decide(entry, put)
+
+    return Choice(thresholds, selection.settle, decide)

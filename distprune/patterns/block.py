@@ -32,7 +32,7 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Entry
+from distprune.selection import Chosen, Counts, Entry, Put, put_chunks
 from distprune.shards import Geometry, LocalMatrix, Matrix, fetched
 
 __all__ = ["Block"]
@@ -261,18 +261,19 @@ class _OwnBlocks:
         ends = np.cumsum([len(rows) for rows in self._asked])
         return [[answer.tobytes()] for answer in np.split(stays, ends[:-1])]
 
-    def deciding(self, settle: Callable[[], list[Chosen]]) -> Callable[[LocalScores], Chosen]:
+    def deciding(self, settle: Callable[[], list[Chosen]]) -> Callable[[LocalScores, Put], Counts]:
         """Return ``Choice.decide``, of shards that hold whole blocks alone; what is settled is kept."""
 
         @cache
         def stays() -> dict[int, torch.Tensor]:
             return dict(zip(self._parts, (each.mask for each in settle()), strict=False))
 
-        def decide(scores: LocalScores) -> Chosen:
+        def decide(scores: LocalScores, put: Put) -> Counts:
             member, piece = self._ranked.place[scores.shard.name], _ShardBlocks(scores, self._size)
             at = torch.from_numpy(np.searchsorted(self._parts[member].ids, piece.ids))
             mask, counts = piece.spread(stays()[member][at])
-            return Chosen.all_of([mask], [counts])[0]
+            put_chunks(mask, put)
+            return Counts(*counts.tolist())
 
         return decide
 

@@ -24,7 +24,7 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Order, raise_nans
+from distprune.selection import Chosen, Counts, Order, Put, put_chunks, raise_nans
 from distprune.shards import Geometry, Matrix, fetched
 
 __all__ = ["Channels"]
@@ -106,11 +106,19 @@ class Channels(Pattern):
             left = [table[:, NUM_GONE] < size for table, size in zip(tables, sizes, strict=False)]
             return self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
 
-        def spread(scores: Sequence[LocalScores]) -> list[Chosen]:
-            found = [_channels(s, self.dim).spread(stays()[ranked.place[s.shard.name]]) for s in scores]
+        def spread(scores: LocalScores) -> tuple[torch.Tensor, torch.Tensor]:
+            return _channels(scores, self.dim).spread(stays()[ranked.place[scores.shard.name]])
+
+        def settle() -> list[Chosen]:
+            found = [spread(scores) for scores in ranked.scores]
             return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
-        return Choice([None] * len(members), lambda: spread(ranked.scores), lambda piece: spread([piece])[0])
+        def decide(piece: LocalScores, put: Put) -> Counts:
+            mask, counts = spread(piece)
+            put_chunks(mask, put)
+            return Counts(*counts.tolist())
+
+        return Choice([None] * len(members), settle, decide)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:

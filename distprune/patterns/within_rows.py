@@ -17,11 +17,12 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, find_units, settle_cut
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Order, keep_highest_per_group, keep_highest_per_row
+from distprune.selection import Chosen, Counts, Order, Put, keep_highest_per_group, keep_highest_per_row, put_chunks
 from distprune.shards import Matrix, chunk_size, count_true, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
 
+_DECIDED = 1 << 18  # elements of a piece that are decided at a time, and what is put of them: in a core's cache
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
@@ -63,15 +64,12 @@ class _WithinRows(Pattern):
                 parts[member] = units_of(scores)
             return parts[member]
 
-        def settled(parts: Sequence[_ParameterUnits]) -> list[Chosen]:
-            found = [part.settle() for part in parts]
+        def settle() -> list[Chosen]:
+            found = [part_of(scores).settle() for scores in ranked.scores]
             return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
 
-        def settle() -> list[Chosen]:
-            return settled([part_of(scores) for scores in ranked.scores])
-
-        def decide(piece: LocalScores) -> Chosen:
-            return settled([units_of(piece)])[0]
+        def decide(piece: LocalScores, put: Put) -> Counts:
+            return units_of(piece).decide(put)
 
         if ranked.checks:
             census = take_census(ranked, counts_gone=False, num_cut=lambda scores: part_of(scores).units.num_cut)
@@ -222,48 +220,73 @@ class _ParameterUnits:
 
     def settle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Decide the whole units, and take over what became of the cut ones: the mask, and its counts."""
-        scores, units, device = self._scores, self.units, self._scores.device
+        scores, device = self._scores, self._scores.device
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
         flat_mask = mask.view(-1)
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
+        for at, keys, is_gone in self._whole_units(counts, chunk_size(device)):
+            if isinstance(at, slice):
+                self._keep(keys, is_gone, flat_mask[at].view(keys.shape))
+            else:
+                flat_mask[at] = self._keep(keys, is_gone).view(-1)
+        for offsets, stays in zip(self._cut, self.answers, strict=True):
+            there = sent(offsets, device)
+            self._count(scores.keys(self._order, there), counts)
+            flat_mask[there] = sent(torch.from_numpy(stays()), device)
+        counts[1] = mask.numel() - count_true(mask)
+        return mask, counts
+
+    def decide(self, put: Put) -> Counts:
+        """Decide whole units on the host, of which there are no others, and ``put`` what stays (see ``Choice``)."""
+        if not self.units.is_dense:
+            mask, found = self.settle()
+            put_chunks(mask, put)
+            return Counts(*found.tolist())
+        counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
+        memory: torch.Tensor | None = None
+        for at, keys, is_gone in self._whole_units(counts, _DECIDED):
+            assert isinstance(at, slice)
+            if memory is None:
+                memory = torch.empty(keys.shape, dtype=torch.bool)  # the last chunk may be smaller
+            stays = self._keep(keys, is_gone, memory[: len(keys)]).numpy().reshape(-1)
+            num_pruned += len(stays) - int(np.count_nonzero(stays))
+            put(at.start, stays)
+        counts[1] = num_pruned
+        return Counts(*counts.tolist())
+
+    def _whole_units(
+        self, counts: torch.Tensor, num_at_a_time: int
+    ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Yield where some rows of whole units are, their keys (rows, inputs), and which of them are gone, if any.
+
+        What is gone and what is NaN is added to ``counts``. The keys are written over by the next ones.
+        """
+        units, device = self.units, self._scores.device
         num_rows, width = len(units.matrix.rows), len(units.whole)
         columns = sent(torch.from_numpy(units.whole), device)
-        step = max(1, chunk_size(device) // max(width, 1))
+        step = max(1, num_at_a_time // max(width, 1))
         memory = torch.empty(step * width, dtype=self._order.key_dtype, device=device)
-
-        def keys_at(
-            at: slice | torch.Tensor, memory: torch.Tensor | None = None
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the keys there, and which of them are of what is gone."""
-            keys = scores.keys(self._order, at, memory)
-            if (is_gone := _gone(self._order, keys)) is not None:
-                counts[0] += is_gone.sum()
-            if not on_host(device) or (len(keys) and int(keys.max()) > self._order.last):
-                counts[2] += (keys > self._order.last).sum()
-            return keys, is_gone
-
         for start in range(0, num_rows if width else 0, step):
             stop = min(start + step, num_rows)
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
                 at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
-            keys, is_gone = keys_at(at, memory)
-            keys, is_gone = keys.view(-1, width), None if is_gone is None else is_gone.view(-1, width)
-            if isinstance(at, slice):
-                self._keep(keys, is_gone, flat_mask[at].view(-1, width))
-            else:
-                flat_mask[at] = self._keep(keys, is_gone).view(-1)
-        for offsets, stays in zip(self._cut, self.answers, strict=True):
-            at = sent(offsets, device)
-            keys_at(at)
-            flat_mask[at] = sent(torch.from_numpy(stays()), device)
-        counts[1] = mask.numel() - count_true(mask)
-        return mask, counts
+            keys = self._scores.keys(self._order, at, memory)
+            is_gone = self._count(keys, counts)
+            yield at, keys.view(-1, width), None if is_gone is None else is_gone.view(-1, width)
+
+    def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
+        """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""
+        if (is_gone := _gone(self._order, keys)) is not None:
+            counts[0] += is_gone.sum()
+        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self._order.last):
+            counts[2] += (keys > self._order.last).sum()
+        return is_gone
 
 
 def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     """Return which of ``keys`` are of what is gone, bool; ``None``, on the host, where none is."""
-    if on_host(keys.device) and (keys.numel() == 0 or int(keys.min()) >= order.first):
+    if on_host(keys.device) and (keys.numel() == 0 or keys.numpy().min() >= order.first):  # a quarter of torch's time
         return None
     return keys < order.first
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import Communicator
-from distprune.masks import zero_where_pruned
+from distprune.masks import zeroing
 from distprune.patterns import Pattern
 from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores import count_unread_nans, local_scores
-from distprune.selection import Chosen
+from distprune.selection import Counts
 from distprune.shards import Geometry, LocalShard, grain_of, pieces_of, share_of, within
 
 __all__ = ["StreamedPruning"]
 
-_PIECE_NUMEL = 1 << 20  # elements in memory at a time, several times over; they stay in a core's cache
+_PIECE_NUMEL = 1 << 22  # elements in memory at a time, several times over
 
 
 class StreamedPruning:
@@ -38,7 +38,6 @@ class StreamedPruning:
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, StoredValues]) -> None:
         self._values = values
-        self._memory: list[torch.Tensor] = []  # of the piece before the last, and of the last one
         self._grains: dict[str, tuple[int, ...]] = {}
         self._comm = comm
 
@@ -80,30 +79,19 @@ class StreamedPruning:
         """Return a piece of parameter ``name`` as it is stored. Local."""
         return self._values[name].cut(piece)
 
-    def pruned(self, name: str, piece: Geometry) -> tuple[LocalShard, Chosen]:
-        """Return a copy of a piece with zeros where elements go, and what was chosen. Local; the caller sums NaNs.
+    def prune(self, name: str, piece: Geometry, put: Callable[[int, torch.Tensor], None]) -> Counts:
+        """Put a piece with zeros where elements go, and return what was chosen. Local; the caller sums NaNs.
 
-        The copy is written over by the one after the next: fresh memory would take as long as the choice.
+        One range of local offsets is put after the other, each in the memory of the one before, so that all of it stays
+        in a core's cache from the choice to whoever takes it.
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
-        chosen = self._decide(scores)
-        copy = self._empty_like(values)
-        zero_where_pruned(values, chosen.mask, copy)
-        return (
-            dataclasses.replace(shard, local=copy),
-            dataclasses.replace(chosen, num_nans=chosen.num_nans + num_unread),
-        )
-
-    def _empty_like(self, values: torch.Tensor) -> torch.Tensor:
-        """Return memory of the piece before the last."""
-        memory = self._memory.pop(0) if len(self._memory) == 2 else None
-        if memory is None or len(memory) < values.nbytes:
-            memory = torch.empty(values.nbytes, dtype=torch.uint8)
-        self._memory.append(memory)
-        return memory[: values.nbytes].view(values.dtype).view(values.shape)
+        zero = zeroing(values)
+        counts = self._decide(scores, lambda start, stays: put(start, zero(start, stays)))
+        return dataclasses.replace(counts, num_nans=counts.num_nans + num_unread)
 
     @property
     def names(self) -> list[str]:

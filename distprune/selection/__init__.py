@@ -1,7 +1,7 @@
 """The exact k lowest of competitors that are spread over ranks."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.kth_value import Chosen, Selection, raise_nans, select_lowest
+from distprune.selection.kth_value import Chosen, Counts, Put, Selection, put_chunks, raise_nans, select_lowest
 from distprune.selection.order import Order, OrderedBy, common_order
 from distprune.selection.scan import Entry, Keyed
 from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
@@ -9,14 +9,17 @@ from distprune.selection.within_rows import keep_highest_per_group, keep_highest
 __all__ = [
     "Chosen",
     "Competition",
+    "Counts",
     "Entry",
     "Keyed",
     "Order",
     "OrderedBy",
+    "Put",
     "Selection",
     "common_order",
     "keep_highest_per_group",
     "keep_highest_per_row",
+    "put_chunks",
     "raise_nans",
     "select_lowest",
 ]

@@ -15,10 +15,12 @@ competitions alone, the number of rounds on the kind of the scores and on whethe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator, together
@@ -28,9 +30,9 @@ from distprune.selection.device_tally import DeviceTally
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry
 from distprune.selection.tally import Keep, Tally
-from distprune.shards import fetched, on_host
+from distprune.shards import fetched, flat_chunks, on_host
 
-__all__ = ["Chosen", "Selection", "raise_nans", "select_lowest"]
+__all__ = ["Chosen", "Counts", "Put", "Selection", "put_chunks", "raise_nans", "select_lowest"]
 
 # int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
 # when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
@@ -39,33 +41,46 @@ _NUM_WORDS_ALONE_KEYS = (1 << 13) - 1
 _NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
 
 
+Put = Callable[[int, npt.NDArray[np.bool_]], None]  # the first local offset, and what stays from there on
+
+
 @dataclass(frozen=True)
-class Chosen:
-    """What was chosen from one shard: ``mask`` (bool, local shape, True = keep), and counts of local elements.
+class Counts:
+    """Of local elements: ``num_pruned`` go; ``num_gone``, those of them that were pruned before."""
 
-    ``num_pruned``: all that are False in the mask; ``num_gone``: those of them that were pruned before.
-    """
-
-    mask: torch.Tensor
     num_gone: int
     num_pruned: int
     num_nans: int = 0
 
+
+@dataclass(frozen=True)
+class Chosen(Counts):
+    """What was chosen from one shard: ``mask`` (bool, local shape, True = keep), and counts of what is False in it."""
+
+    mask: torch.Tensor = field(kw_only=True)
+
     @staticmethod
     def all_of(masks: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]) -> list[Chosen]:
         """Return what was chosen, given ``counts`` where they were counted, int64: gone, pruned and, if any, NaNs."""
-        return [Chosen(mask, *num.tolist()) for mask, num in zip(masks, fetched(counts), strict=True)]
+        return [Chosen(*num.tolist(), mask=mask) for mask, num in zip(masks, fetched(counts), strict=True)]
+
+
+def put_chunks(mask: torch.Tensor, put: Put) -> None:
+    """``put`` a whole mask, chunk by chunk."""
+    for start, stays in flat_chunks(mask):
+        put(start, stays.numpy())
 
 
 @dataclass(frozen=True)
 class Selection:
     """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where only those go that
     were gone before. ``settle`` writes the masks: local; the caller runs it within its own next round. ``decide``
-    returns what is chosen of some elements of the host, part of an entry or not: local, one read of their scores."""
+    chooses from some elements of the host, part of an entry or not, and puts what stays of them: local, one read of
+    their scores."""
 
     thresholds: list[float | int | None]
     settle: Callable[[], list[Chosen]]  # by entry
-    decide: Callable[[Entry], Chosen]
+    decide: Callable[[Entry, Put], Counts]
 
 
 def select_lowest(
@@ -108,11 +123,12 @@ def select_lowest(
     ]
     own = _OwnPart(states, make_entries, writes)
 
-    def decide(entry: Entry) -> Chosen:
+    def decide(entry: Entry, put: Put) -> Counts:
         tally = Tally(entry, states[entry.competition].settled(), Keep())
         tally.settle_positions()
+        put_chunks(tally.mask, put)
         num_nans, num_gone, num_pruned = tally.counts().tolist()
-        return Chosen(tally.mask, num_gone, num_pruned, num_nans)
+        return Counts(num_gone, num_pruned, num_nans)
 
     if not competitions:
         return Selection([], own.settle, decide)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.shards.local_shard import flat_chunks
@@ -13,7 +14,8 @@ from distprune.shards.local_shard import flat_chunks
 __all__ = ["HostChecksum", "checksum"]
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUM_LANES = 1 << 13  # sums of 8 bytes each; with fewer, calls of numpy take longer than the sums
+# Sums of 8 bytes each. A prime: pages of 4 KiB that change places within a stretch, of 2 MiB, change lanes.
+_NUM_LANES, _NUM_ROWS = 1021, 256
 _FACTOR = 0x5851F42D4C957F2D  # between tensors: Knuth's, of MMIX; int64 wraps
 
 
@@ -30,26 +32,46 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class HostChecksum:
-    """A checksum of tensors on the host, one after the other, at the speed of memory.
+    """A checksum of tensors on the host, one after the other, at the speed of memory; how they are cut is no matter.
 
-    Fletcher's (IEEE Transactions on Communications 30, 1982) in many lanes: sums of every lane's words, which see a
-    changed word, and sums of those sums, which see words that changed places.
+    Fletcher's (IEEE Transactions on Communications 30, 1982), of stretches, each summed in many lanes of 8 bytes: a sum
+    sees a changed word, and one that moved to another lane; the sum of those sums, stretches that changed places.
     """
 
     def __init__(self) -> None:
         self._sums = np.zeros((2, _NUM_LANES), dtype=np.uint64)  # they wrap around
+        self._num_rows = 0  # of the stretch that is being summed
+        self._row = np.zeros(self._sums[0].nbytes, dtype=np.uint8)  # the one that is not full
+        self._num_bytes = 0
 
     def add(self, values: torch.Tensor) -> None:
         """Take over the bits of ``values``. Local."""
         data = values.contiguous().view(-1).view(torch.uint8).numpy()
-        end = len(data) - len(data) % self._sums[0].nbytes
-        rest = np.zeros_like(self._sums[0])
-        rest.view(np.uint8)[: len(data) - end] = data[end:]
+        size = len(self._row)
+        if filled := self._num_bytes % size:
+            num = min(size - filled, len(data))
+            self._row[filled : filled + num] = data[:num]
+            if filled + num == size:
+                self._add(self._row.view(np.uint64)[None])
+            self._num_bytes += num
+            data = data[num:]
+        end = len(data) - len(data) % size
+        self._add(data[:end].view(np.uint64).reshape(-1, _NUM_LANES))
+        self._row[: len(data) - end] = data[end:]
+        self._num_bytes += len(data)
+
+    def _add(self, rows: npt.NDArray[np.uint64]) -> None:
         first, second = self._sums
-        for row in (*data[:end].view(np.uint64).reshape(-1, _NUM_LANES), rest):
-            first += row
-            second += first
+        start = 0
+        while start < len(rows):
+            some = rows[start : start + _NUM_ROWS - self._num_rows]
+            first += np.add.reduce(some, axis=0)
+            start += len(some)
+            self._num_rows = (self._num_rows + len(some)) % _NUM_ROWS
+            if self._num_rows == 0:
+                second += first
 
     def digest(self) -> bytes:
         """Return 32 bytes, which tell what was added from almost anything else."""
-        return hashlib.sha256(self._sums.data).digest()
+        rest = self._row[: self._num_bytes % len(self._row)]
+        return hashlib.sha256(self._sums.tobytes() + rest.tobytes() + self._num_bytes.to_bytes(8, "little")).digest()

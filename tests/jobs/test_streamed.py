@@ -8,8 +8,8 @@ import itertools
 import json
 import os
 import shutil
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from distprune.checkpoint import stored_slices
+from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.sharded_file import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
 from distprune.jobs.stretches import StretchWriter
 from distprune.pruning import streamed
-from distprune.shards import LocalShard
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
@@ -109,6 +110,26 @@ def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path
         assert found == expected
         assert pruning_of(report) == pruning_of(loaded)
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_all_is_read_ahead_by_the_rank_that_needs_it(
+    models: Path, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[Path, list[tuple[int, int]]] = {}
+
+    def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        asked.setdefault(path, []).extend(ranges)
+        stored_slices.read_ahead(path, ranges)
+
+    monkeypatch.setattr(stretches, "read_ahead", read_ahead)
+    job = StreamedJob(model=str(models / model), output=str(tmp_path / "out"), **CASES["2:4"])
+    run_threads(3, on_rank, job)
+    for file in open_directory(models / model).weight_files:
+        of_file = sorted(asked[file.path])
+        assert (of_file[0][0], of_file[-1][1]) == (file.tensors[0].start, file.tensors[-1].stop)
+        assert all(start <= stop for (_, stop), (start, _) in itertools.pairwise(of_file))
+        assert sum(stop - start for start, stop in of_file) < 1.5 * file.tensors[-1].stop
 
 
 def experts_apart(folder: Path) -> Path:
@@ -241,21 +262,18 @@ def test_refused_at_once(models: Path, tmp_path: Path, changes: dict[str, Any], 
 def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ``job`` on two ranks, of which one fails after so many parts of tensors."""
     with monkeypatch.context() as patch:
-        pruned, parts, failing = StretchWriter._pruned, itertools.count(), list[int]()
+        write_piece, parts, failing = StretchWriter._write, itertools.count(), threading.local()
 
-        def watched(self: StretchWriter, part: Any, *arguments: Any) -> Iterator[LocalShard]:
-            is_last = self._comm.rank == 1 and next(parts) == num_parts
-            for shard in pruned(self, part, *arguments):
-                failing.extend([shard.local.data_ptr()] * is_last)
-                yield shard
+        def watched(self: StretchWriter, *arguments: Any) -> None:
+            failing.now = self._comm.rank == 1 and next(parts) == num_parts
+            write_piece(self, *arguments)
 
         def write(descriptor: int, entry: Any, values: torch.Tensor, stretches: Any) -> None:
-            time.sleep(0.002)  # the next piece is ready by then
-            if values.data_ptr() in failing:
+            if failing.now:
                 raise OSError("the disk is gone")
             write_chunk(descriptor, entry, values, stretches)
 
-        patch.setattr(StretchWriter, "_pruned", watched)
+        patch.setattr(StretchWriter, "_write", watched)
         patch.setattr("distprune.jobs.stretches.write_chunk", write)
         for error in run_threads(2, on_rank, job, catch=True):
             assert isinstance(error, OSError)

@@ -74,3 +74,13 @@ def test_on_the_host_alone() -> None:
         found.add(digest(swapped))
     assert len(found) == 4 + 8 + 4
     assert digest(bits.clone()) == digest(values) == digest(values.view(-1, 2).t().clone().t())
+
+
+def test_on_the_host_it_does_not_matter_how_values_are_cut() -> None:
+    values = torch.randn(2_200_000).bfloat16()  # over two stretches
+    whole = digest(values)
+    for sizes in ([1, 3, 4083, 4084, 2_000_000], [1_050_000], [7] * 1200):
+        assert digest(*torch.split(values, [*sizes, len(values) - sum(sizes)])) == whole
+    page, pages = 2048, values.view(torch.int16).clone()
+    pages[:page], pages[2 * page : 3 * page] = values.view(torch.int16)[2 * page : 3 * page], pages[:page].clone()
+    assert digest(pages) != whole

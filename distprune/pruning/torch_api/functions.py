@@ -227,7 +227,7 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
             target = find_target(fsdp2, shard.module, shard.attribute, index, None)
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
-            chosen = Chosen(masks[shard.name].to(target.shard.local.device), 0, 0)
+            chosen = Chosen(0, 0, mask=masks[shard.name].to(target.shard.local.device))
             mask = next_mask(target, chosen, CustomFromMask.PRUNING_TYPE)
             changes.append(changed(target, mask, CustomFromMask(mask)))
         return Decision(changes, {})

@@ -46,7 +46,7 @@ class Identity(Selecting):
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
     ) -> Callable[[], list[Chosen]]:
         """Return a function that returns that all stays. No communication."""
-        return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0) for s in make_scores()]
+        return lambda: [Chosen(0, 0, mask=torch.ones_like(s.shard.local, dtype=torch.bool)) for s in make_scores()]
 
     @classmethod
     @override
