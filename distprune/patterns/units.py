@@ -5,17 +5,20 @@ The sums of their elements' scores are the same in any order, on a grid common t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, raise_nans
-from distprune.shards import Geometry, count_true, fetched, on_host, sent
+from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
 __all__ = [
     "NUM_COLUMNS",
@@ -28,6 +31,9 @@ __all__ = [
     "unit_order",
 ]
 
+IntArray = npt.NDArray[np.int64]
+
+_WORTH = 1 << 12  # elements of lines that share what is within them: with fewer, to loop over such takes longer
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
 
 
@@ -68,22 +74,39 @@ class ShardUnits:
                 lines = at // width
                 yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
 
+    def _tiles(self) -> Iterator[tuple[slice, _Elements | _Tile]]:
+        """Yield local elements and their units: on the host whole lines, or parts of some, if that is worth it."""
+        (num_panels, width), num = self._within.shape, len(self._starts)
+        is_worth_it = num_panels == 1 or num * width >= _WORTH
+        if self._first is not None or not on_host(self.scores.device) or not is_worth_it:
+            yield from ((at, _Elements(units)) for at, units in self.chunks())
+            return
+        size, starts = chunk_size(self.scores.device), self._starts.numpy()
+        step = max(1, size // max(width, 1))
+        for panel, low in itertools.product(range(num_panels), range(0, width, size)):
+            within = self._within[panel, low : low + size].numpy()
+            columns = _groups(within)
+            for start in range(0, num, step):
+                begin = (panel * num + start) * width + low
+                tile = _Tile(starts[start : start + step], within, columns)
+                yield slice(begin, begin + len(tile.starts) * len(within)), tile
+
     def table(self, scale: int | None) -> torch.Tensor:
         """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""
         scores = self.scores
         table = torch.zeros((self.num_units, NUM_COLUMNS), dtype=torch.int64, device=scores.device)
-        for at, units in self.chunks():
+        for at, units in self._tiles():
             if scale is None:
                 gone = scores.is_gone(at)
             else:
                 values, gone = addends(scores, at)
-                infinite = values.isinf()
-                if not on_host(scores.device) or infinite.any():
-                    table[:, NUM_INFINITE].index_add_(0, units, infinite * values.sign().to(torch.int64))
+                if not on_host(scores.device) or not all_finite(values):
+                    infinite = values.isinf()
+                    units.add(table[:, NUM_INFINITE], infinite * values.sign().to(torch.int64))
                     values = values.masked_fill(infinite, 0.0)
-                table[:, SUM].index_add_(0, units, on_grid(values, scale))
+                units.add(table[:, SUM], on_grid(values, scale))
             if gone is not None:
-                table[:, NUM_GONE].index_add_(0, units, gone.to(torch.int64))
+                units.add(table[:, NUM_GONE], gone.to(torch.int64))
         return table
 
     def spread(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +114,66 @@ class ShardUnits:
         scores, stays = self.scores, sent(keep, self.scores.device)
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
         counts = torch.zeros(2, dtype=torch.int64, device=scores.device)
-        for at, units in self.chunks():
-            chunk = torch.take(stays, units, out=mask.view(-1)[at])
+        for at, units in self._tiles():
+            chunk = mask.view(-1)[at]
+            units.spread(stays, chunk)
             if (gone := scores.is_gone(at)) is not None:
                 chunk.logical_and_(~gone)
                 counts[0] += gone.sum()
         counts[1] = mask.numel() - count_true(mask)
         return mask, counts
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """The unit of each of some elements."""
+
+    units: torch.Tensor
+
+    def add(self, totals: torch.Tensor, values: torch.Tensor) -> None:
+        """Add ``values`` of the elements to the ``totals`` of their units; both int64."""
+        totals.index_add_(0, self.units, values)
+
+    def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what there is ``of_units``, bool, into ``out``, of the elements."""
+        torch.take(of_units, self.units, out=out)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The units of some lines, on the host: ``starts[i] + within[j]``. Equal ones side by side are taken together.
+
+    ``columns``: where other ones begin in ``within``.
+    """
+
+    starts: IntArray
+    within: IntArray
+    columns: IntArray
+
+    def add(self, totals: torch.Tensor, values: torch.Tensor) -> None:
+        """As of :class:`_Elements`."""
+        lines, of_lines = values.numpy().reshape(len(self.starts), -1), _groups(self.starts)
+        size = len(lines) // len(of_lines)
+        if np.array_equal(of_lines, np.arange(0, len(lines), size)):  # lines first: that is by far the faster way
+            sums = lines.reshape(len(of_lines), size, -1).sum(axis=1) if size > 1 else lines
+        else:
+            sums = np.add.reduceat(lines, of_lines, axis=0)
+        if len(self.columns) < len(self.within):
+            sums = np.add.reduceat(sums, self.columns, axis=1)
+        units = self.starts[of_lines, None] + self.within[self.columns]
+        totals.index_add_(0, torch.from_numpy(units.reshape(-1)), torch.from_numpy(sums.reshape(-1)))
+
+    def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
+        """As of :class:`_Elements`."""
+        of_lines, columns = _groups(self.starts), self.columns if len(self.columns) == 1 else slice(None)
+        found = of_units.numpy()[self.starts[of_lines, None] + self.within[columns]]
+        num_lines = np.diff(of_lines, append=len(self.starts))
+        out.numpy().reshape(len(self.starts), -1)[:] = np.repeat(found, num_lines, axis=0)
+
+
+def _groups(units: IntArray) -> IntArray:
+    """Return where equal ones side by side begin."""
+    return np.flatnonzero(np.diff(units, prepend=-1))
 
 
 def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -127,7 +203,13 @@ def agree_on_scales(
         for of_shard in scores().values():
             found.append(torch.zeros(2, dtype=torch.float64, device=of_shard.device))  # largest, NaNs
             for start, stop in of_shard.chunks():
-                values, _ = addends(of_shard, slice(start, stop))
+                at = slice(start, stop)
+                if on_host(of_shard.device) and of_shard.is_gone(at) is None:
+                    extremes = torch.stack(torch.aminmax(of_shard.values(at))).to(torch.float64).abs().max()
+                    if math.isfinite(extremes):  # a NaN is both extremes
+                        found[-1][0] = found[-1][0].maximum(extremes)
+                        continue
+                values, _ = addends(of_shard, at)
                 found[-1][1] += values.isnan().sum()
                 found[-1][0] = found[-1][0].maximum(values.nan_to_num_(0.0, 0.0, 0.0).abs_().max())
         for (member, of_shard), numbers in zip(scores().items(), fetched(found), strict=True):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from typing_extensions import override
 
-from distprune.shards import LocalShard, chunk_size, fetched, flat_chunk, flat_chunks, on_host
+from distprune.shards import LocalShard, chunk_size, count_true, fetched, flat_chunk, flat_chunks, is_zero, on_host
 
 __all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "count_unread_nans", "local_scores"]
 
@@ -176,8 +176,8 @@ class LocalScores:
         """Return which elements at ``at`` are gone, bool, 1-D; ``None``, on the host always, if none are."""
         if self.gone is None:
             return None
-        gone = _taken(self.gone, at) == 0
-        return gone if not on_host(self.device) or gone.any() else None
+        gone = is_zero(_taken(self.gone, at))
+        return gone if not on_host(self.device) or count_true(gone) else None
 
     def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""

@@ -12,6 +12,7 @@ import torch
 
 __all__ = ["grid_scale", "on_grid"]
 
+_MAX_FACTOR = 1000  # of exponents of 2
 _SUM_BITS = 61  # of an int64: a sign, and room for rounding up
 
 
@@ -23,6 +24,7 @@ def grid_scale(num_addends: int, largest: float) -> int:
 
 def on_grid(addends: torch.Tensor, scale: int) -> torch.Tensor:
     """Return finite ``addends`` (float64) as multiples of 2**-scale (int64, new)."""
-    # In two steps, since 2**scale alone may be no float64.
-    half = scale // 2
-    return (addends * 2.0**half * 2.0 ** (scale - half)).round().to(torch.int64)
+    if abs(scale) > _MAX_FACTOR:  # 2**scale alone may be no float64
+        half = scale // 2
+        addends, scale = addends * 2.0**half, scale - half
+    return (addends * 2.0**scale).round_().to(torch.int64)

@@ -1,7 +1,7 @@
 """Where this rank's elements sit: every layout reduced to flat indices. No communication."""
 
 from distprune.shards.checksum import HostChecksum, checksum
-from distprune.shards.device import all_finite, chunk_size, count_true, fetched, on_host, sent
+from distprune.shards.device import all_finite, chunk_size, count_true, fetched, is_zero, on_host, sent
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
 from distprune.shards.layouts import (
@@ -47,6 +47,7 @@ __all__ = [
     "is_flattened",
     "is_held",
     "is_laid_out_like",
+    "is_zero",
     "local_of",
     "local_part",
     "local_shard",

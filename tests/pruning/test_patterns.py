@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern, within_rows
+from distprune.patterns import Pattern, units, within_rows
 from distprune.selection import keep_highest_per_group
-from distprune.shards import Geometry, Matrix
+from distprune.shards import Geometry, Matrix, device
 from tests.contract import FITTING, own_cases
 from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
@@ -115,6 +115,18 @@ def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: s
     monkeypatch.setattr(within_rows, "_BATCH", 37)
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 62])
+@pytest.mark.parametrize("name", ["plain", "shard1", "strided"])
+def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
+    monkeypatch.setattr(units, "_WORTH", worth)
+    monkeypatch.setattr(device, "_HOST_CHUNK", 7)
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    num_ranks = 4 if 4 in layout.world_sizes else 2
+    run_threads(num_ranks, check_rank, layout, num_ranks, [c for c in made() if isinstance(c[0], Block | Channels)])
+    if name == "plain":
+        run_threads(3, turned_on_rank, None)
 
 
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 3)])
