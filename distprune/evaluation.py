@@ -16,7 +16,7 @@ from distprune.collectives import Group, communicator, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import evaluating, keeping_weights
 
-__all__ = ["Continuation", "log_likelihoods", "perplexity", "tokenize_file"]
+__all__ = ["Continuation", "log_likelihoods", "perplexities", "perplexity", "tokenize_file"]
 
 _LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
@@ -69,19 +69,45 @@ def perplexity(
             :func:`log_likelihoods` raises.
         NotImplementedError, RuntimeError, Exception: on every rank: what :func:`log_likelihoods` raises.
     """
-    comm = communicator(group)
-    num_windows = token_ids.numel() // max(sequence_length, 1)
-    with together(comm, sequence_length=sequence_length, num_tokens=token_ids.numel()):
-        if sequence_length < 2 or num_windows == 0:
-            raise ValueError(
-                f"{token_ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more"
-            )
-        windows = token_ids[: num_windows * sequence_length].view(num_windows, sequence_length)
-        check_fit(windows, model)
-    asked = [Continuation(window[:-1], window[1:]) for window in windows]
+    (found,) = perplexities(
+        model,
+        [token_ids],
+        sequence_length=sequence_length,
+        group=group,
+        progress=progress,
+        batch_tokens=batch_tokens,
+    )
+    return found
+
+
+def perplexities(
+    model: nn.Module,
+    texts: Sequence[torch.Tensor],
+    *,
+    sequence_length: int,
+    group: Group = None,
+    progress: Progress = None,
+    batch_tokens: int = _BATCH_TOKENS,
+) -> list[float]:
+    """Return the :func:`perplexity` of each of ``texts``; windows of several run in one forward. Rounds as there."""
+    comm, asked, num_windows = communicator(group), list[Continuation](), list[int]()
+    num_tokens = [ids.numel() for ids in texts]
+    with together(comm, sequence_length=sequence_length, num_tokens=num_tokens):
+        for ids in texts:
+            num_windows.append(ids.numel() // max(sequence_length, 1))
+            if sequence_length < 2 or num_windows[-1] == 0:
+                raise ValueError(
+                    f"{ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more"
+                )
+            windows = ids[: num_windows[-1] * sequence_length].view(-1, sequence_length)
+            check_fit(windows, model)
+            asked += [Continuation(window[:-1], window[1:]) for window in windows]
     scored = log_likelihoods(model, asked, group=comm, progress=progress, batch_tokens=batch_tokens)
-    mean = -math.fsum(of_window[0] for of_window in scored.tolist()) / (num_windows * (sequence_length - 1))
-    return math.inf if mean > 700 else math.exp(mean)  # NaN stays NaN
+    found = []
+    for of_text in torch.split(scored[:, 0], num_windows):
+        mean = -math.fsum(of_text.tolist()) / (len(of_text) * (sequence_length - 1))
+        found.append(math.inf if mean > 700 else math.exp(mean))  # NaN stays NaN
+    return found
 
 
 @torch.no_grad()

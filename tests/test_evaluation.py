@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from distprune.checkpoint import load_model
-from distprune.evaluation import Continuation, log_likelihoods, perplexity, tokenize_file
+from distprune.evaluation import Continuation, log_likelihoods, perplexities, perplexity, tokenize_file
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
@@ -120,6 +120,16 @@ def by_hand(model: Bigram, tokens: torch.Tensor, length: int) -> float:
 def test_equals_the_sum_by_hand(num_tokens: int, length: int) -> None:
     model, tokens = make_bigram(), make_tokens(num_tokens)
     assert perplexity(model, tokens, sequence_length=length) == pytest.approx(by_hand(model, tokens, length), rel=1e-6)
+
+
+def test_windows_of_several_texts_share_forwards() -> None:
+    model, texts = make_bigram(), [make_tokens(13), make_tokens(6) + 1, make_tokens(20) % 7]
+    texts = [tokens % VOCABULARY for tokens in texts]
+    found = perplexities(model, texts, sequence_length=6, batch_tokens=30)
+    assert found == [pytest.approx(by_hand(model, tokens, 6), rel=1e-6) for tokens in texts]
+    assert model.num_forwards == 1  # 2 + 1 + 3 windows of 5 inputs
+    with pytest.raises(ValueError, match="4 tokens make no window"):
+        perplexities(model, [*texts, make_tokens(4)], sequence_length=6)
 
 
 def test_uniform_model_is_as_perplexed_as_its_vocabulary_is_large() -> None:

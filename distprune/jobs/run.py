@@ -27,7 +27,7 @@ from distprune.checkpoint import (
     resolve_model,
 )
 from distprune.collectives import agree, communicator, together
-from distprune.evaluation import perplexity, tokenize_file
+from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 from distprune.patterns import Pattern
@@ -154,11 +154,13 @@ class Run:
         """Return the perplexity on each text to evaluate on, and the metrics of each task."""
         of_texts: dict[str, float] = {}
         of_tasks: dict[str, dict[str, float]] = {}
-        length = self.job.evaluation_length
-        for name, ids in self._tokens.items():
-            stage = f"evaluating {when} on {Path(name).name}"
+        texts, length = [*self._tokens.values()], self.job.evaluation_length
+        if texts:
+            where = Path(next(iter(self._tokens))).name if len(texts) == 1 else f"{len(texts)} texts"
+            stage = f"evaluating {when} on {where}"
             with clock(self.seconds, "evaluate"), self.told.stage(stage, "windows") as progress:
-                of_texts[name] = perplexity(model, ids, sequence_length=length, group=self.comm, progress=progress)
+                found = perplexities(model, texts, sequence_length=length, group=self.comm, progress=progress)
+            of_texts = dict(zip(self._tokens, found, strict=True))
         if self._tasks is not None:
             with clock(self.seconds, "tasks"), self.told.stage(f"tasks {when}", "requests") as progress:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)

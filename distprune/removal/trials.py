@@ -267,11 +267,12 @@ def _put_back(comm: Communicator, model: nn.Module, kinds: Iterable[str]) -> Ite
 
 def _readers(model: nn.Module, kinds: Iterable[Any]) -> list[LinearMap]:
     found: dict[int, LinearMap] = {}
-    for (_, block), kind in itertools.product(decoder_blocks(model), sorted(kinds)):
+    for _, block in decoder_blocks(model):
         maps = linear_maps(block)
-        with suppress(NotImplementedError):  # then nothing makes up for layers
-            read = [maps[units.reader] for units in find_units(block, kind) if units.reader in maps]
-            found |= {id(linear.parameter): linear for linear in read}
+        for kind in sorted(kinds):
+            with suppress(NotImplementedError):  # then nothing makes up for layers
+                read = [maps[units.reader] for units in find_units(block, kind) if units.reader in maps]
+                found |= {id(linear.parameter): linear for linear in read}
     return list(found.values())
 
 
