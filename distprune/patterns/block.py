@@ -160,8 +160,8 @@ class _ShardBlocks(ShardUnits):
         num_elements = (num_rows[:, None] * num_columns).reshape(-1)
         if first is not None:
             there = torch.zeros(self.num_units, dtype=torch.int64, device=scores.device)
-            for _, units in self.chunks():
-                there.index_add_(0, units, torch.ones_like(units))
+            for at, units in self.tiles():
+                units.add(there, torch.ones(at.stop - at.start, dtype=torch.int64, device=scores.device))
             num_elements = fetched([there])[0].numpy()
         self.is_whole: BoolArray = num_elements == size * size
         self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole

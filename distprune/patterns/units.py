@@ -5,7 +5,6 @@ The sums of their elements' scores are the same in any order, on a grid common t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,28 +73,38 @@ class ShardUnits:
                 lines = at // width
                 yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
 
-    def _tiles(self) -> Iterator[tuple[slice, _Elements | _Tile]]:
+    def tiles(self) -> Iterator[tuple[slice, _Elements | _Tile]]:
         """Yield local elements and their units: on the host whole lines, or parts of some, if that is worth it."""
-        (num_panels, width), num = self._within.shape, len(self._starts)
+        (num_panels, width), num, size = self._within.shape, len(self._starts), chunk_size(self.scores.device)
+        geometry, first = self.scores.shard.geometry, 0 if self._first is None else None
+        if self._first is not None and geometry.flat_start is not None:
+            first = geometry.flat_start - self._first
         is_worth_it = num_panels == 1 or num * width >= _WORTH
-        if self._first is not None or not on_host(self.scores.device) or not is_worth_it:
+        if first is None or not on_host(self.scores.device) or not is_worth_it:
             yield from ((at, _Elements(units)) for at, units in self.chunks())
             return
-        size, starts = chunk_size(self.scores.device), self._starts.numpy()
-        step = max(1, size // max(width, 1))
-        for panel, low in itertools.product(range(num_panels), range(0, width, size)):
-            within = self._within[panel, low : low + size].numpy()
-            columns = _groups(within)
-            for start in range(0, num, step):
-                begin = (panel * num + start) * width + low
-                tile = _Tile(starts[start : start + step], within, columns)
-                yield slice(begin, begin + len(tile.starts) * len(within)), tile
+        starts, within = self._starts.numpy(), self._within.numpy()
+        panel, columns = -1, np.empty(0, dtype=np.int64)
+        place, end = first, first + geometry.local_numel
+        while place < end:
+            line, column = divmod(place, width)
+            if line // num != panel:
+                panel = line // num
+                columns = _groups(within[panel])
+            line, num_left = line % num, end - place
+            if column or num_left < width or width > size:  # a part of a line
+                part = within[panel, column : column + min(size, num_left)]
+                tile = _Tile(starts[line : line + 1], part, _groups(part))
+            else:
+                tile = _Tile(starts[line : line + min(size, num_left) // width], within[panel], columns)
+            yield slice(place - first, place - first + tile.numel), tile
+            place += tile.numel
 
     def table(self, scale: int | None) -> torch.Tensor:
         """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""
         scores = self.scores
         table = torch.zeros((self.num_units, NUM_COLUMNS), dtype=torch.int64, device=scores.device)
-        for at, units in self._tiles():
+        for at, units in self.tiles():
             if scale is None:
                 gone = scores.is_gone(at)
             else:
@@ -114,7 +123,7 @@ class ShardUnits:
         scores, stays = self.scores, sent(keep, self.scores.device)
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
         counts = torch.zeros(2, dtype=torch.int64, device=scores.device)
-        for at, units in self._tiles():
+        for at, units in self.tiles():
             chunk = mask.view(-1)[at]
             units.spread(stays, chunk)
             if (gone := scores.is_gone(at)) is not None:
@@ -149,6 +158,10 @@ class _Tile:
     starts: IntArray
     within: IntArray
     columns: IntArray
+
+    @property
+    def numel(self) -> int:
+        return len(self.starts) * len(self.within)
 
     def add(self, totals: torch.Tensor, values: torch.Tensor) -> None:
         """As of :class:`_Elements`."""
