@@ -17,12 +17,20 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, find_units, settle_cut
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Counts, Order, Put, keep_highest_per_group, keep_highest_per_row, put_chunks
+from distprune.selection import (
+    PUT_NUMEL,
+    Chosen,
+    Counts,
+    Order,
+    Put,
+    keep_highest_per_group,
+    keep_highest_per_row,
+    put_chunks,
+)
 from distprune.shards import Matrix, chunk_size, count_true, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
 
-_DECIDED = 1 << 18  # elements of a piece that are decided at a time, and what is put of them: in a core's cache
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
@@ -244,7 +252,7 @@ class _ParameterUnits:
             return Counts(*found.tolist())
         counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
         memory: torch.Tensor | None = None
-        for at, keys, is_gone in self._whole_units(counts, _DECIDED):
+        for at, keys, is_gone in self._whole_units(counts, PUT_NUMEL):
             assert isinstance(at, slice)
             if memory is None:
                 memory = torch.empty(keys.shape, dtype=torch.bool)  # the last chunk may be smaller

@@ -1,12 +1,22 @@
 """The exact k lowest of competitors that are spread over ranks."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.kth_value import Chosen, Counts, Put, Selection, put_chunks, raise_nans, select_lowest
+from distprune.selection.kth_value import (
+    PUT_NUMEL,
+    Chosen,
+    Counts,
+    Put,
+    Selection,
+    put_chunks,
+    raise_nans,
+    select_lowest,
+)
 from distprune.selection.order import Order, OrderedBy, common_order
 from distprune.selection.scan import Entry, Keyed
 from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
 
 __all__ = [
+    "PUT_NUMEL",
     "Chosen",
     "Competition",
     "Counts",

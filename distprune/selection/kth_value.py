@@ -30,9 +30,9 @@ from distprune.selection.device_tally import DeviceTally
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry
 from distprune.selection.tally import Keep, Tally
-from distprune.shards import fetched, flat_chunks, on_host
+from distprune.shards import fetched, on_host
 
-__all__ = ["Chosen", "Counts", "Put", "Selection", "put_chunks", "raise_nans", "select_lowest"]
+__all__ = ["PUT_NUMEL", "Chosen", "Counts", "Put", "Selection", "put_chunks", "raise_nans", "select_lowest"]
 
 # int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
 # when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
@@ -41,6 +41,7 @@ _NUM_WORDS_ALONE_KEYS = (1 << 13) - 1
 _NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
 
 
+PUT_NUMEL = 1 << 18  # elements that are decided at a time, and put: they stay in a core's cache until they are used
 Put = Callable[[int, npt.NDArray[np.bool_]], None]  # the first local offset, and what stays from there on
 
 
@@ -66,9 +67,37 @@ class Chosen(Counts):
 
 
 def put_chunks(mask: torch.Tensor, put: Put) -> None:
-    """``put`` a whole mask, chunk by chunk."""
-    for start, stays in flat_chunks(mask):
-        put(start, stays.numpy())
+    """``put`` a whole mask, part by part."""
+    flat = mask.view(-1).numpy()
+    for start in range(0, len(flat), PUT_NUMEL):
+        put(start, flat[start : start + PUT_NUMEL])
+
+
+def _decide(entry: Entry, first_position: int, state: Undecided, put: Put) -> Counts:
+    """Choose from elements whose positions are side by side; ``state`` is settled: one key is left, and one position.
+
+    All that tie with that key go up to that position, so that as a rule one comparison decides all of a chunk.
+    """
+    order, last = state.competition.order, state.positions.low
+    memory = torch.empty(min(PUT_NUMEL, entry.geometry.local_numel), dtype=order.key_dtype)
+    flags = np.empty(len(memory), dtype=np.bool_)
+    num_gone = num_pruned = num_nans = 0
+    for start in range(0, entry.geometry.local_numel, PUT_NUMEL):
+        stop = min(start + PUT_NUMEL, entry.geometry.local_numel)
+        keys = entry.scores.keys(order, slice(start, stop), memory).numpy()
+        key, position = keys.dtype.type(state.keys.low), first_position + start
+        compare = np.greater_equal if position > last else np.greater
+        stays: npt.NDArray[np.bool_] = compare(keys, key, out=flags[: len(keys)])
+        if position <= last < position + len(keys) - 1:
+            later = stays[last + 1 - position :]
+            later |= keys[last + 1 - position :] == key
+        if keys.max() > order.last:
+            num_nans += int(np.count_nonzero(keys > order.last))
+        if keys.min() < order.first:
+            num_gone += int(np.count_nonzero(keys < order.first))
+        num_pruned += len(stays) - int(np.count_nonzero(stays))
+        put(start, stays)
+    return Counts(num_gone, num_pruned, num_nans)
 
 
 @dataclass(frozen=True)
@@ -124,7 +153,10 @@ def select_lowest(
     own = _OwnPart(states, make_entries, writes)
 
     def decide(entry: Entry, put: Put) -> Counts:
-        tally = Tally(entry, states[entry.competition].settled(), Keep())
+        state = states[entry.competition].settled()
+        if entry.geometry.flat_start is not None:
+            return _decide(entry, entry.first_position + entry.geometry.flat_start, state, put)
+        tally = Tally(entry, state, Keep())
         tally.settle_positions()
         put_chunks(tally.mask, put)
         num_nans, num_gone, num_pruned = tally.counts().tolist()

@@ -22,7 +22,9 @@ from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.sharded_file import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
 from distprune.jobs.stretches import StretchWriter
+from distprune.patterns import within_rows
 from distprune.pruning import streamed
+from distprune.selection import kth_value
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
@@ -130,6 +132,23 @@ def test_all_is_read_ahead_by_the_rank_that_needs_it(
         assert (of_file[0][0], of_file[-1][1]) == (file.tensors[0].start, file.tensors[-1].stop)
         assert all(start <= stop for (_, stop), (start, _) in itertools.pairwise(of_file))
         assert sum(stop - start for start, stop in of_file) < 1.5 * file.tensors[-1].stop
+
+
+@pytest.mark.parametrize("case", ["global", "tensor", "2:4", "row"])
+def test_ties_and_chunks(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal weights the first go, wherever pieces and what is decided at a time begin."""
+    model = shutil.copytree(models / "llama", tmp_path / "model")
+    for file in model.glob("*.safetensors"):
+        rounded = {name: (values * 20).round() / 20 for name, values in load_file(file).items()}
+        save_file(rounded, file, metadata={"format": "pt"})
+    run_prune_job(PruneJob(model=str(model), output=str(tmp_path / "loaded"), **CASES[case]))
+    monkeypatch.setattr(kth_value, "PUT_NUMEL", 50)
+    monkeypatch.setattr(within_rows, "PUT_NUMEL", 200)
+    for num_ranks in (1, 3):
+        out = tmp_path / str(num_ranks)
+        run_threads(num_ranks, on_rank, StreamedJob(model=str(model), output=str(out), **CASES[case]))
+        for file in model.glob("*.safetensors"):
+            assert (out / file.name).read_bytes() == (tmp_path / "loaded" / file.name).read_bytes()
 
 
 def experts_apart(folder: Path) -> Path:
