@@ -218,7 +218,9 @@ def agree_on_scales(
             for start, stop in of_shard.chunks():
                 at = slice(start, stop)
                 if on_host(of_shard.device) and of_shard.is_gone(at) is None:
-                    extremes = torch.stack(torch.aminmax(of_shard.values(at))).to(torch.float64).abs().max()
+                    own = of_shard.values(at)
+                    own = own if own.element_size() > 1 else own.double()  # torch knows no extremes of 8-bit floats
+                    extremes = torch.stack(torch.aminmax(own)).to(torch.float64).abs().max()
                     if math.isfinite(extremes):  # a NaN is both extremes
                         found[-1][0] = found[-1][0].maximum(extremes)
                         continue

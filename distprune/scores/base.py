@@ -223,4 +223,8 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:
-    return flat_chunk(tensor, at.start, at.stop) if isinstance(at, slice) else torch.take(tensor, at)
+    if isinstance(at, slice):
+        return flat_chunk(tensor, at.start, at.stop)
+    if tensor.element_size() == 1:  # torch takes no 8-bit floats
+        return torch.take(tensor.view(torch.uint8), at).view(tensor.dtype)
+    return torch.take(tensor, at)

@@ -16,7 +16,7 @@ from distprune.scores import Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, drawing, run_threads
 
 
 def names(report: PruneReport) -> list[str]:
@@ -236,3 +236,16 @@ def test_pruned_weights_are_plus_zero_whatever_else_their_rank_prunes() -> None:
         return row
 
     assert not torch.cat(run_threads(2, on_rank))[:, :2].signbit().any()
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row", "block:2", "channels:0"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_are_pruned_as_the_same_numbers_in_float32(dtype: torch.dtype, pattern: str) -> None:
+    models = [nn.Linear(16, 8, bias=False) for _ in range(2)]
+    with drawing(0):
+        weight = torch.randn(8, 16).to(dtype)
+    for model, values in zip(models, (weight, weight.float()), strict=True):
+        model.weight = nn.Parameter(values, requires_grad=False)
+        prune_model(model, None if pattern == "2:4" else 0.5, pattern=pattern)
+    assert torch.equal(models[0].weight.float(), models[1].weight)
+    assert models[0].weight.dtype == dtype
