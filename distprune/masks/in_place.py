@@ -46,26 +46,17 @@ def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], torc
     It returns those values with 0 where they go, 1-D, in memory that its next call writes over. Local.
     """
     memory = torch.empty(0, dtype=values.dtype)
-    if not values.is_contiguous():
 
-        def zero(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
-            left = flat_chunk(values, start, start + len(stays)).clone()
-            zero_where_pruned(left, torch.from_numpy(stays))
-            return left
+    def zero(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
+        nonlocal memory
+        if len(memory) < len(stays):
+            memory = torch.empty(len(stays), dtype=values.dtype)
+        left = memory[: len(stays)]
+        bits = bits_of(flat_chunk(values, start, start + len(stays)))
+        np.multiply(bits.numpy(), stays.view(np.int8), out=bits_of(left).numpy())
+        return left
 
-        return zero
-    bits, written = bits_of(values).view(-1).numpy(), bits_of(memory).numpy()
-
-    def zero_bits(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
-        nonlocal memory, written
-        num = len(stays)
-        if len(memory) < num:
-            memory = torch.empty(num, dtype=values.dtype)
-            written = bits_of(memory).numpy()
-        np.multiply(bits[start : start + num], stays.view(np.int8), out=written[:num])
-        return memory[:num]
-
-    return zero_bits
+    return zero
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

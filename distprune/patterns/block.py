@@ -25,6 +25,7 @@ from distprune.patterns.cut_units import Inquiry, Question, home_of
 from distprune.patterns.units import (
     NUM_COLUMNS,
     NUM_GONE,
+    IntArray,
     ShardUnits,
     UnitKeys,
     agree_on_scales,
@@ -32,12 +33,11 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Counts, Entry, Put, put_chunks
+from distprune.selection import Chosen, Counts, Entry, Put, put_whole
 from distprune.shards import Geometry, LocalMatrix, Matrix, fetched
 
 __all__ = ["Block"]
 
-IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -272,8 +272,7 @@ class _OwnBlocks:
             member, piece = self._ranked.place[scores.shard.name], _ShardBlocks(scores, self._size)
             at = torch.from_numpy(np.searchsorted(self._parts[member].ids, piece.ids))
             mask, counts = piece.spread(stays()[member][at])
-            put_chunks(mask, put)
-            return Counts(*counts.tolist())
+            return put_whole(Chosen(*counts.tolist(), mask=mask), put)
 
         return decide
 

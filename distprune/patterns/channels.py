@@ -24,7 +24,7 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Counts, Order, Put, put_chunks, raise_nans
+from distprune.selection import Chosen, Counts, Order, Put, put_whole, raise_nans
 from distprune.shards import Geometry, Matrix, fetched
 
 __all__ = ["Channels"]
@@ -115,8 +115,7 @@ class Channels(Pattern):
 
         def decide(piece: LocalScores, put: Put) -> Counts:
             mask, counts = spread(piece)
-            put_chunks(mask, put)
-            return Counts(*counts.tolist())
+            return put_whole(Chosen(*counts.tolist(), mask=mask), put)
 
         return Choice([None] * len(members), settle, decide)
 

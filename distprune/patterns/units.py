@@ -22,6 +22,7 @@ from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetch
 __all__ = [
     "NUM_COLUMNS",
     "NUM_GONE",
+    "IntArray",
     "ShardUnits",
     "UnitKeys",
     "addends",

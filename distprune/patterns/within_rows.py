@@ -25,7 +25,7 @@ from distprune.selection import (
     Put,
     keep_highest_per_group,
     keep_highest_per_row,
-    put_chunks,
+    put_whole,
 )
 from distprune.shards import Matrix, chunk_size, count_true, fetched, on_host, sent
 
@@ -248,8 +248,7 @@ class _ParameterUnits:
         """Decide whole units on the host, of which there are no others, and ``put`` what stays (see ``Choice``)."""
         if not self.units.is_dense:
             mask, found = self.settle()
-            put_chunks(mask, put)
-            return Counts(*found.tolist())
+            return put_whole(Chosen(*found.tolist(), mask=mask), put)
         counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
         memory: torch.Tensor | None = None
         for at, keys, is_gone in self._whole_units(counts, PUT_NUMEL):

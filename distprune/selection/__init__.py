@@ -7,7 +7,7 @@ from distprune.selection.kth_value import (
     Counts,
     Put,
     Selection,
-    put_chunks,
+    put_whole,
     raise_nans,
     select_lowest,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "common_order",
     "keep_highest_per_group",
     "keep_highest_per_row",
-    "put_chunks",
+    "put_whole",
     "raise_nans",
     "select_lowest",
 ]

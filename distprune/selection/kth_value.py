@@ -32,7 +32,7 @@ from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE
 from distprune.selection.tally import Keep, Tally
 from distprune.shards import fetched, on_host
 
-__all__ = ["PUT_NUMEL", "Chosen", "Counts", "Put", "Selection", "put_chunks", "raise_nans", "select_lowest"]
+__all__ = ["PUT_NUMEL", "Chosen", "Counts", "Put", "Selection", "put_whole", "raise_nans", "select_lowest"]
 
 # int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
 # when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
@@ -66,11 +66,12 @@ class Chosen(Counts):
         return [Chosen(*num.tolist(), mask=mask) for mask, num in zip(masks, fetched(counts), strict=True)]
 
 
-def put_chunks(mask: torch.Tensor, put: Put) -> None:
-    """``put`` a whole mask, part by part."""
-    flat = mask.view(-1).numpy()
+def put_whole(chosen: Chosen, put: Put) -> Counts:
+    """``put`` a whole mask, part by part, and return its counts."""
+    flat = chosen.mask.view(-1).numpy()
     for start in range(0, len(flat), PUT_NUMEL):
         put(start, flat[start : start + PUT_NUMEL])
+    return chosen
 
 
 def _decide(entry: Entry, first_position: int, state: Undecided, put: Put) -> Counts:
@@ -158,9 +159,8 @@ def select_lowest(
             return _decide(entry, entry.first_position + entry.geometry.flat_start, state, put)
         tally = Tally(entry, state, Keep())
         tally.settle_positions()
-        put_chunks(tally.mask, put)
         num_nans, num_gone, num_pruned = tally.counts().tolist()
-        return Counts(num_gone, num_pruned, num_nans)
+        return put_whole(Chosen(num_gone, num_pruned, num_nans, mask=tally.mask), put)
 
     if not competitions:
         return Selection([], own.settle, decide)
