@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
+import itertools
 import json
 import math
+import os
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, 
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
 
 _HIDDEN, _INNER, _VOCABULARY, _NUM_FILES = 2048, 5632, 32000, 6
+_TINY = 64, 128, 256
 _CASES: dict[str, dict[str, Any]] = {
     "2:4": {"pattern": "2:4"},
     "row, 0.5": {"pattern": "row", "sparsity": 0.5},
@@ -34,28 +36,29 @@ _CASES: dict[str, dict[str, Any]] = {
 _MEBI = 2**20
 
 
-def make_checkpoint(folder: Path, num_layers: int) -> int:
-    """Write a bfloat16 Llama of random weights in several files, and return its bytes."""
+def make_checkpoint(folder: Path, num_layers: int, sizes: tuple[int, int, int] = (_HIDDEN, _INNER, _VOCABULARY)) -> int:
+    """Write a bfloat16 Llama of random weights in several files, and return its bytes; ``sizes`` are as ``_TINY``."""
+    hidden, inner, vocabulary = sizes
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "vocab_size": _VOCABULARY,
+        "vocab_size": vocabulary,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (_HIDDEN, _HIDDEN) for name in "qkvo"}
-        shapes |= {f"{prefix}mlp.{name}_proj.weight": (_INNER, _HIDDEN) for name in ("gate", "up")}
-        shapes[f"{prefix}mlp.down_proj.weight"] = (_HIDDEN, _INNER)
-        shapes |= {f"{prefix}{name}_layernorm.weight": (_HIDDEN,) for name in ("input", "post_attention")}
-    shapes |= {"model.norm.weight": (_HIDDEN,), "lm_head.weight": (_VOCABULARY, _HIDDEN)}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
@@ -80,11 +83,15 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def streamed(_: int, source: str, target: str, arguments: dict[str, Any]) -> tuple[float, float, int]:
-    """Return seconds of the job, of its choice, and the peak of all anonymous memory of this rank's process."""
+def streamed(_: int, source: str, tiny: str, target: str, arguments: dict[str, Any]) -> tuple[float, float, int]:
+    """Return seconds of the job, of its choice, and the peak of all anonymous memory of this rank's process.
+
+    The job on ``tiny`` before it, which does not count, loads all code.
+    """
     if dist.get_world_size() == 1:
-        unpin()  # what the system copies beside it may run on the other core
-    importlib.import_module("transformers.models.llama.modeling_llama")  # the first to ask for its class waits for it
+        unpin()  # as the command line: a single rank has all cores
+        torch.set_num_threads(os.cpu_count() or 1)
+    run_streamed_job(StreamedJob(model=tiny, output=f"{target}-tiny", overwrite=True, **arguments))
     held, started = anonymous_bytes(), time.perf_counter()
     with peak_memory() as peak:
         report = run_streamed_job(StreamedJob(model=source, output=target, **arguments))
@@ -120,22 +127,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         size = make_checkpoint(folder / "model", arguments.layers)
+        make_checkpoint(folder / "tiny", 1, _TINY)
         copied(folder / "model", folder / "copy")  # does not count: the files are in memory after it, if they fit
-        for case, asked in _CASES.items():
+        for case, pruned in _CASES.items():
             expected = None
             if arguments.compare:
-                on_ranks(1, loaded, str(folder / "model"), str(folder / "out"), asked)
+                on_ranks(1, loaded, str(folder / "model"), str(folder / "out"), pruned)
                 expected = digests(folder / "out")
                 shutil.rmtree(folder / "out")
-            for num_ranks in (1, 2):
-                copies, jobs = [], []
+            for num_ranks, sync_files in itertools.product((1, 2), (True, False)):
+                asked, copies, jobs = {**pruned, "sync_files": sync_files}, [], []
                 for _ in range(arguments.repeats):
                     shutil.rmtree(folder / "out", ignore_errors=True)
                     copies.append(copied(folder / "model", folder / "copy"))
                     subprocess.run(["sync"], check=True)
-                    results = on_ranks(num_ranks, streamed, str(folder / "model"), str(folder / "out"), asked)
+                    results = on_ranks(
+                        num_ranks, streamed, *(str(folder / of) for of in ("model", "tiny", "out")), asked
+                    )
                     jobs.append(tuple(max(each) for each in zip(*results, strict=True)))
-                copying, synced = (min(each) for each in zip(*copies, strict=True))
+                copying = min(each[sync_files] for each in copies)
                 seconds, choosing, _ = min(jobs)
                 memory = max(of_job for _, _, of_job in jobs)
                 same = "" if expected is None else "yes" if digests(folder / "out") == expected else "NO"
@@ -146,25 +156,25 @@ def main() -> None:
                         num_ranks,
                         f"{seconds:.2f}",
                         f"{choosing:.2f}",
+                        "cp and sync" if sync_files else "cp",
                         f"{copying:.2f}",
-                        f"{synced:.2f}",
                         f"{size / seconds / 1e9:.2f}",
                         f"{copying / seconds:.0%}",
-                        f"{synced / seconds:.0%}",
                         f"{memory / _MEBI:.0f}",
                         same,
                     )
                 )
                 print(rows[-1], flush=True)
-    columns = ["pattern", "ranks", "s", "of it choosing s", "cp s", "cp and sync s", "GB/s", "of cp", "of cp and sync"]
+    columns = ["pattern", "ranks", "s", "of it choosing s", "beside", "its s", "GB/s", "of its speed"]
     text = (
         heading(
             f"A checkpoint of {size / 1e9:.2f} GB without its model",
             f"python -m benchmarks.bench_streamed{' --compare' * arguments.compare}",
         )
         + f"\nA Llama of random bfloat16 weights in {_NUM_FILES} files, in the system's cache as far as it fits.\n"
-        "Seconds are of a whole job after its imports, until all is on the disk; a single rank may use both cores.\n"
-        "`cp` of the same files ran right before each, alone and with a `sync` of the copy.\n"
+        "Seconds are of a whole job in a process whose code is loaded; a single rank has both cores, as from the\n"
+        "command line. Beside `cp` of the same files and a `sync` of the copy, the job also waits until all is on the\n"
+        "disk; beside `cp` alone it does not (`--no-sync-files`). The copy ran right before each job.\n"
         f"Of {arguments.repeats} times the least. Memory is all of a rank's process\n"
         "but the files it maps, Python, torch and transformers included. Same bytes: sha256 of every file, as the job\n"
         "that loads the model writes them.\n\n" + table([*columns, "memory MiB", "same bytes"], rows)

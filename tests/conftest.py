@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distprune import kernels
 from distprune.cli.ranks import schedule_as_batch
 from tests.worlds import ProcessPool, process_pool
 
@@ -42,6 +43,15 @@ def _process_wide_settings() -> Iterator[None]:
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     assert left == torch.float32
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with compiled loops, and without."""
+    if request.param == "numpy":
+        monkeypatch.setattr(kernels, "_loops", lambda: None)
+    elif kernels.compiled() is None:
+        pytest.skip("needs numba; pip install 'distprune[fast]'")
 
 
 @pytest.fixture(scope="session")

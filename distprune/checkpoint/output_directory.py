@@ -66,15 +66,16 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
                 publish(staging, path, overwrite=overwrite, inputs=inputs)
 
 
-def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = ()) -> None:
+def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = (), sync_files: bool = True) -> None:
     """Put the finished directory ``staging`` in the place of ``path``, whose files are removed if ``overwrite``. Local.
 
     For who holds the lock. At any moment, killed or not, one of the two stands under ``path``'s name, or the
-    next job that takes the lock puts the old one back.
+    next job that takes the lock puts the old one back. Without ``sync_files`` that does not hold when the system fails.
     """
-    for entry in staging.iterdir():
-        _sync(entry)
-    _sync(staging)
+    if sync_files:
+        for entry in staging.iterdir():
+            _sync(entry)
+        _sync(staging)
     try:
         check_output(path, overwrite=overwrite, inputs=inputs)
     except FileExistsError as error:
@@ -87,7 +88,8 @@ def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = ()) 
     else:
         path.rename(old)  # whoever holds the lock puts it back if that is as far as this gets
         staging.rename(path)
-    _sync(path.parent)
+    if sync_files:
+        _sync(path.parent)
     remove_files(old)
 
 

@@ -10,16 +10,17 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.output_files import allocate, check_space, planned
 from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives import Communicator, sum_together, together
-from distprune.shards import Geometry, LocalShard, flat_chunk
+from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
 __all__ = ["Stretch", "chunks_of", "file_digest", "places_of", "read_shards", "write_chunk", "write_shards"]
 
@@ -94,9 +95,11 @@ def places_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
     return [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def write_chunk(descriptor: int, entry: TensorEntry, values: torch.Tensor, stretches: list[Stretch]) -> None:
-    """Write a chunk of the tensor ``entry`` to its places in the file. Local."""
-    data, itemsize = values.view(torch.uint8).numpy().data, entry.dtype.itemsize
+def write_chunk(
+    descriptor: int, entry: TensorEntry, values: torch.Tensor | npt.NDArray[Any], stretches: list[Stretch]
+) -> None:
+    """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local."""
+    data, itemsize = bytes_of(values).data, entry.dtype.itemsize
     for flat_start, low, high in stretches:
         _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
 

@@ -129,6 +129,9 @@ def prune(
         bool,
         typer.Option("--streamed", help="Build no model: stream the weights from file to file, whatever their size."),
     ] = False,
+    sync_files: Annotated[
+        bool, typer.Option(help="With --streamed: wait until the output is on the disk; without, as after cp.")
+    ] = True,
     timeout: Timeout = 600,
 ) -> None:
     """Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself."""
@@ -154,7 +157,12 @@ def prune(
             "include": tuple(include or ()),
             "exclude": tuple(exclude or ()),
         }
-        job = StreamedJob(**common, **named, resume=resume) if streamed else PruneJob(**common, **named)
+        if streamed:
+            job = StreamedJob(**common, **named, resume=resume, sync_files=sync_files)
+        elif not sync_files:
+            raise typer.BadParameter("--no-sync-files goes with --streamed")
+        else:
+            job = PruneJob(**common, **named)
         device = "cpu" if streamed else device
     else:
         if streamed:

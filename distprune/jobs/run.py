@@ -63,11 +63,11 @@ class Job:
     tasks: tuple[str, ...] = ()
 
     def arguments(self) -> dict[str, Any]:
-        """Return all fields as JSON carries them, but for ``resume``, which changes nothing in the end."""
+        """Return all fields as JSON carries them, but for those that change nothing in the end."""
         return {
             name: repr(value) if isinstance(value, torch.dtype | Pattern) else value
             for name, value in vars(self).items()
-            if name != "resume"
+            if name not in ("resume", "sync_files")
         }
 
     def flags(self) -> dict[str, Any]:

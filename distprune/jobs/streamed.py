@@ -34,10 +34,14 @@ class StreamedJob(PruneJob):
 
     Args:
         resume: go on with a job that was killed.
+        sync_files: wait until the output is on the disk, as ``torch.distributed.checkpoint.FileSystemWriter`` does.
+            Without, the system writes it when it likes, as after ``cp``: a killed job can go on all the same, but when
+            the machine fails soon after the job the output may not be whole.
     """
 
     streamed: bool = True  # for the report and the card
     resume: bool = False
+    sync_files: bool = True
 
     @override
     def check(self) -> None:
@@ -85,7 +89,13 @@ def run_streamed_job(
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
         with open_unfinished(
-            comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+            comm,
+            run.output,
+            facts,
+            resume=job.resume,
+            overwrite=job.overwrite,
+            inputs=run.inputs,
+            sync_files=job.sync_files,
         ) as unfinished:
             request = Request(
                 stored.found,
@@ -126,7 +136,7 @@ def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfini
         run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
     try:
         with run.told.stage("pruning", "bytes") as progress:
-            writer.write(first, progress)
+            writer.write(first, progress, sync_files=job.sync_files)
     except ValueError:  # the weights are at fault: a job that goes on would get no further
         if run.comm.rank == 0:
             remove_files(unfinished.folder)

@@ -11,12 +11,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeAlias
 
+import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
@@ -30,13 +32,15 @@ from distprune.collectives import Communicator, sum_together, together
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
-from distprune.shards import Geometry, HostChecksum, LocalShard, cut, pieces_of, share_of, within
+from distprune.shards import Geometry, HostChecksum, LocalShard, bytes_of, cut, pieces_of, share_of, within
 
 __all__ = ["StretchWriter"]
 
 _STRETCH_BYTES = 256 << 20
 _COPY_NUMEL = 4 << 20
+_Map: TypeAlias = Callable[[Callable[[Any], bytes], Sequence[Any]], Iterator[bytes]]
 _NUM_DIGEST_WORDS = 4  # of 64 bits
+_MAX_THREADS = 8  # each has some 10 MiB
 _NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
 
 
@@ -139,21 +143,21 @@ class StretchWriter:
             with together(self._comm):
                 written = opened.enter_context(mapped_tensors(self.files))
 
-            def read(stretch: Sequence[_Part], checksum: HostChecksum) -> None:
-                for part in stretch:
-                    for piece in self._pieces(part):
-                        checksum.add(_cut(written[part.entry.name], part.as_stored(piece)))
+            def read(part: _Part, piece: Geometry, checksum: HostChecksum) -> None:
+                checksum.add(_cut(written[part.entry.name], part.as_stored(piece)))
 
+            every = opened.enter_context(_mapping())
             for number, digest in enumerate(self._unfinished.digests):
-                if self._summed([], partial(read, self.stretches[number]))[0] != digest:
+                if self._summed([], partial(self._of_pieces, self.stretches[number], every, read))[0] != digest:
                     self._unfinished.forget(number)
                     break
         return len(self._unfinished.digests)
 
-    def write(self, first: int, progress: Progress) -> None:
+    def write(self, first: int, progress: Progress, *, sync_files: bool = True) -> None:
         """Write the stretches from ``first`` on. Every rank must call it: a round for each, 24 bytes a parameter in it.
 
         A stretch has until the next one is written to reach the disk of all ranks; the one after that records it.
+        Without ``sync_files`` nothing waits for the disk: what is recorded is looked at before a job goes on.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
@@ -165,17 +169,25 @@ class StretchWriter:
         with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
+            every = opened.enter_context(_mapping())
 
-            def written(stretch: Sequence[_Part], counts: dict[str, list[int]], checksum: HostChecksum) -> None:
+            def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> bytes:
                 synced.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
                 del done[:-1]
-                for part in stretch:
-                    for piece in self._pieces(part):
-                        self._write(files[part.path].fileno(), part, piece, counts, checksum)
+                lock = Lock()
+
+                def write(part: _Part, piece: Geometry, checksum: HostChecksum) -> None:
+                    found = self._write(files[part.path].fileno(), part, piece, checksum)
+                    if found is not None and part.parameter is not None:
+                        with lock:
+                            counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
+
+                digests = self._of_pieces(stretch, every, write)
                 for each in synced:
                     each.result()
-                descriptors = [files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)]
-                synced[:] = [syncing.submit(os.fsync, descriptor) for descriptor in descriptors]
+                paths = [*dict.fromkeys(part.path for part in stretch)] if sync_files else []
+                synced[:] = [syncing.submit(os.fsync, files[path].fileno()) for path in paths]
+                return digests
 
             reading.submit(self._read_ahead, self.stretches[first : first + 1])
             for number in range(first, len(self.stretches)):
@@ -221,9 +233,9 @@ class StretchWriter:
             self._unfinished.record(report, digest)
 
     def _write(
-        self, descriptor: int, part: _Part, piece: Geometry, counts: dict[str, list[int]], checksum: HostChecksum
-    ) -> None:
-        """Write what is left of a piece of ``part``, and count what is pruned."""
+        self, descriptor: int, part: _Part, piece: Geometry, checksum: HostChecksum
+    ) -> tuple[int, int, int] | None:
+        """Write what is left of a piece of ``part``; return what is pruned, was before, and is NaN, if it counts."""
         name, values = part.entry.name, self._values[part.entry.name]
 
         def write(shard: LocalShard) -> None:
@@ -233,7 +245,7 @@ class StretchWriter:
 
         if part.parameter is None:
             write(LocalShard(name, _cut(values, piece), piece))
-            return
+            return None
         first = self._stored[part.parameter][0]
         if part.region.name != first[0].name:
             before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
@@ -241,20 +253,30 @@ class StretchWriter:
                 raise different_values(self._source.path, first[0].stored, name)
         whole = None if part.is_whole else torch.empty(piece.local_shape, dtype=part.entry.dtype)
 
-        def put(start: int, left: torch.Tensor) -> None:
+        def put(start: int, left: npt.NDArray[Any]) -> None:
             stop = start + len(left)
             if whole is None:
                 write_chunk(descriptor, part.entry, left, places_of(piece, start, stop))
                 checksum.add(left)
             else:
-                whole.view(-1)[start:stop] = left
+                bytes_of(whole).view(left.dtype)[start:stop] = left
 
         chosen = self._pruning.prune(part.parameter, piece, put)
         if whole is not None:
             write(part.shard_as_stored(LocalShard(name, whole, piece)))
-        if part.region.name == first[0].name:
-            found = (chosen.num_pruned, chosen.num_gone, chosen.num_nans)
-            counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
+        return (chosen.num_pruned, chosen.num_gone, chosen.num_nans) if part.region.name == first[0].name else None
+
+    def _of_pieces(
+        self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, HostChecksum], None]
+    ) -> bytes:
+        """Do ``work`` for all pieces of a stretch, in any order, and return their checksums, in theirs."""
+
+        def one(of: tuple[_Part, Geometry]) -> bytes:
+            checksum = HostChecksum()
+            work(*of, checksum)
+            return checksum.digest()
+
+        return b"".join(every(one, [(part, piece) for part in stretch for piece in self._pieces(part)]))
 
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``: of the parameter that is pruned in it, or of the stored tensor."""
@@ -269,15 +291,11 @@ class StretchWriter:
         start, stop = (len(pieces) * number // part.num_parts for number in (part.number, part.number + 1))
         return pieces[start:stop]
 
-    def _summed(
-        self, counts: Sequence[Sequence[int]], work: Callable[[HostChecksum], None]
-    ) -> tuple[str, list[list[int]]]:
-        """Return a digest of all ranks' checksums and the sum of ``counts``, both as ``work`` leaves them."""
+    def _summed(self, counts: Sequence[Sequence[int]], work: Callable[[], bytes]) -> tuple[str, list[list[int]]]:
+        """Return a digest of what ``work`` returns on all ranks, and the sum of ``counts``, as it leaves them."""
 
         def fill(words: torch.Tensor) -> None:
-            checksum = HostChecksum()
-            work(checksum)
-            digest = hashlib.sha256(f"{self._comm.rank}:".encode() + checksum.digest()).digest()
+            digest = hashlib.sha256(f"{self._comm.rank}:".encode() + work()).digest()
             words[:_NUM_DIGEST_WORDS] = torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
             if counts:
                 words[_NUM_DIGEST_WORDS:] = torch.tensor([num for each in counts for num in each])
@@ -285,6 +303,17 @@ class StretchWriter:
         words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
         return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
+
+
+@contextmanager
+def _mapping() -> Iterator[_Map]:
+    """Yield ``map`` for what waits for no other: beside each other, on as many cores as torch has for this rank."""
+    num_threads = min(torch.get_num_threads(), _MAX_THREADS)
+    if num_threads == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        yield pool.map
 
 
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:

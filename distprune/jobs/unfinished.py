@@ -168,12 +168,19 @@ def check_unfinished(job: Job, resume: bool) -> None:
 
 @contextmanager
 def open_unfinished(
-    comm: Communicator, target: Path, facts: Mapping[str, Any], *, resume: bool, overwrite: bool, inputs: Inputs
+    comm: Communicator,
+    target: Path,
+    facts: Mapping[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+    inputs: Inputs,
+    sync_files: bool = True,
 ) -> Iterator[Unfinished]:
     """Yield the folder for a job of these ``facts``, new or, with ``resume``, the one that is there.
 
     When the body ends it becomes ``target``; if the body raises, it stays if anything is recorded in it. Every rank
-    must enter it, and the first must hold the target's lock; five rounds.
+    must enter it, and the first must hold the target's lock; five rounds. ``sync_files``: see ``publish``.
 
     Raises:
         FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
@@ -215,7 +222,7 @@ def open_unfinished(
         if comm.rank == 0:
             if unfinished.result != folder:
                 shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
-            publish(unfinished.result, target, overwrite=overwrite, inputs=inputs)
+            publish(unfinished.result, target, overwrite=overwrite, inputs=inputs, sync_files=sync_files)
             # Last: a job that is killed in between has finished, and one that is killed before can go on.
             _tidy(target)
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from distprune.shards import chunk_size, flat_chunk, on_host
+from distprune.kernels import compiled
+from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
 __all__ = [
     "as_numbers",
@@ -36,27 +37,39 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
         local.masked_fill_(~mask, 0)
         return
     for values, keep in _pieces(bits_of(local), mask.view(torch.int8)):
-        values *= keep  # bits times 0 are those of 0.0, also of NaN and -1.0
+        _zero(values, keep, values)
     increment_version(local)  # numpy does not
 
 
-def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], torch.Tensor]:
+def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], npt.NDArray[np.signedinteger]]:
     """Return a function of a first offset in ``values``, on the host, and of what stays from there on.
 
-    It returns those values with 0 where they go, 1-D, in memory that its next call writes over. Local.
+    It returns the bits of those values with 0 where they go, 1-D, in memory that the call after the next writes over.
+    Local.
     """
-    memory = torch.empty(0, dtype=values.dtype)
+    all_bits = as_array(values)
+    memories: list[npt.NDArray[np.signedinteger]] = []
 
-    def zero(start: int, stays: npt.NDArray[np.bool_]) -> torch.Tensor:
-        nonlocal memory
-        if len(memory) < len(stays):
-            memory = torch.empty(len(stays), dtype=values.dtype)
-        left = memory[: len(stays)]
-        bits = bits_of(flat_chunk(values, start, start + len(stays)))
-        np.multiply(bits.numpy(), stays.view(np.int8), out=bits_of(left).numpy())
+    def zero(start: int, stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.signedinteger]:
+        stop = start + len(stays)
+        bits = bits_of(flat_chunk(values, start, stop)).numpy() if all_bits is None else all_bits[start:stop]
+        memory = memories.pop(0) if len(memories) == 2 else np.empty(0, bits.dtype)
+        memories.append(memory if len(memory) >= len(stays) else np.empty(len(stays), bits.dtype))
+        left = memories[-1][: len(stays)]
+        _zero(bits, stays.view(np.int8), left)
         return left
 
     return zero
+
+
+def _zero(bits: Any, keep: Any, out: Any) -> None:
+    """Write ``bits``, integers, into ``out`` where ``keep`` is 1, and 0, which are those of 0.0, where it is 0."""
+    if isinstance(bits, np.ndarray) and bits.ndim == 1 and (loops := compiled()) is not None:
+        loops.zero_pruned(bits, keep, out)
+    elif isinstance(bits, np.ndarray):
+        np.multiply(bits, keep, out=out)
+    else:
+        torch.mul(bits, keep, out=out)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

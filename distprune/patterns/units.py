@@ -268,3 +268,6 @@ class UnitKeys:
 
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
+
+    def bits(self, order: Order) -> None:
+        """Return nothing: the keys have to be computed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -23,6 +23,8 @@ from distprune.selection import (
     Counts,
     Order,
     Put,
+    count_beyond,
+    keep_groups_of_bits,
     keep_highest_per_group,
     keep_highest_per_row,
     put_whole,
@@ -30,6 +32,8 @@ from distprune.selection import (
 from distprune.shards import Matrix, chunk_size, count_true, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
+
+Array = npt.NDArray[Any]
 
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
@@ -46,6 +50,13 @@ class _WithinRows(Pattern):
     @abstractmethod
     @override
     def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def keep_bits(self, bits: Array, magnitude: Any, keep: Array) -> tuple[int, int, int] | None:  # noqa: ARG002
+        """Do as :meth:`keep` with keys, ``bits & magnitude``, 1-D, on the host.
+
+        Return how many stay, the lowest and the highest key; ``None``, and do nothing, where no form reads once.
+        """
+        return None
 
     def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
         """Return what stays of ``keys`` (rows, inputs), bool, or in ``out``; shares are of what is not ``is_gone``."""
@@ -149,6 +160,10 @@ class NByM(_WithinRows):
     def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return keep_highest_per_group(scores, self.n, self.m, out)
 
+    @override
+    def keep_bits(self, bits: Array, magnitude: Any, keep: Array) -> tuple[int, int, int] | None:
+        return keep_groups_of_bits(bits, magnitude, self.n, self.m, keep)
+
 
 @final
 @dataclass(frozen=True)
@@ -208,6 +223,7 @@ class _ParameterUnits:
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
         self._scores = scores
         self._keep = partial(pattern.keep_units, of_left=of_left)
+        self._keep_bits = pattern.keep_bits
         self._order = order
         self._member = member
         self._matrix = scores.shard.as_matrix()
@@ -232,15 +248,13 @@ class _ParameterUnits:
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
         flat_mask = mask.view(-1)
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
-        for at, keys, is_gone in self._whole_units(counts, chunk_size(device)):
-            if isinstance(at, slice):
-                self._keep(keys, is_gone, flat_mask[at].view(keys.shape))
-            else:
-                flat_mask[at] = self._keep(keys, is_gone).view(-1)
-        for offsets, stays in zip(self._cut, self.answers, strict=True):
+        for at, stays, _ in self._whole_units(counts, chunk_size(device), flat_mask.__getitem__):
+            if isinstance(at, torch.Tensor):
+                flat_mask[at] = stays
+        for offsets, answer in zip(self._cut, self.answers, strict=True):
             there = sent(offsets, device)
             self._count(scores.keys(self._order, there), counts)
-            flat_mask[there] = sent(torch.from_numpy(stays()), device)
+            flat_mask[there] = sent(torch.from_numpy(answer()), device)
         counts[1] = mask.numel() - count_true(mask)
         return mask, counts
 
@@ -250,37 +264,61 @@ class _ParameterUnits:
             mask, found = self.settle()
             return put_whole(Chosen(*found.tolist(), mask=mask), put)
         counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
-        memory: torch.Tensor | None = None
-        for at, keys, is_gone in self._whole_units(counts, PUT_NUMEL):
+        memory = torch.empty(0, dtype=torch.bool)
+
+        def into(at: slice) -> torch.Tensor:
+            nonlocal memory
+            if len(memory) < (num := at.stop - at.start):
+                memory = torch.empty(num, dtype=torch.bool)
+            return memory[:num]
+
+        for at, found, num_kept in self._whole_units(counts, PUT_NUMEL, into):
             assert isinstance(at, slice)
-            if memory is None:
-                memory = torch.empty(keys.shape, dtype=torch.bool)  # the last chunk may be smaller
-            stays = self._keep(keys, is_gone, memory[: len(keys)]).numpy().reshape(-1)
-            num_pruned += len(stays) - int(np.count_nonzero(stays))
+            stays = found.numpy()
+            num_pruned += len(stays) - (int(np.count_nonzero(stays)) if num_kept is None else num_kept)
             put(at.start, stays)
         counts[1] = num_pruned
         return Counts(*counts.tolist())
 
     def _whole_units(
-        self, counts: torch.Tensor, num_at_a_time: int
-    ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Yield where some rows of whole units are, their keys (rows, inputs), and which of them are gone, if any.
+        self, counts: torch.Tensor, num_at_a_time: int, into: Callable[[slice], torch.Tensor]
+    ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, int | None]]:
+        """Yield where some rows of whole units are, what stays of them, 1-D, and how many, if that is known.
 
-        What is gone and what is NaN is added to ``counts``. The keys are written over by the next ones.
+        ``into`` has memory for what stays of a slice. What is gone and what is NaN is added to ``counts``.
         """
         units, device = self.units, self._scores.device
         num_rows, width = len(units.matrix.rows), len(units.whole)
         columns = sent(torch.from_numpy(units.whole), device)
         step = max(1, num_at_a_time // max(width, 1))
         memory = torch.empty(step * width, dtype=self._order.key_dtype, device=device)
+        bits = self._scores.bits(self._order) if units.is_dense else None
         for start in range(0, num_rows if width else 0, step):
             stop = min(start + step, num_rows)
             at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
             if not units.is_dense:
                 at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
+            out: torch.Tensor | None = None
+            if isinstance(at, slice):
+                out = into(at)
+                if bits is not None and (num := self._keep_at_once(bits[0][at], bits[1], out, counts)) is not None:
+                    yield at, out, num
+                    continue
             keys = self._scores.keys(self._order, at, memory)
-            is_gone = self._count(keys, counts)
-            yield at, keys.view(-1, width), None if is_gone is None else is_gone.view(-1, width)
+            if (is_gone := self._count(keys, counts)) is not None:
+                is_gone = is_gone.view(-1, width)
+            stays = self._keep(keys.view(-1, width), is_gone, None if out is None else out.view(-1, width))
+            yield at, stays.view(-1), None
+
+    def _keep_at_once(self, bits: Array, magnitude: Any, out: torch.Tensor, counts: torch.Tensor) -> int | None:
+        """Write what stays into ``out`` by one read of the scores; return how much, or ``None``: not possible."""
+        found = self._keep_bits(bits, magnitude, out.numpy())
+        if found is None or found[1] < self._order.first:  # what is gone has rules of its own
+            return None
+        num_kept, lowest, highest = found
+        if highest > self._order.last:
+            counts[2] += count_beyond(self._order, bits, magnitude, lowest, highest)[0]
+        return num_kept
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.stored_values import StoredValues
@@ -62,6 +66,8 @@ class StreamedPruning:
         self._choosing = Choosing(comm, request, share, streams=True)
         assert self._choosing.choice.decide is not None  # its pattern has units
         self._decide = self._choosing.choice.decide
+        self._has_decided = False
+        self._deciding_first = Lock()  # what a pattern settles once, one thread settles
         self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
 
     def pieces(self, name: str, bounds: Sequence[tuple[int, int]] | None = None) -> Iterator[Geometry]:
@@ -79,18 +85,20 @@ class StreamedPruning:
         """Return a piece of parameter ``name`` as it is stored. Local."""
         return self._values[name].cut(piece)
 
-    def prune(self, name: str, piece: Geometry, put: Callable[[int, torch.Tensor], None]) -> Counts:
-        """Put a piece with zeros where elements go, and return what was chosen. Local; the caller sums NaNs.
+    def prune(self, name: str, piece: Geometry, put: Callable[[int, npt.NDArray[Any]], None]) -> Counts:
+        """Put the bits of a piece, 0 where elements go, and return what was chosen. Local; the caller sums NaNs.
 
-        One range of local offsets is put after the other, each in the memory of the one before, so that all of it stays
-        in a core's cache from the choice to whoever takes it.
+        One range of local offsets is put after the other, each in the memory of the one before the last, so that all of
+        it stays in a core's cache from the choice to whoever takes it. Threads may prune several at a time.
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
         zero = zeroing(values)
-        counts = self._decide(scores, lambda start, stays: put(start, zero(start, stays)))
+        with self._deciding_first if not self._has_decided else nullcontext():
+            counts = self._decide(scores, lambda start, stays: put(start, zero(start, stays)))
+        self._has_decided = True
         return dataclasses.replace(counts, num_nans=counts.num_nans + num_unread)
 
     @property

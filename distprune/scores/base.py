@@ -63,6 +63,7 @@ class Score(ABC):
     ordered_by: ClassVar[Literal["magnitude", "value"]] = "value"
     scores_units: ClassVar[bool] = False  # of_units scores a unit by its number, not by its elements
     zero_where_weights_are: ClassVar[bool] = False  # a score is zero exactly where its weight is
+    is_weight: ClassVar[bool] = False  # values() returns the weights, as they are
     combined_by: Literal["sum", "max", "min"] = "sum"  # how the elements of a unit make its score
     descending: bool = False  # the larger the sum of a unit, the less it matters
     of_zero: float = 0.0  # what an element that is gone adds to its unit
@@ -185,6 +186,16 @@ class LocalScores:
         if not order.zeros_gone and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
+
+    def bits(self, order: Any) -> tuple[Any, Any] | None:
+        """Return integers of which ``&`` with the second makes the keys of all elements, 1-D, on the host: a view.
+
+        ``None`` where keys have to be computed.
+        """
+        if not self.score.is_weight or not (order.zeros_gone or self.gone is None):
+            return None
+        bits: tuple[Any, Any] | None = order.bits(self.shard.local)
+        return bits
 
 
 def local_scores(

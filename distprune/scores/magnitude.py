@@ -20,6 +20,7 @@ class Magnitude(Score):
 
     ordered_by = "magnitude"
     zero_where_weights_are = True
+    is_weight = True
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:

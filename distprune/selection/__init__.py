@@ -12,8 +12,8 @@ from distprune.selection.kth_value import (
     select_lowest,
 )
 from distprune.selection.order import Order, OrderedBy, common_order
-from distprune.selection.scan import Entry, Keyed
-from distprune.selection.within_rows import keep_highest_per_group, keep_highest_per_row
+from distprune.selection.scan import Entry, Keyed, count_beyond
+from distprune.selection.within_rows import keep_groups_of_bits, keep_highest_per_group, keep_highest_per_row
 
 __all__ = [
     "PUT_NUMEL",
@@ -27,6 +27,8 @@ __all__ = [
     "Put",
     "Selection",
     "common_order",
+    "count_beyond",
+    "keep_groups_of_bits",
     "keep_highest_per_group",
     "keep_highest_per_row",
     "put_whole",

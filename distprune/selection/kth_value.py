@@ -17,22 +17,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator, together
+from distprune.kernels import compiled
 from distprune.selection.competition import Competition, Range, Undecided, Words
 from distprune.selection.counts import Contribution, summed_counts
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.sampling import sample_brackets
-from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry
+from distprune.selection.scan import (
+    NUM_BELOW,
+    NUM_COUNTS,
+    NUM_GONE,
+    NUM_INSIDE,
+    NUM_NANS,
+    Entry,
+    KeyBits,
+    count_beyond,
+)
 from distprune.selection.tally import Keep, Tally
 from distprune.shards import fetched, on_host
 
 __all__ = ["PUT_NUMEL", "Chosen", "Counts", "Put", "Selection", "put_whole", "raise_nans", "select_lowest"]
+
+Array = npt.NDArray[Any]
 
 # int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
 # when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
@@ -79,26 +91,31 @@ def _decide(entry: Entry, first_position: int, state: Undecided, put: Put) -> Co
 
     All that tie with that key go up to that position, so that as a rule one comparison decides all of a chunk.
     """
-    order, last = state.competition.order, state.positions.low
-    memory = torch.empty(min(PUT_NUMEL, entry.geometry.local_numel), dtype=order.key_dtype)
-    flags = np.empty(len(memory), dtype=np.bool_)
+    order, num_going = state.competition.order, state.positions.low + 1 - first_position  # of what ties
+    size = min(PUT_NUMEL, entry.geometry.local_numel)
+    bits_at, flags = KeyBits(entry.scores, order, size), np.empty(size, dtype=np.bool_)
     num_gone = num_pruned = num_nans = 0
     for start in range(0, entry.geometry.local_numel, PUT_NUMEL):
-        stop = min(start + PUT_NUMEL, entry.geometry.local_numel)
-        keys = entry.scores.keys(order, slice(start, stop), memory).numpy()
-        key, position = keys.dtype.type(state.keys.low), first_position + start
-        compare = np.greater_equal if position > last else np.greater
-        stays: npt.NDArray[np.bool_] = compare(keys, key, out=flags[: len(keys)])
-        if position <= last < position + len(keys) - 1:
-            later = stays[last + 1 - position :]
-            later |= keys[last + 1 - position :] == key
-        if keys.max() > order.last:
-            num_nans += int(np.count_nonzero(keys > order.last))
-        if keys.min() < order.first:
-            num_gone += int(np.count_nonzero(keys < order.first))
-        num_pruned += len(stays) - int(np.count_nonzero(stays))
+        at = slice(start, min(start + PUT_NUMEL, entry.geometry.local_numel))
+        stays, edge = flags[: at.stop - start], min(max(num_going - start, 0), at.stop - start)
+        all_bits, magnitude = bits_at(at)
+        for part, key in ((slice(edge), state.keys.low), (slice(edge, None), state.keys.low - 1)):
+            if len(bits := all_bits[part]):
+                num_stay, lowest, highest = _keep_above(bits, magnitude, key, stays[part])
+                nans, gone = count_beyond(order, bits, magnitude, lowest, highest)
+                num_pruned, num_nans, num_gone = num_pruned + len(bits) - num_stay, num_nans + nans, num_gone + gone
         put(start, stays)
     return Counts(num_gone, num_pruned, num_nans)
+
+
+def _keep_above(bits: Array, magnitude: Any, key: int, keep: Array) -> tuple[int, Any, Any]:
+    """Write into ``keep`` which keys are above ``key``; return how many are, and the lowest and the highest of all."""
+    above = bits.dtype.type(key)
+    if (loops := compiled()) is not None:
+        found: tuple[int, Any, Any] = loops.keep_above(bits, magnitude, above, keep)
+        return found
+    np.greater(bits, above, out=keep)  # they are keys
+    return int(np.count_nonzero(keep)), bits.min(), bits.max()
 
 
 @dataclass(frozen=True)

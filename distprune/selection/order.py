@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import on_host
+from distprune.shards import as_array, on_host
 
 __all__ = ["Order", "OrderedBy", "common_order"]
 
@@ -87,6 +87,13 @@ class Order:
         # A negative float's bits count backwards: key = -(magnitude bits), which also makes -0.0 a 0.
         keys = torch.where(bits < 0, -(bits & magnitude), bits)
         return keys.masked_fill_(keys < self.first, self.last + 1)  # a NaN with a sign
+
+    def bits(self, values: torch.Tensor) -> tuple[npt.NDArray[np.signedinteger], np.signedinteger] | None:
+        """Return the bits of ``values``, 1-D, a view, and what makes them keys by ``&``; ``None``: nothing."""
+        if self.ordered_by != "magnitude" or values.dtype != self.value_dtype:
+            return None
+        bits = as_array(values)
+        return None if bits is None else (bits, bits.dtype.type(self._magnitude))
 
     def value(self, key: int) -> float | int:
         """Return the score whose key is ``key``."""

@@ -16,11 +16,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.kernels import compiled
 from distprune.selection.competition import Range, Words
 from distprune.selection.order import Order
 from distprune.shards import Geometry, chunk_size
 
-__all__ = ["NUM_BELOW", "NUM_COUNTS", "NUM_GONE", "NUM_INSIDE", "NUM_NANS", "Entry", "Keyed", "Survivors", "scan"]
+__all__ = [
+    "NUM_BELOW",
+    "NUM_COUNTS",
+    "NUM_GONE",
+    "NUM_INSIDE",
+    "NUM_NANS",
+    "Entry",
+    "KeyBits",
+    "Keyed",
+    "Survivors",
+    "count_beyond",
+    "scan",
+]
 
 Array = npt.NDArray[Any]
 
@@ -28,15 +41,20 @@ Array = npt.NDArray[Any]
 NUM_BELOW, NUM_INSIDE, NUM_ABOVE, NUM_NANS, NUM_GONE, NUM_COUNTS = range(6)
 
 _LAST_SHORT_START = (1 << 32) - (1 << 22)  # a chunk that starts here or before ends below 2**32
+_COMPILED_CHUNKS = 4  # chunks at a time: compiled loops have no temporaries to keep in a cache
 _SPAN = 1 << 20  # elements: below this a second thread costs more than it brings
 
 
 class Keyed(Protocol):
-    """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``."""
+    """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``.
+
+    On the host ``bits`` may give what makes all of them by ``&``.
+    """
 
     @property
     def device(self) -> torch.device: ...
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def bits(self, order: Order) -> tuple[Array, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,26 @@ class Survivors:
     keys: Array  # the order's key dtype
 
 
+class KeyBits:
+    """Integers of which ``&`` makes the keys of one shard's elements, on the host, range by range.
+
+    Where compiled loops read them they are the weights' own bits, if that is possible; else the keys, in memory for
+    ``size`` of them.
+    """
+
+    def __init__(self, scores: Keyed, order: Order, size: int) -> None:
+        self._scores, self._order = scores, order
+        self._all = scores.bits(order) if compiled() is not None else None
+        self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype)
+
+    def __call__(self, at: slice) -> tuple[Array, Any]:
+        """Return the integers at ``at``, and what they are to be combined with."""
+        if self._all is not None:
+            return self._all[0][at], self._all[1]
+        keys = self._scores.keys(self._order, at, self._memory).numpy()
+        return keys, keys.dtype.type(-1)
+
+
 def scan(
     entry: Entry,
     order: Order,
@@ -75,18 +113,17 @@ def scan(
     """
     begin, end = offsets or (0, entry.geometry.local_numel)
     flat_mask = mask.view(-1) if mask is not None else None
-    step = chunk_size(entry.scores.device)
+    step = chunk_size(entry.scores.device) * (1 if compiled() is None else _COMPILED_CHUNKS)
 
-    memory = threading.local()
+    own = threading.local()
 
     def one(start: int) -> tuple[Words, Survivors]:
-        if not hasattr(memory, "keys"):  # a fresh tensor for each chunk would be as slow as the scan
-            memory.keys = torch.empty(step, dtype=order.key_dtype)
-            memory.flags = np.empty((2, step), dtype=np.bool_)
-        stop = min(start + step, end)
-        out = flat_mask[start:stop].numpy() if flat_mask is not None else None
-        keys = entry.scores.keys(order, slice(start, stop), memory.keys).numpy()
-        return _scan_chunk(order, keys, bracket, memory.flags, out, start)
+        if not hasattr(own, "scan"):  # fresh memory for each chunk would be as slow as the scan
+            own.scan = _ChunkScan(entry.scores, order, bracket, step)
+        at = slice(start, min(start + step, end))
+        out = None if flat_mask is None else flat_mask[at].numpy()
+        found: tuple[Words, Survivors] = own.scan(at, out)
+        return found
 
     starts = range(begin, end, step)
     num_threads = min(torch.get_num_threads(), (end - begin) // _SPAN)
@@ -100,22 +137,46 @@ def scan(
             yield from pool.map(one, starts[first : first + ahead])
 
 
-def _scan_chunk(
-    order: Order, keys: Array, bracket: Range, flags: Array, out: Array | None, start: int
-) -> tuple[Words, Survivors]:
-    low, high = keys.dtype.type(bracket.low), keys.dtype.type(bracket.high)
-    above, inside = flags[:, : len(keys)]
-    # True from the bracket on, which is what the mask says until survivors are settled.
-    kept = np.greater_equal(keys, low, out=out if out is not None else np.empty(len(keys), dtype=np.bool_))
-    np.greater(keys, high, out=above)
-    np.not_equal(kept, above, out=inside)
-    offsets = np.flatnonzero(inside)
-    num_kept = int(np.count_nonzero(kept))
-    # Two extremes take less than two counts, and as a rule say that there is nothing to count.
-    num_nans = int(np.count_nonzero(keys > order.last)) if keys.max() > order.last else 0
-    num_gone = int(np.count_nonzero(keys < order.first)) if keys.min() < order.first else 0
-    counts = [len(keys) - num_kept, len(offsets), num_kept - len(offsets), num_nans, num_gone]
-    return np.array(counts), Survivors(_shortened(offsets, start), keys[offsets])
+class _ChunkScan:
+    """Scans one chunk after the other, of up to ``size`` elements, in the same memory."""
+
+    def __init__(self, scores: Keyed, order: Order, bracket: Range, size: int) -> None:
+        self._order, self._bits = order, KeyBits(scores, order, size)
+        self._loops = compiled()
+        dtype = torch.empty(0, dtype=order.key_dtype).numpy().dtype
+        self._low, self._high = dtype.type(bracket.low), dtype.type(bracket.high)
+        self._flags = np.empty((3, size), dtype=np.bool_)
+        if self._loops is not None:
+            self._offsets, self._inside = np.empty(size, dtype=np.int64), np.empty(size, dtype=dtype)
+
+    def __call__(self, at: slice, out: Array | None) -> tuple[Words, Survivors]:
+        """Return counts and survivors at ``at``, and write into ``out`` what stays; survivors do, until settled."""
+        num = at.stop - at.start
+        above, inside, kept = self._flags[:, :num]
+        kept = kept if out is None else out
+        bits, magnitude = self._bits(at)
+        if self._loops is not None:
+            num_kept, num_inside, lowest, highest = self._loops.find_inside(
+                bits, magnitude, self._low, self._high, kept, self._offsets, self._inside
+            )
+            offsets, found = self._offsets[:num_inside], self._inside[:num_inside].copy()
+        else:
+            np.greater_equal(bits, self._low, out=kept)
+            np.greater(bits, self._high, out=above)
+            np.not_equal(kept, above, out=inside)
+            offsets = np.flatnonzero(inside)
+            num_kept, found = int(np.count_nonzero(kept)), bits[offsets]
+            lowest, highest = bits.min(), bits.max()  # less than two counts, and as a rule there is nothing to count
+        beyond = count_beyond(self._order, bits, magnitude, lowest, highest)
+        counts = [num - num_kept, len(offsets), num_kept - len(offsets), *beyond]
+        return np.array(counts), Survivors(_shortened(offsets, at.start), found)
+
+
+def count_beyond(order: Order, bits: Array, magnitude: Any, lowest: Any, highest: Any) -> tuple[int, int]:
+    """Return how many keys are of NaN, and of what is gone, given the lowest and the highest."""
+    num_nans = int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
+    num_gone = int(np.count_nonzero((bits & magnitude) < order.first)) if lowest < order.first else 0
+    return num_nans, num_gone
 
 
 def _shortened(offsets: Array, start: int) -> Array:

@@ -13,7 +13,7 @@ from distprune.shards.layouts import (
     local_shard,
     splits_of,
 )
-from distprune.shards.local_shard import LocalShard, count_zeros, cut, flat_chunk, flat_chunks
+from distprune.shards.local_shard import LocalShard, as_array, bytes_of, count_zeros, cut, flat_chunk, flat_chunks
 from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.place import Place, gradients_of, places_of
@@ -30,6 +30,8 @@ __all__ = [
     "Runs",
     "Split",
     "all_finite",
+    "as_array",
+    "bytes_of",
     "checksum",
     "chunk_runs",
     "chunk_size",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards.local_shard import flat_chunks
+from distprune.kernels import compiled
+from distprune.shards.local_shard import bytes_of, flat_chunks
 
 __all__ = ["HostChecksum", "checksum"]
 
@@ -39,15 +41,15 @@ class HostChecksum:
     """
 
     def __init__(self) -> None:
+        self._loops = compiled()
         self._sums = np.zeros((2, _NUM_LANES), dtype=np.uint64)  # they wrap around
         self._num_rows = 0  # of the stretch that is being summed
         self._row = np.zeros(self._sums[0].nbytes, dtype=np.uint8)  # the one that is not full
         self._num_bytes = 0
 
-    def add(self, values: torch.Tensor) -> None:
+    def add(self, values: torch.Tensor | npt.NDArray[Any]) -> None:
         """Take over the bits of ``values``. Local."""
-        data = values.contiguous().view(-1).view(torch.uint8).numpy()
-        size = len(self._row)
+        data, size = bytes_of(values), len(self._row)
         if filled := self._num_bytes % size:
             num = min(size - filled, len(data))
             self._row[filled : filled + num] = data[:num]
@@ -65,7 +67,10 @@ class HostChecksum:
         start = 0
         while start < len(rows):
             some = rows[start : start + _NUM_ROWS - self._num_rows]
-            first += np.add.reduce(some, axis=0)
+            if self._loops is not None:
+                self._loops.add_rows(first, some)
+            else:
+                first += np.add.reduce(some, axis=0)
             start += len(some)
             self._num_rows = (self._num_rows + len(some)) % _NUM_ROWS
             if self._num_rows == 0:

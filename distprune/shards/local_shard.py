@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from distprune.shards.device import chunk_size, count_true, fetched
+from distprune.shards.device import chunk_size, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
@@ -88,6 +91,20 @@ def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     first_row, end_row = start // row_numel, -(-stop // row_numel)
     rows = tensor[first_row:end_row].reshape(-1)
     return rows[start - first_row * row_numel : stop - first_row * row_numel]
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[np.signedinteger] | None:
+    """Return the bits of all elements, 1-D, as integers: a view. ``None`` where they lie elsewhere or scattered."""
+    if not (on_host(tensor.device) and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous()):
+        return None
+    return tensor.detach().view(-1).view(torch.uint8).numpy().view(f"i{tensor.element_size()}")
+
+
+def bytes_of(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of ``values``, on the host, 1-D: a view where they are contiguous."""
+    if isinstance(values, torch.Tensor):
+        values = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return values.reshape(-1).view(np.uint8)
 
 
 def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

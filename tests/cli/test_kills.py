@@ -102,8 +102,8 @@ def be_doomed_streaming_rank(variables: dict[str, str], arguments: list[str], lo
         record(self, done)
         time.sleep(0.03)
 
-    def write_and_wait(self: stretches.StretchWriter, first: int, progress: Any) -> None:
-        write(self, first, progress)
+    def write_and_wait(self: stretches.StretchWriter, *arguments: Any, **named: Any) -> None:
+        write(self, *arguments, **named)
         time.sleep(5)  # and then the one that is left sees that it is alone
 
     stretches.StretchWriter._record, stretches.StretchWriter.write = record_slowly, write_and_wait  # type: ignore[method-assign]

@@ -134,6 +134,55 @@ def test_all_is_read_ahead_by_the_rank_that_needs_it(
         assert sum(stop - start for start, stop in of_file) < 1.5 * file.tensors[-1].stop
 
 
+@pytest.mark.parametrize("sync_files", [True, False])
+def test_waits_for_the_disk_or_not(
+    models: Path, tmp_path: Path, sync_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        fsync(descriptor)
+
+    job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), sync_files=sync_files, **CASES["2:4"])
+    interrupted(job, 16, monkeypatch)
+    assert any("going on after" in said and "after 0 of" not in said for said in resumed(job))
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(os, "fsync", watched)
+    run_streamed_job(job)
+    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    of_weights = [name for name in synced if name in files]
+    assert len(of_weights) > 2 * len(files) if sync_files else len(of_weights) == len(files)  # once: their space
+
+
+@pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
+def test_several_threads_of_a_rank(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes; and what one of them raises is raised, with nothing left."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    arguments = {"model": str(models / "llama"), **CASES[case]}
+    run_prune_job(PruneJob(**arguments, output=str(tmp_path / "loaded")))
+    threads, write_piece = set(), StretchWriter._write
+
+    def watched(self: StretchWriter, *arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return write_piece(self, *arguments)
+
+    monkeypatch.setattr(StretchWriter, "_write", watched)
+    run_streamed_job(StreamedJob(**arguments, output=str(tmp_path / "streamed")))
+    assert threading.get_ident() not in threads
+    for path in (tmp_path / "loaded").glob("*.safetensors"):
+        assert (tmp_path / "streamed" / path.name).read_bytes() == path.read_bytes()
+
+    def failing(*_: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(StretchWriter, "_write", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_streamed_job(StreamedJob(**arguments, output=str(tmp_path / "failed")))
+    assert not (tmp_path / "failed").exists()
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("case", ["global", "tensor", "2:4", "row"])
 def test_ties_and_chunks(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal weights the first go, wherever pieces and what is decided at a time begin."""
@@ -283,9 +332,9 @@ def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         write_piece, parts, failing = StretchWriter._write, itertools.count(), threading.local()
 
-        def watched(self: StretchWriter, *arguments: Any) -> None:
+        def watched(self: StretchWriter, *arguments: Any) -> Any:
             failing.now = self._comm.rank == 1 and next(parts) == num_parts
-            write_piece(self, *arguments)
+            return write_piece(self, *arguments)
 
         def write(descriptor: int, entry: Any, values: torch.Tensor, stretches: Any) -> None:
             if failing.now:

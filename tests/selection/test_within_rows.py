@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
 SHAPES = [(1, 4), (3, 8), (5, 16), (70, 2048), (0, 8), (3, 0)]  # 64 rows of 2048 are one chunk
@@ -36,7 +38,7 @@ def test_groups(shape: tuple[int, int], dtype: torch.dtype, n: int, m: int) -> N
     assert torch.equal(keep_highest_per_group(scores, n, m), by_loop(scores, m - n, m))
 
 
-@pytest.mark.parametrize(("n", "m"), [(4, 8), (5, 16), (3, 32), (17, 64)])
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (5, 16), (1, 8), (3, 32), (17, 64)])
 def test_large_groups(n: int, m: int) -> None:
     for scores in (tied_scores((7, 128), torch.float32), torch.randn(7, 128)):
         assert torch.equal(keep_highest_per_group(scores, n, m), by_loop(scores, m - n, m))
@@ -56,7 +58,7 @@ def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.equal(keep_highest_per_row(scores, num_pruned), by_loop(scores, num_pruned, num_columns))
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, torch.inf, -torch.inf]), min_size=1, max_size=24),
     num_pruned=st.integers(0, 24),

@@ -1,0 +1,98 @@
+"""Each loop does what a few lines of numpy say, at every length, and is not there without numba."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from distprune import kernels
+
+Array = npt.NDArray[Any]
+DTYPES = (np.int16, np.int32, np.int64)
+NUMS = (1, 12, 4095, 4096, 4097, 12_300)  # tiles are of 4096
+
+
+@pytest.fixture
+def loops() -> ModuleType:
+    found = kernels.compiled()
+    if found is None:
+        pytest.skip("needs numba; pip install 'distprune[fast]'")
+    return found
+
+
+def made(dtype: Any, num: int) -> tuple[Array, Any]:
+    """Return bits of both signs, many of them equal, and what makes them keys."""
+    generator = np.random.default_rng(num)
+    magnitude = dtype(np.iinfo(dtype).max)
+    bits = generator.integers(0, 40, num).astype(dtype) * dtype(np.iinfo(dtype).max // 40)
+    return np.where(generator.random(num) < 0.5, bits, bits | np.iinfo(dtype).min).astype(dtype), magnitude
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_above_and_inside(loops: ModuleType, dtype: Any) -> None:
+    for num in NUMS:
+        bits, magnitude = made(dtype, num)
+        for factor in (magnitude, dtype(-1)):  # -1: they are keys already
+            keys = bits & factor
+            low, high = np.sort(keys)[[num // 3, num // 2]]
+            keep, offsets, found = np.empty(num, dtype=np.bool_), np.empty(num, dtype=np.int64), np.empty_like(bits)
+            assert loops.keep_above(bits, factor, low, keep) == ((keys > low).sum(), keys.min(), keys.max())
+            assert np.array_equal(keep, keys > low)
+            num_kept, num_inside, *extremes = loops.find_inside(bits, factor, low, high, keep, offsets, found)
+            inside = np.flatnonzero((keys >= low) & (keys <= high))
+            assert (num_kept, num_inside, *extremes) == ((keys >= low).sum(), len(inside), keys.min(), keys.max())
+            assert np.array_equal(keep, keys >= low)
+            assert np.array_equal(offsets[:num_inside], inside)
+            assert np.array_equal(found[:num_inside], keys[inside])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.float32, np.float64])
+def test_groups(loops: ModuleType, dtype: Any) -> None:
+    for m, num in itertools.product((1, 2, 3, 4, 7, 8, 16), NUMS):
+        bits, magnitude = made(np.int64 if np.issubdtype(dtype, np.floating) else dtype, num - num % m + m)
+        keys = (bits & magnitude).astype(dtype)
+        order = np.argsort(keys.reshape(-1, m), axis=1, kind="stable")
+        for n in {0, 1, m // 2, m}:
+            expected, keep = np.empty((len(keys) // m, m), dtype=np.bool_), np.empty(len(keys), dtype=np.bool_)
+            np.put_along_axis(expected, order, np.arange(m) >= m - n, axis=1)
+            loops.keep_groups(keys, n, m, keep)
+            assert np.array_equal(keep, expected.ravel())
+            if keys.dtype == bits.dtype:
+                keep[:] = True
+                extremes = loops.keep_groups_of_bits(bits, magnitude, n, m, keep)
+                assert np.array_equal(keep, expected.ravel())
+                assert extremes == (keys.min(), keys.max())
+
+
+@pytest.mark.parametrize("dtype", [np.int8, *DTYPES])
+def test_zeros(loops: ModuleType, dtype: Any) -> None:
+    bits, _ = made(dtype, 5000)
+    keep = np.random.default_rng(0).random(5000) < 0.5
+    out, expected = np.empty_like(bits), np.where(keep, bits, dtype(0))
+    loops.zero_pruned(bits, keep.view(np.int8), out)
+    assert np.array_equal(out, expected)
+    loops.zero_pruned(bits, keep.view(np.int8), bits)
+    assert np.array_equal(bits, expected)
+
+
+def test_sums_wrap_around(loops: ModuleType) -> None:
+    rows = np.random.default_rng(0).integers(0, 1 << 63, (5, 1021), dtype=np.uint64) * np.uint64(2)
+    sums = rows[0].copy()
+    loops.add_rows(sums, rows)
+    assert np.array_equal(sums, rows[0] + rows.sum(axis=0))
+
+
+@pytest.mark.parametrize("why", ["missing", "switched off"])
+def test_there_are_none(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "missing":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    else:
+        numba = pytest.importorskip("numba")
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert kernels._loops.__wrapped__() is None
