@@ -24,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table, unpin
+from distprune import kernels
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
 
 _HIDDEN, _INNER, _VOCABULARY, _NUM_FILES = 2048, 5632, 32000, 6
@@ -83,19 +84,25 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def streamed(_: int, source: str, tiny: str, target: str, arguments: dict[str, Any]) -> tuple[float, float, int]:
-    """Return seconds of the job, of its choice, and the peak of all anonymous memory of this rank's process.
+def streamed(
+    rank: int, source: str, tiny: str, target: str, arguments: dict[str, Any]
+) -> tuple[float, float, int, float, float]:
+    """Return seconds of the job, of its choice, the peak of all anonymous memory of this rank's process, and the
+    seconds of :func:`copied` right before.
 
-    The job on ``tiny`` before it, which does not count, loads all code.
+    What comes before, and does not count, loads all code.
     """
     if dist.get_world_size() == 1:
         unpin()  # as the command line: a single rank has all cores
         torch.set_num_threads(os.cpu_count() or 1)
+    kernels.load()
     run_streamed_job(StreamedJob(model=tiny, output=f"{target}-tiny", overwrite=True, **arguments))
+    copies = copied(Path(source), Path(f"{target}-copy")) if rank == 0 else (0.0, 0.0)
+    dist.barrier()
     held, started = anonymous_bytes(), time.perf_counter()
     with peak_memory() as peak:
         report = run_streamed_job(StreamedJob(model=source, output=target, **arguments))
-    return time.perf_counter() - started, report["stage_seconds"]["choose"], held + peak.num_bytes
+    return time.perf_counter() - started, report["stage_seconds"]["choose"], held + peak.num_bytes, *copies
 
 
 def loaded(_: int, source: str, target: str, arguments: dict[str, Any]) -> None:
@@ -104,14 +111,22 @@ def loaded(_: int, source: str, target: str, arguments: dict[str, Any]) -> None:
 
 
 def copied(source: Path, target: Path) -> tuple[float, float]:
-    """Return the seconds of ``cp``, and of ``cp`` and ``sync``; what is written before is on the disk by then."""
-    subprocess.run(["sync"], check=True)
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", source, target], check=True)
-    seconds = time.perf_counter() - started
-    subprocess.run(["sync", *target.iterdir()], check=True)
-    synced = time.perf_counter() - started
-    shutil.rmtree(target)
+    """Return the seconds of ``cp``, and of ``cp`` and ``sync``, the second time: it finds the memory of the first one.
+
+    So does what comes next: memory that has long been free may be slow to come back to a virtual machine.
+    """
+    cores = os.sched_getaffinity(0)
+    unpin()
+    seconds = synced = 0.0
+    for _ in range(2):
+        subprocess.run(["sync"], check=True)
+        started = time.perf_counter()
+        subprocess.run(["cp", "-r", source, target], check=True)
+        seconds = time.perf_counter() - started
+        subprocess.run(["sync", *target.iterdir()], check=True)
+        synced = time.perf_counter() - started
+        shutil.rmtree(target)
+    os.sched_setaffinity(0, cores)
     return seconds, synced
 
 
@@ -128,7 +143,6 @@ def main() -> None:
         folder = Path(name)
         size = make_checkpoint(folder / "model", arguments.layers)
         make_checkpoint(folder / "tiny", 1, _TINY)
-        copied(folder / "model", folder / "copy")  # does not count: the files are in memory after it, if they fit
         for case, pruned in _CASES.items():
             expected = None
             if arguments.compare:
@@ -136,18 +150,16 @@ def main() -> None:
                 expected = digests(folder / "out")
                 shutil.rmtree(folder / "out")
             for num_ranks, sync_files in itertools.product((1, 2), (True, False)):
-                asked, copies, jobs = {**pruned, "sync_files": sync_files}, [], []
+                asked, jobs = {**pruned, "sync_files": sync_files}, []
                 for _ in range(arguments.repeats):
                     shutil.rmtree(folder / "out", ignore_errors=True)
-                    copies.append(copied(folder / "model", folder / "copy"))
-                    subprocess.run(["sync"], check=True)
                     results = on_ranks(
                         num_ranks, streamed, *(str(folder / of) for of in ("model", "tiny", "out")), asked
                     )
                     jobs.append(tuple(max(each) for each in zip(*results, strict=True)))
-                copying = min(each[sync_files] for each in copies)
-                seconds, choosing, _ = min(jobs)
-                memory = max(of_job for _, _, of_job in jobs)
+                copying = min(copies[sync_files] for _, _, _, *copies in jobs)
+                seconds, choosing, *_ = min(jobs)
+                memory = max(each[2] for each in jobs)
                 same = "" if expected is None else "yes" if digests(folder / "out") == expected else "NO"
                 shutil.rmtree(folder / "out")
                 rows.append(
@@ -174,7 +186,8 @@ def main() -> None:
         + f"\nA Llama of random bfloat16 weights in {_NUM_FILES} files, in the system's cache as far as it fits.\n"
         "Seconds are of a whole job in a process whose code is loaded; a single rank has both cores, as from the\n"
         "command line. Beside `cp` of the same files and a `sync` of the copy, the job also waits until all is on the\n"
-        "disk; beside `cp` alone it does not (`--no-sync-files`). The copy ran right before each job.\n"
+        "disk; beside `cp` alone it does not (`--no-sync-files`). The copy ran right before each job, after\n"
+        "another, which does not count.\n"
         f"Of {arguments.repeats} times the least. Memory is all of a rank's process\n"
         "but the files it maps, Python, torch and transformers included. Same bytes: sha256 of every file, as the job\n"
         "that loads the model writes them.\n\n" + table([*columns, "memory MiB", "same bytes"], rows)

@@ -17,6 +17,7 @@ from tests.worlds import ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
+kernels.load()
 schedule_as_batch()  # and with it every rank the tests start
 
 
@@ -47,9 +48,9 @@ def _process_wide_settings() -> Iterator[None]:
 
 @pytest.fixture(params=["compiled", "numpy"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with compiled loops, and without."""
+    """Run the test with compiled loops, and without. Others have them, but in processes that they start."""
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "_loops", lambda: None)
+        monkeypatch.setattr(kernels, "_loaded", None)
     elif kernels.compiled() is None:
         pytest.skip("needs numba; pip install 'distprune[fast]'")
 

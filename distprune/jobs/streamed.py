@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from distprune import kernels
 from distprune.checkpoint import locking, remove_files
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
@@ -24,6 +25,9 @@ from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 
 __all__ = ["StreamedJob", "run_streamed_job"]
+
+
+_COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take longer to load than they bring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,9 @@ def run_streamed_job(
             stored = find_stored(run.directory, job.include, job.exclude)
             facts = run.facts(ranks=comm.size)
             values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
+            num_bytes = sum(entry.stop - entry.start for file in run.directory.weight_files for entry in file.tensors)
+            if num_bytes >= _COMPILED_BYTES * comm.size:
+                kernels.load()
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")

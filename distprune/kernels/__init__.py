@@ -7,24 +7,29 @@ Level 0: imports nothing of the package.
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from types import ModuleType
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "load"]
+
+_loaded: ModuleType | None = None
 
 
-def compiled() -> ModuleType | None:
-    """Return the module of the loops; ``None`` without numba, or where ``NUMBA_DISABLE_JIT`` is set.
+def load() -> bool:
+    """Load the loops, and return whether they are there: not without numba, nor where ``NUMBA_DISABLE_JIT`` is set.
 
-    A loop is compiled for a dtype when it is first called with it, in about half a second, and kept in numba's cache.
+    It takes half a second or so, and another half for each loop that is not yet in numba's cache: worth it for a
+    thousand million elements or so, not for less.
     """
-    return _loops()
-
-
-@cache
-def _loops() -> ModuleType | None:
+    global _loaded
     try:
         numba = importlib.import_module("numba")
     except ImportError:  # not there, or not for this numpy
-        return None
-    return None if numba.config.DISABLE_JIT else importlib.import_module("distprune.kernels.loops")
+        return False
+    if not numba.config.DISABLE_JIT:
+        _loaded = importlib.import_module("distprune.kernels.loops")
+    return _loaded is not None
+
+
+def compiled() -> ModuleType | None:
+    """Return the module of the loops, if they were loaded."""
+    return _loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from distprune import kernels
+from distprune.jobs import StreamedJob, run_streamed_job
+from tests.hf_models import make_model
 
 Array = npt.NDArray[Any]
 DTYPES = (np.int16, np.int32, np.int64)
@@ -95,4 +98,18 @@ def test_there_are_none(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     else:
         numba = pytest.importorskip("numba")
         monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert kernels._loops.__wrapped__() is None
+    monkeypatch.setattr(kernels, "_loaded", None)
+    assert not kernels.load()
+    assert kernels.compiled() is None
+
+
+def test_a_large_share_of_a_checkpoint_is_worth_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    make_model(tmp_path / "model", "gpt2")
+    monkeypatch.setattr(kernels, "_loaded", None)
+    for num_bytes, loads in ((1 << 30, False), (0, True)):
+        monkeypatch.setattr("distprune.jobs.streamed._COMPILED_BYTES", num_bytes)
+        run_streamed_job(StreamedJob(model=f"{tmp_path}/model", output=f"{tmp_path}/{loads}", pattern="2:4"))
+        assert (kernels.compiled() is not None) == loads
+    one, other = (tmp_path / f"{loads}" / "model.safetensors" for loads in (False, True))
+    assert one.read_bytes() == other.read_bytes()
