@@ -65,10 +65,11 @@ def run_streamed_job(
     """Run the job and return its report. The output is written whole, or not at all.
 
     The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
-    :class:`StreamedPruning` says, and then to prune and write. They are mapped, and each rank has a few pieces of its
-    own share in memory. Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for
-    byte; where it does not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it
-    better.
+    :class:`StreamedPruning` says, and then to prune and write. They are mapped, and each thread of a rank, of which it
+    has as many as torch (at most 8), has a few pieces of the rank's share in memory. Where a rank has a gigabyte or
+    more, loops are compiled by numba, if that is installed (the extra ``fast``); the bytes are the same without.
+    Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does
+    not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
 
     What is written grows beside the output, with a journal of it. A job that was killed goes on with ``resume``: what
     is recorded and on the disk as it was written is not written again; what is pruned is chosen again.

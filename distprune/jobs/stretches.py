@@ -170,6 +170,8 @@ class StretchWriter:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
             every = opened.enter_context(_mapping())
+            # A system lets one thread at a time write to a file, and may have the others spin until then.
+            turns = {path: Lock() for path in files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> bytes:
                 synced.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
@@ -177,7 +179,7 @@ class StretchWriter:
                 lock = Lock()
 
                 def write(part: _Part, piece: Geometry, checksum: HostChecksum) -> None:
-                    found = self._write(files[part.path].fileno(), part, piece, checksum)
+                    found = self._write(files[part.path].fileno(), turns[part.path], part, piece, checksum)
                     if found is not None and part.parameter is not None:
                         with lock:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
@@ -233,14 +235,15 @@ class StretchWriter:
             self._unfinished.record(report, digest)
 
     def _write(
-        self, descriptor: int, part: _Part, piece: Geometry, checksum: HostChecksum
+        self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, checksum: HostChecksum
     ) -> tuple[int, int, int] | None:
         """Write what is left of a piece of ``part``; return what is pruned, was before, and is NaN, if it counts."""
         name, values = part.entry.name, self._values[part.entry.name]
 
         def write(shard: LocalShard) -> None:
             for chunk, places in chunks_of(shard):
-                write_chunk(descriptor, part.entry, chunk, places)
+                with turn:
+                    write_chunk(descriptor, part.entry, chunk, places)
             checksum.add(shard.local)
 
         if part.parameter is None:
@@ -256,7 +259,9 @@ class StretchWriter:
         def put(start: int, left: npt.NDArray[Any]) -> None:
             stop = start + len(left)
             if whole is None:
-                write_chunk(descriptor, part.entry, left, places_of(piece, start, stop))
+                places = places_of(piece, start, stop)
+                with turn:
+                    write_chunk(descriptor, part.entry, left, places)
                 checksum.add(left)
             else:
                 bytes_of(whole).view(left.dtype)[start:stop] = left

@@ -44,18 +44,17 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
 def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], npt.NDArray[np.signedinteger]]:
     """Return a function of a first offset in ``values``, on the host, and of what stays from there on.
 
-    It returns the bits of those values with 0 where they go, 1-D, in memory that the call after the next writes over.
-    Local.
+    It returns the bits of those values with 0 where they go, 1-D, in memory that its next call writes over. Local.
     """
     all_bits = as_array(values)
-    memories: list[npt.NDArray[np.signedinteger]] = []
+    memory: npt.NDArray[np.signedinteger] = np.empty(0, dtype=f"i{values.itemsize}")
 
     def zero(start: int, stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.signedinteger]:
-        stop = start + len(stays)
+        nonlocal memory
+        if len(memory) < len(stays):
+            memory = np.empty(len(stays), dtype=memory.dtype)
+        stop, left = start + len(stays), memory[: len(stays)]
         bits = bits_of(flat_chunk(values, start, stop)).numpy() if all_bits is None else all_bits[start:stop]
-        memory = memories.pop(0) if len(memories) == 2 else np.empty(0, bits.dtype)
-        memories.append(memory if len(memory) >= len(stays) else np.empty(len(stays), bits.dtype))
-        left = memories[-1][: len(stays)]
         _zero(bits, stays.view(np.int8), left)
         return left
 

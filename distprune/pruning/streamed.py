@@ -88,8 +88,8 @@ class StreamedPruning:
     def prune(self, name: str, piece: Geometry, put: Callable[[int, npt.NDArray[Any]], None]) -> Counts:
         """Put the bits of a piece, 0 where elements go, and return what was chosen. Local; the caller sums NaNs.
 
-        One range of local offsets is put after the other, each in the memory of the one before the last, so that all of
-        it stays in a core's cache from the choice to whoever takes it. Threads may prune several at a time.
+        One range of local offsets is put after the other, each in the memory of the one before, so that all of it stays
+        in a core's cache from the choice to whoever takes it. Threads may prune several pieces at a time.
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
