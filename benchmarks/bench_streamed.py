@@ -1,6 +1,6 @@
 """Pruning a checkpoint without its model, beside ``cp`` of the same files: bytes a second, and memory.
 
-python -m benchmarks.bench_streamed [--layers 24] [--repeats 3] [--folder DIR] [--compare]
+python -m benchmarks.bench_streamed [--layers 24] [--patterns 2:4 ...] [--repeats 3] [--folder DIR] [--compare]
     [--output benchmarks/results/FILE.md]
 """
 
@@ -100,7 +100,7 @@ def streamed(
     copies = copied(Path(source), Path(f"{target}-copy")) if rank == 0 else (0.0, 0.0)
     dist.barrier()
     held, started = anonymous_bytes(), time.perf_counter()
-    with peak_memory() as peak:
+    with peak_memory(sample_seconds=0.05) as peak:
         report = run_streamed_job(StreamedJob(model=source, output=target, **arguments))
     return time.perf_counter() - started, report["stage_seconds"]["choose"], held + peak.num_bytes, *copies
 
@@ -133,6 +133,7 @@ def copied(source: Path, target: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--patterns", nargs="+", choices=_CASES, default=[*_CASES])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="Where some 9 GB are free.")
     parser.add_argument("--compare", action="store_true", help="Compare with the job that loads the model.")
@@ -143,7 +144,8 @@ def main() -> None:
         folder = Path(name)
         size = make_checkpoint(folder / "model", arguments.layers)
         make_checkpoint(folder / "tiny", 1, _TINY)
-        for case, pruned in _CASES.items():
+        for case in arguments.patterns:
+            pruned = _CASES[case]
             expected = None
             if arguments.compare:
                 on_ranks(1, loaded, str(folder / "model"), str(folder / "out"), pruned)

@@ -58,12 +58,12 @@ class Peak:
 
 
 @contextmanager
-def peak_memory() -> Iterator[Peak]:
-    """Sample anonymous memory while the body runs."""
+def peak_memory(sample_seconds: float = _SAMPLE_SECONDS) -> Iterator[Peak]:
+    """Sample anonymous memory while the body runs; the thread that does takes its part of the interpreter's time."""
     start, peak, done = anonymous_bytes(), Peak(), threading.Event()
 
     def sample() -> None:
-        while not done.wait(_SAMPLE_SECONDS):
+        while not done.wait(sample_seconds):
             peak.num_bytes = max(peak.num_bytes, anonymous_bytes() - start)
 
     thread = threading.Thread(target=sample)
