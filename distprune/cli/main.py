@@ -139,6 +139,8 @@ def prune(
         as_pattern(pattern, sparsity)
     except ValueError as error:
         raise typer.BadParameter(f"--pattern, --sparsity: {error}") from None
+    if not (sync_files or streamed):
+        raise typer.BadParameter("--no-sync-files goes with --streamed")
     common = {**common_fields(locals()), "sparsity": sparsity, "pattern": pattern}
     job: PruneJob | OneShotJob
     if calibration is None:
@@ -159,8 +161,6 @@ def prune(
         }
         if streamed:
             job = StreamedJob(**common, **named, resume=resume, sync_files=sync_files)
-        elif not sync_files:
-            raise typer.BadParameter("--no-sync-files goes with --streamed")
         else:
             job = PruneJob(**common, **named)
         device = "cpu" if streamed else device

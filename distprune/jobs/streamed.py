@@ -27,7 +27,7 @@ from distprune.pruning.streamed import StreamedPruning
 __all__ = ["StreamedJob", "run_streamed_job"]
 
 
-_COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take longer to load than they bring
+_COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take clearly longer to load than they bring
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ _loaded: ModuleType | None = None
 def load() -> bool:
     """Load the loops, and return whether they are there: not without numba, nor where ``NUMBA_DISABLE_JIT`` is set.
 
-    It takes half a second or so, and another half for each loop that is not yet in numba's cache: worth it for a
-    thousand million elements or so, not for less.
+    It takes some 0.9 s with the first call, and half a second more for each loop that is not yet in numba's cache. 2:4
+    in bfloat16 gets back about a nanosecond an element.
     """
     global _loaded
     try:

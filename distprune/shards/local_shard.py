@@ -97,7 +97,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[np.signedinteger] | None:
     """Return the bits of all elements, 1-D, as integers: a view. ``None`` where they lie elsewhere or scattered."""
     if not (on_host(tensor.device) and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous()):
         return None
-    return tensor.detach().view(-1).view(torch.uint8).numpy().view(f"i{tensor.element_size()}")
+    return bytes_of(tensor.detach()).view(f"i{tensor.element_size()}")
 
 
 def bytes_of(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -198,6 +198,8 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --calibration t --scope tensor",
         "prune m --output o --sparsity 0.3 --calibration t --streamed",
         "prune m --output o --sparsity 0.3 --streamed --device cuda",
+        "prune m --output o --sparsity 0.3 --no-sync-files",
+        "prune m --output o --sparsity 0.3 --calibration t --no-sync-files",
         "prune m --output o --sparsity 0.3 --dtype int8",
         "prune m --output o --sparsity 0.3 --eval-length 1",
         "prune m --output o --sparsity 0.3 --eval-tokens 10000000000000000000000",
