@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -229,6 +229,7 @@ class _ParameterUnits:
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
         self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
+        self._bits = scores.bits(order) if self.units.is_dense else None
         self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
 
@@ -248,9 +249,17 @@ class _ParameterUnits:
         mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
         flat_mask = mask.view(-1)
         counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
-        for at, stays, _ in self._whole_units(counts, chunk_size(device), flat_mask.__getitem__):
-            if isinstance(at, torch.Tensor):
-                flat_mask[at] = stays
+        keys = self._memory(chunk_size(device), self._order.key_dtype)
+        if self.units.is_dense:
+            flags = flat_mask.numpy() if on_host(device) else None
+            for at in self._slices(chunk_size(device)):
+                if flags is None or self._keep_at_once(at, flags[at], counts) is None:
+                    self._keep_keys(at, keys, flat_mask[at], counts)
+        else:
+            columns = sent(torch.from_numpy(self.units.whole), device)
+            for first, last in self._row_ranges(chunk_size(device)):
+                offsets = self.units.offsets(torch.arange(first, last, device=device), columns).reshape(-1)
+                flat_mask[offsets] = self._keep_keys(offsets, keys, None, counts)
         for offsets, answer in zip(self._cut, self.answers, strict=True):
             there = sent(offsets, device)
             self._count(scores.keys(self._order, there), counts)
@@ -264,61 +273,62 @@ class _ParameterUnits:
             mask, found = self.settle()
             return put_whole(Chosen(*found.tolist(), mask=mask), put)
         counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
-        memory = torch.empty(0, dtype=torch.bool)
-
-        def into(at: slice) -> torch.Tensor:
-            nonlocal memory
-            if len(memory) < (num := at.stop - at.start):
-                memory = torch.empty(num, dtype=torch.bool)
-            return memory[:num]
-
-        for at, found, num_kept in self._whole_units(counts, PUT_NUMEL, into):
-            assert isinstance(at, slice)
-            stays = found.numpy()
-            num_pruned += len(stays) - (int(np.count_nonzero(stays)) if num_kept is None else num_kept)
+        memory, keys = self._memory(PUT_NUMEL, torch.bool), self._memory(PUT_NUMEL, self._order.key_dtype)
+        flags = memory.numpy()
+        for at in self._slices(PUT_NUMEL):
+            stays = flags[: at.stop - at.start]
+            if (num_kept := self._keep_at_once(at, stays, counts)) is None:
+                self._keep_keys(at, keys, memory[: len(stays)], counts)
+                num_kept = int(np.count_nonzero(stays))
+            num_pruned += len(stays) - num_kept
             put(at.start, stays)
         counts[1] = num_pruned
         return Counts(*counts.tolist())
 
-    def _whole_units(
-        self, counts: torch.Tensor, num_at_a_time: int, into: Callable[[slice], torch.Tensor]
-    ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor, int | None]]:
-        """Yield where some rows of whole units are, what stays of them, 1-D, and how many, if that is known.
+    def _num_rows(self, num: int) -> int:
+        """Return how many rows of whole units have about ``num`` elements, at least one."""
+        return max(1, num // max(len(self.units.whole), 1))
 
-        ``into`` has memory for what stays of a slice. What is gone and what is NaN is added to ``counts``.
+    def _memory(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for that many rows: fresh memory each time would be slow."""
+        return torch.empty(self._num_rows(num) * len(self.units.whole), dtype=dtype, device=self._scores.device)
+
+    def _row_ranges(self, num: int) -> Iterator[tuple[int, int]]:
+        """Yield the local rows, about ``num`` elements of whole units at a time: the first, and the one after them."""
+        num_rows, step = len(self.units.matrix.rows) if len(self.units.whole) else 0, self._num_rows(num)
+        for first in range(0, num_rows, step):
+            yield first, min(first + step, num_rows)
+
+    def _slices(self, num: int) -> Iterator[slice]:
+        """Yield the local offsets of those rows, where they are dense."""
+        begin, width = self.units.begin, len(self.units.whole)
+        for first, last in self._row_ranges(num):
+            yield slice(begin + first * width, begin + last * width)
+
+    def _keep_at_once(self, at: slice, out: Array, counts: torch.Tensor) -> int | None:
+        """Write into ``out`` what stays of whole units, by one read of them, and add to ``counts``, all on the host.
+
+        Return how many stay. ``None``, and nothing is done: not possible.
         """
-        units, device = self.units, self._scores.device
-        num_rows, width = len(units.matrix.rows), len(units.whole)
-        columns = sent(torch.from_numpy(units.whole), device)
-        step = max(1, num_at_a_time // max(width, 1))
-        memory = torch.empty(step * width, dtype=self._order.key_dtype, device=device)
-        bits = self._scores.bits(self._order) if units.is_dense else None
-        for start in range(0, num_rows if width else 0, step):
-            stop = min(start + step, num_rows)
-            at: slice | torch.Tensor = slice(units.begin + start * width, units.begin + stop * width)
-            if not units.is_dense:
-                at = units.offsets(torch.arange(start, stop, device=device), columns).reshape(-1)
-            out: torch.Tensor | None = None
-            if isinstance(at, slice):
-                out = into(at)
-                if bits is not None and (num := self._keep_at_once(bits[0][at], bits[1], out, counts)) is not None:
-                    yield at, out, num
-                    continue
-            keys = self._scores.keys(self._order, at, memory)
-            if (is_gone := self._count(keys, counts)) is not None:
-                is_gone = is_gone.view(-1, width)
-            stays = self._keep(keys.view(-1, width), is_gone, None if out is None else out.view(-1, width))
-            yield at, stays.view(-1), None
-
-    def _keep_at_once(self, bits: Array, magnitude: Any, out: torch.Tensor, counts: torch.Tensor) -> int | None:
-        """Write what stays into ``out`` by one read of the scores; return how much, or ``None``: not possible."""
-        found = self._keep_bits(bits, magnitude, out.numpy())
+        if self._bits is None:
+            return None
+        bits, magnitude = self._bits[0][at], self._bits[1]
+        found = self._keep_bits(bits, magnitude, out)
         if found is None or found[1] < self._order.first:  # what is gone has rules of its own
             return None
         num_kept, lowest, highest = found
         if highest > self._order.last:
             counts[2] += count_beyond(self._order, bits, magnitude, lowest, highest)[0]
         return num_kept
+
+    def _keep_keys(
+        self, at: slice | torch.Tensor, memory: torch.Tensor, out: torch.Tensor | None, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what stays of whole units, 1-D, and in ``out``, if given; add to ``counts``. ``memory`` is of keys."""
+        width = len(self.units.whole)
+        keys = self._scores.keys(self._order, at, memory).view(-1, width)
+        is_gone = self._count(keys, counts)
+        return self._keep(keys, is_gone, None if out is None else out.view(-1, width)).view(-1)
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""

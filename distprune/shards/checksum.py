@@ -43,37 +43,36 @@ class HostChecksum:
     def __init__(self) -> None:
         self._loops = compiled()
         self._sums = np.zeros((2, _NUM_LANES), dtype=np.uint64)  # they wrap around
-        self._num_rows = 0  # of the stretch that is being summed
         self._row = np.zeros(self._sums[0].nbytes, dtype=np.uint8)  # the one that is not full
         self._num_bytes = 0
 
     def add(self, values: torch.Tensor | npt.NDArray[Any]) -> None:
         """Take over the bits of ``values``. Local."""
         data, size = bytes_of(values), len(self._row)
-        if filled := self._num_bytes % size:
+        num_bytes, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
+        if self._loops is not None:
+            self._loops.add_bytes(self._sums, _NUM_ROWS, self._row, num_bytes, data)
+            return
+        if filled := num_bytes % size:
             num = min(size - filled, len(data))
             self._row[filled : filled + num] = data[:num]
-            if filled + num == size:
-                self._add(self._row.view(np.uint64)[None])
-            self._num_bytes += num
-            data = data[num:]
+            if filled + num < size:
+                return
+            self._add(self._row.view(np.uint64)[None], num_bytes // size)
+            num_bytes, data = num_bytes + num, data[num:]
         end = len(data) - len(data) % size
-        self._add(data[:end].view(np.uint64).reshape(-1, _NUM_LANES))
+        self._add(data[:end].view(np.uint64).reshape(-1, _NUM_LANES), num_bytes // size)
         self._row[: len(data) - end] = data[end:]
-        self._num_bytes += len(data)
 
-    def _add(self, rows: npt.NDArray[np.uint64]) -> None:
+    def _add(self, rows: npt.NDArray[np.uint64], index: int) -> None:
+        """Add ``rows``, of which the first is row ``index`` of all."""
         first, second = self._sums
         start = 0
         while start < len(rows):
-            some = rows[start : start + _NUM_ROWS - self._num_rows]
-            if self._loops is not None:
-                self._loops.add_rows(first, some)
-            else:
-                first += np.add.reduce(some, axis=0)
-            start += len(some)
-            self._num_rows = (self._num_rows + len(some)) % _NUM_ROWS
-            if self._num_rows == 0:
+            some = rows[start : start + _NUM_ROWS - index % _NUM_ROWS]
+            first += np.add.reduce(some, axis=0)
+            start, index = start + len(some), index + len(some)
+            if index % _NUM_ROWS == 0:
                 second += first
 
     def digest(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from distprune import kernels
 from distprune.jobs import StreamedJob, run_streamed_job
+from distprune.shards import HostChecksum
 from tests.hf_models import make_model
 
 Array = npt.NDArray[Any]
@@ -84,11 +86,20 @@ def test_zeros(loops: ModuleType, dtype: Any) -> None:
     assert np.array_equal(bits, expected)
 
 
-def test_sums_wrap_around(loops: ModuleType) -> None:
-    rows = np.random.default_rng(0).integers(0, 1 << 63, (5, 1021), dtype=np.uint64) * np.uint64(2)
-    sums = rows[0].copy()
-    loops.add_rows(sums, rows)
-    assert np.array_equal(sums, rows[0] + rows.sum(axis=0))
+@pytest.mark.usefixtures("either_way")
+def test_sums_wrap_around() -> None:
+    """Those of the rows, and those of them after every so many."""
+    values = np.random.default_rng(0).integers(0, 256, 4_300_000, dtype=np.uint8)
+    rows = values[: len(values) // 8168 * 8168].view(np.uint64).reshape(-1, 1021)
+    sums = np.cumsum(rows, axis=0, dtype=np.uint64)
+    rest = values[rows.nbytes :].tobytes()
+    second = sums[255] + sums[511]
+    expected = hashlib.sha256(sums[-1].tobytes() + second.tobytes() + rest + len(values).to_bytes(8, "little"))
+    for step in (len(values), 1_000_001, 8168, 4099):
+        found = HostChecksum()
+        for start in range(0, len(values), step):
+            found.add(values[start : start + step])
+        assert found.digest() == expected.digest()
 
 
 @pytest.mark.parametrize("why", ["missing", "switched off"])
