@@ -105,7 +105,6 @@ def allocate(file: WeightFile, read: Path) -> None:
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
-        os.fsync(handle.fileno())
 
 
 def _write_small_files(

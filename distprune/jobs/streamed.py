@@ -75,7 +75,7 @@ def run_streamed_job(
     is recorded and on the disk as it was written is not written again; what is pruned is chosen again.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
-    Communicates what the choice does, and a round for each 256 MiB.
+    Communicates what the choice does, and a round for each 256 MiB of a rank.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or
@@ -144,7 +144,7 @@ def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfini
         run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
     try:
         with run.told.stage("pruning", "bytes") as progress:
-            writer.write(first, progress, sync_files=job.sync_files)
+            writer.write(first, progress)
     except ValueError:  # the weights are at fault: a job that goes on would get no further
         if run.comm.rank == 0:
             remove_files(unfinished.folder)

@@ -1,6 +1,7 @@
 """A checkpoint written stretch by stretch: each is noted when every rank has it on the disk.
 
-Noun: a *stretch* is some tensors, or a part of one, of about 256 MiB over all ranks, in the order of the files.
+Noun: a *stretch* is some tensors, or parts of some, of about 256 MiB a rank: of as many files as ranks and threads are
+to write at a time, because a system lets one of a machine's threads at a time write to a file.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
 from distprune.shards import Geometry, HostChecksum, LocalShard, bytes_of, cut, pieces_of, share_of, within
 
-__all__ = ["StretchWriter"]
+__all__ = ["StretchWriter", "apart"]
 
-_STRETCH_BYTES = 256 << 20
+_STRETCH_BYTES = 256 << 20  # of a rank
 _COPY_NUMEL = 4 << 20
-_Map: TypeAlias = Callable[[Callable[[Any], bytes], Sequence[Any]], Iterator[bytes]]
+_Map: TypeAlias = Callable[[Callable[[int], bytes], Sequence[int]], Iterator[bytes]]
 _NUM_DIGEST_WORDS = 4  # of 64 bits
 _MAX_THREADS = 8  # each has some 10 MiB
+_NUM_LANES = 8  # files in a stretch
 _NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
 
 
@@ -84,6 +86,7 @@ class StretchWriter:
         unfinished: Unfinished,
     ) -> None:
         self._comm: Communicator = unfinished.comm
+        self._num_bytes = _STRETCH_BYTES * unfinished.comm.size  # of a stretch
         self._source, self._pruning, self._values, self._unfinished = source, pruning, values, unfinished
         self._stored, self._regions = stored.stored, stored.written
         self._parameter_of = {
@@ -98,18 +101,24 @@ class StretchWriter:
 
     @cached_property
     def stretches(self) -> list[list[_Part]]:
-        """All stretches, the same on every rank."""
-        found: list[list[_Part]] = [[]]
+        """All stretches, the same on every rank: of each of a few sequences of files what comes next."""
+        lanes: list[list[_Part]] = [[] for _ in self.files[:_NUM_LANES]]
+        for number, file in enumerate(self.files):
+            lane = lanes[number * len(lanes) // len(self.files)]
+            lane += [part for entry in file.tensors for part in self._parts(file.path, entry)]
+        places: list[tuple[float, int, _Part]] = []  # which share of its lane is before a part, which lane it is
+        for number, lane in enumerate(lanes):
+            before = [*itertools.accumulate((part.num_bytes for part in lane), initial=0)]
+            places += [(start / max(1, before[-1]), number, part) for start, part in zip(before, lane, strict=False)]
+        found: list[list[tuple[int, _Part]]] = [[]]
         num_bytes = 0
-        for file in self.files:
-            for entry in file.tensors:
-                for part in self._parts(file.path, entry):
-                    if num_bytes + part.num_bytes > _STRETCH_BYTES and found[-1]:
-                        found.append([])
-                        num_bytes = 0
-                    found[-1].append(part)
-                    num_bytes += part.num_bytes
-        return found
+        for _, number, part in sorted(places, key=lambda place: place[:2]):
+            if num_bytes + part.num_bytes > self._num_bytes and found[-1]:
+                found.append([])
+                num_bytes = 0
+            found[-1].append((number, part))
+            num_bytes += part.num_bytes
+        return [[part for _, part in sorted(stretch, key=lambda of: of[0])] for stretch in found]
 
     def _parts(self, path: Path, entry: TensorEntry) -> Iterator[_Part]:
         regions = self._regions[entry.name]
@@ -119,7 +128,7 @@ class StretchWriter:
             parameter = self._parameter_of.get(region.name)
             is_whole = region == Region.whole(entry.name, region.name, entry.shape)
             is_whole &= parameter is None or self._pruning.is_as_stored(parameter)
-            num_parts = max(1, -(-region.numel * entry.dtype.itemsize // _STRETCH_BYTES))
+            num_parts = max(1, -(-region.numel * entry.dtype.itemsize // self._num_bytes))
             for number in range(num_parts):
                 yield _Part(path, entry, region, is_whole, parameter, number, num_parts)
 
@@ -153,11 +162,11 @@ class StretchWriter:
                     break
         return len(self._unfinished.digests)
 
-    def write(self, first: int, progress: Progress, *, sync_files: bool = True) -> None:
+    def write(self, first: int, progress: Progress) -> None:
         """Write the stretches from ``first`` on. Every rank must call it: a round for each, 24 bytes a parameter in it.
 
         A stretch has until the next one is written to reach the disk of all ranks; the one after that records it.
-        Without ``sync_files`` nothing waits for the disk: what is recorded is looked at before a job goes on.
+        Where ``unfinished`` does not sync files nothing waits for the disk.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
@@ -165,7 +174,8 @@ class StretchWriter:
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
         done: list[tuple[dict[str, Any], str]] = []
-        synced: list[Future[None]] = []
+        synced: list[Future[None]] = []  # what the stretch before waits for
+        recorded: list[Future[None]] = []
         with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
@@ -174,7 +184,7 @@ class StretchWriter:
             turns = {path: Lock() for path in files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> bytes:
-                synced.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
+                recorded.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
                 del done[:-1]
                 lock = Lock()
 
@@ -185,9 +195,9 @@ class StretchWriter:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
 
                 digests = self._of_pieces(stretch, every, write)
-                for each in synced:
+                for each in (*synced, *filter(Future.done, recorded)):
                     each.result()
-                paths = [*dict.fromkeys(part.path for part in stretch)] if sync_files else []
+                paths = [*dict.fromkeys(part.path for part in stretch)] if self._unfinished.sync_files else []
                 synced[:] = [syncing.submit(os.fsync, files[path].fileno()) for path in paths]
                 return digests
 
@@ -205,7 +215,7 @@ class StretchWriter:
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
             with together(self._comm):
-                for each in synced:
+                for each in (*synced, *recorded):
                     each.result()
         with together(self._comm):
             self._record(done)
@@ -275,13 +285,16 @@ class StretchWriter:
         self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, HostChecksum], None]
     ) -> bytes:
         """Do ``work`` for all pieces of a stretch, in any order, and return their checksums, in theirs."""
+        pieces = [(part, piece) for part in stretch for piece in self._pieces(part)]
+        order = apart(len(pieces), self._comm.rank, self._comm.size, _num_threads())
 
-        def one(of: tuple[_Part, Geometry]) -> bytes:
+        def one(number: int) -> bytes:
             checksum = HostChecksum()
-            work(*of, checksum)
+            work(*pieces[number], checksum)
             return checksum.digest()
 
-        return b"".join(every(one, [(part, piece) for part in stretch for piece in self._pieces(part)]))
+        digests = dict(zip(order, every(one, order), strict=True))
+        return b"".join(digests[number] for number in range(len(pieces)))
 
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``: of the parameter that is pruned in it, or of the stored tensor."""
@@ -310,10 +323,24 @@ class StretchWriter:
         return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
 
 
+def _num_threads() -> int:
+    """Return on how many cores this rank is to work: as many as torch has for it."""
+    return min(torch.get_num_threads(), _MAX_THREADS)
+
+
+def apart(num: int, rank: int, num_ranks: int, num_threads: int) -> list[int]:
+    """Return ``range(num)`` in an order in which all threads of all ranks are in different parts of it at a time."""
+    shift = num * rank // (num_ranks * num_threads)
+    numbers = [*range(shift, num), *range(shift)]
+    bounds = [num * thread // num_threads for thread in range(num_threads + 1)]
+    of_threads = (numbers[low:high] for low, high in itertools.pairwise(bounds))
+    return [number for beside in itertools.zip_longest(*of_threads) for number in beside if number is not None]
+
+
 @contextmanager
 def _mapping() -> Iterator[_Map]:
-    """Yield ``map`` for what waits for no other: beside each other, on as many cores as torch has for this rank."""
-    num_threads = min(torch.get_num_threads(), _MAX_THREADS)
+    """Yield ``map`` for what waits for no other: beside each other, on the cores of this rank."""
+    num_threads = _num_threads()
     if num_threads == 1:
         yield map
         return

@@ -43,11 +43,14 @@ class Unfinished:
     """The folder of an unfinished job; :attr:`blocks` are the reports of the blocks that are on the disk,
     :attr:`digests` what was noted to know them by.
 
-    ``is_new``: nothing was recorded before.
+    ``is_new``: nothing was recorded before. ``sync_files``: what is recorded waits for the disk.
     """
 
-    def __init__(self, comm: Communicator, folder: Path, journal: dict[str, Any], *, is_new: bool):
-        self.comm, self.folder, self._journal, self.is_new = comm, folder, journal, is_new
+    def __init__(
+        self, comm: Communicator, folder: Path, journal: dict[str, Any], *, is_new: bool, sync_files: bool = True
+    ) -> None:
+        self.comm, self.folder, self._journal = comm, folder, journal
+        self.is_new, self.sync_files = is_new, sync_files
         self.blocks: list[dict[str, Any]] = journal["blocks"]
         self.entries: dict[str, Any] = journal["entries"]
         self.digests: list[str] = journal["digests"]
@@ -149,8 +152,9 @@ class Unfinished:
             beside = self.folder / _NEW_JOURNAL
             with beside.open("w", encoding="utf-8") as file:
                 file.write(json.dumps({**self._journal, "checksum": _checksum(self._journal)}, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+                if self.sync_files:
+                    file.flush()
+                    os.fsync(file.fileno())
             beside.replace(self.folder / JOURNAL_NAME)
 
 
@@ -180,7 +184,8 @@ def open_unfinished(
     """Yield the folder for a job of these ``facts``, new or, with ``resume``, the one that is there.
 
     When the body ends it becomes ``target``; if the body raises, it stays if anything is recorded in it. Every rank
-    must enter it, and the first must hold the target's lock; five rounds. ``sync_files``: see ``publish``.
+    must enter it, and the first must hold the target's lock; five rounds. Without ``sync_files`` neither it nor its
+    journal waits for the disk: what is recorded must be looked at before a job goes on.
 
     Raises:
         FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
@@ -211,7 +216,7 @@ def open_unfinished(
     with together(comm):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
-    unfinished = Unfinished(comm, folder, journal, is_new=is_new)
+    unfinished = Unfinished(comm, folder, journal, is_new=is_new, sync_files=sync_files)
     try:
         yield unfinished
     except Exception:

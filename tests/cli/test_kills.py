@@ -90,7 +90,7 @@ def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
 
 def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
     """Be a rank whose stretches and pieces are so small that a tiny model has some."""
-    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 4_000, 20, 20
+    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 2_000, 20, 20
     be_rank(variables, arguments, log)
 
 

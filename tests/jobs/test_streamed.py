@@ -53,7 +53,7 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut tiny tensors into pieces, and tiny files into stretches."""
     monkeypatch.setattr(streamed, "_PIECE_NUMEL", 300)
     monkeypatch.setattr(stretches, "_COPY_NUMEL", 300)
-    monkeypatch.setattr(stretches, "_STRETCH_BYTES", 4000)
+    monkeypatch.setattr(stretches, "_STRETCH_BYTES", 2000)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_waits_for_the_disk_or_not(
     synced, fsync = [], os.fsync
 
     def watched(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name.replace("journal.new", "journal.json"))
         fsync(descriptor)
 
     job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), sync_files=sync_files, **CASES["2:4"])
@@ -151,8 +151,7 @@ def test_waits_for_the_disk_or_not(
     monkeypatch.setattr(os, "fsync", watched)
     run_streamed_job(job)
     files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
-    of_weights = [name for name in synced if name in files]
-    assert len(of_weights) > 2 * len(files) if sync_files else len(of_weights) == len(files)  # once: their space
+    assert ({*synced} >= files | {"journal.json"}) if sync_files else not synced
 
 
 @pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
