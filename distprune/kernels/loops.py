@@ -68,6 +68,19 @@ def keep_groups(keys: Array, n: int, m: int, keep: Array) -> None:
 
 
 @_kernel
+def _keep_tile(bits: Array, magnitude: Any, n: int, m: int, memory: Array, keep: Array) -> tuple[Any, Any]:
+    cast = bits.dtype.type
+    keys = memory[: len(bits)]
+    lowest = highest = cast(bits[0] & magnitude)
+    for i in range(len(bits)):
+        key = cast(bits[i] & magnitude)
+        lowest, highest = min(lowest, key), max(highest, key)
+        keys[i] = key
+    keep_groups(keys, n, m, keep)
+    return lowest, highest
+
+
+@_kernel
 def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array) -> tuple[Any, Any]:
     """Do as ``keep_groups`` with the keys of ``bits``, and return the lowest and the highest of them."""
     cast = bits.dtype.type
@@ -75,13 +88,24 @@ def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array
     memory = np.empty(tile, bits.dtype)
     lowest = highest = cast(bits[0] & magnitude)
     for start in range(0, len(bits), tile):
+        low, high = _keep_tile(bits[start : start + tile], magnitude, n, m, memory, keep[start : start + tile])
+        lowest, highest = min(lowest, low), max(highest, high)
+    return lowest, highest
+
+
+@_kernel
+def leave_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array) -> tuple[Any, Any]:
+    """Do as ``keep_groups_of_bits``, but write into ``out`` the bits of what stays, and 0 for the others."""
+    cast = bits.dtype.type
+    tile = max(1, _TILE // m) * m
+    memory, flags = np.empty(tile, bits.dtype), np.empty(tile, np.bool_)
+    lowest = highest = cast(bits[0] & magnitude)
+    for start in range(0, len(bits), tile):
         part = bits[start : start + tile]
-        keys = memory[: len(part)]
-        for i in range(len(part)):
-            key = cast(part[i] & magnitude)
-            lowest, highest = min(lowest, key), max(highest, key)
-            keys[i] = key
-        keep_groups(keys, n, m, keep[start : start + tile])
+        keep = flags[: len(part)]
+        low, high = _keep_tile(part, magnitude, n, m, memory, keep)
+        lowest, highest = min(lowest, low), max(highest, high)
+        zero_pruned(part, keep.view(np.int8), out[start : start + tile])
     return lowest, highest
 
 
@@ -102,6 +126,25 @@ def keep_above(bits: Array, magnitude: Any, key: Any, keep: Array) -> tuple[int,
             lowest, highest = min(lowest, own), max(highest, own)
             is_above = own > key
             kept[i] = is_above
+            num = np.int16(num + np.int16(is_above))
+        num_kept += int(num)
+    return num_kept, lowest, highest
+
+
+@_kernel
+def leave_above(bits: Array, magnitude: Any, key: Any, out: Array) -> tuple[int, Any, Any]:
+    """Do as ``keep_above``, but write into ``out`` the bits of what stays, and 0 for the others."""
+    cast = bits.dtype.type
+    lowest = highest = cast(bits[0] & magnitude)
+    num_kept = 0
+    for start in range(0, len(bits), _TILE):
+        part, left = bits[start : start + _TILE], out[start : start + _TILE]
+        num = np.int16(0)
+        for i in range(len(part)):
+            own = cast(part[i] & magnitude)
+            lowest, highest = min(lowest, own), max(highest, own)
+            is_above = own > key
+            left[i] = part[i] if is_above else cast(0)
             num = np.int16(num + np.int16(is_above))
         num_kept += int(num)
     return num_kept, lowest, highest

@@ -4,6 +4,7 @@ from distprune.masks.fsdp2 import Fsdp2Params, Managed, kept_gathered, own_param
 from distprune.masks.fsdp2_resize import drop_modules, even_parts, resize
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
+    Zeroing,
     as_numbers,
     bits_of,
     make_zeros_positive,
@@ -12,7 +13,6 @@ from distprune.masks.in_place import (
     settle_kept,
     write_negative_zeros,
     zero_where_pruned,
-    zeroing,
 )
 from distprune.masks.plain_keys import dense_state_dict
 from distprune.masks.reparametrized import (
@@ -27,6 +27,7 @@ from distprune.masks.reparametrized import (
 __all__ = [
     "Fsdp2Params",
     "Managed",
+    "Zeroing",
     "as_numbers",
     "bits_of",
     "dense_state_dict",
@@ -50,5 +51,4 @@ __all__ = [
     "undo_reparametrization",
     "write_negative_zeros",
     "zero_where_pruned",
-    "zeroing",
 ]

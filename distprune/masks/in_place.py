@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
+from typing_extensions import override
 
 from distprune.kernels import compiled
+from distprune.selection import Put
 from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
 __all__ = [
+    "Zeroing",
     "as_numbers",
     "bits_of",
     "make_zeros_positive",
@@ -22,7 +25,6 @@ __all__ = [
     "settle_kept",
     "write_negative_zeros",
     "zero_where_pruned",
-    "zeroing",
 ]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,24 +43,31 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     increment_version(local)  # numpy does not
 
 
-def zeroing(values: torch.Tensor) -> Callable[[int, npt.NDArray[np.bool_]], npt.NDArray[np.signedinteger]]:
-    """Return a function of a first offset in ``values``, on the host, and of what stays from there on.
+@final
+class Zeroing(Put):
+    """Gives ``take`` the bits of ``values``, on the host, with 0 where they go: range by range, in the same memory."""
 
-    It returns the bits of those values with 0 where they go, 1-D, in memory that its next call writes over. Local.
-    """
-    all_bits = as_array(values)
-    memory: npt.NDArray[np.signedinteger] = np.empty(0, dtype=f"i{values.itemsize}")
+    def __init__(self, values: torch.Tensor, take: Callable[[int, npt.NDArray[np.signedinteger]], None]) -> None:
+        self._values, self._take = values, take
+        self._bits = as_array(values)
+        self._memory: npt.NDArray[np.signedinteger] = np.empty(0, dtype=f"i{values.itemsize}")
 
-    def zero(start: int, stays: npt.NDArray[np.bool_]) -> npt.NDArray[np.signedinteger]:
-        nonlocal memory
-        if len(memory) < len(stays):
-            memory = np.empty(len(stays), dtype=memory.dtype)
-        stop, left = start + len(stays), memory[: len(stays)]
-        bits = bits_of(flat_chunk(values, start, stop)).numpy() if all_bits is None else all_bits[start:stop]
+    @override
+    def memory(self, num: int) -> npt.NDArray[np.signedinteger]:
+        if len(self._memory) < num:
+            self._memory = np.empty(num, dtype=self._memory.dtype)
+        return self._memory[:num]
+
+    @override
+    def stays(self, start: int, stays: npt.NDArray[np.bool_]) -> None:
+        stop, left = start + len(stays), self.memory(len(stays))
+        bits = bits_of(flat_chunk(self._values, start, stop)).numpy() if self._bits is None else self._bits[start:stop]
         _zero(bits, stays.view(np.int8), left)
-        return left
+        self._take(start, left)
 
-    return zero
+    @override
+    def left(self, start: int, left: npt.NDArray[np.signedinteger]) -> None:
+        self._take(start, left)
 
 
 def _zero(bits: Any, keep: Any, out: Any) -> None:

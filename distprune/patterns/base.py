@@ -97,8 +97,7 @@ class Choice:
     caller runs it within its next round and sums ``num_nans``, which must be 0.
 
     ``decide`` chooses from a piece, on the host, of one of this rank's shards, given the scores of that piece: local.
-    It puts what stays of one range of local offsets after the other, which is used before the next one comes. The piece
-    cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
+    The piece cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
     """
 
     thresholds: list[float | int | None]

@@ -51,8 +51,9 @@ class _WithinRows(Pattern):
     @override
     def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def keep_bits(self, bits: Array, magnitude: Any, keep: Array) -> tuple[int, int, int] | None:  # noqa: ARG002
-        """Do as :meth:`keep` with keys, ``bits & magnitude``, 1-D, on the host.
+    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:  # noqa: ARG002
+        """Do as :meth:`keep` with keys, ``bits & magnitude``, 1-D, on the host; or leave in ``out``, if it is not bool,
+        the bits of what stays, and 0 for the others.
 
         Return how many stay, the lowest and the highest key; ``None``, and do nothing, where no form reads once.
         """
@@ -161,8 +162,8 @@ class NByM(_WithinRows):
         return keep_highest_per_group(scores, self.n, self.m, out)
 
     @override
-    def keep_bits(self, bits: Array, magnitude: Any, keep: Array) -> tuple[int, int, int] | None:
-        return keep_groups_of_bits(bits, magnitude, self.n, self.m, keep)
+    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:
+        return keep_groups_of_bits(bits, magnitude, self.n, self.m, out)
 
 
 @final
@@ -274,14 +275,15 @@ class _ParameterUnits:
             return put_whole(Chosen(*found.tolist(), mask=mask), put)
         counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
         memory, keys = self._memory(PUT_NUMEL, torch.bool), self._memory(PUT_NUMEL, self._order.key_dtype)
-        flags = memory.numpy()
         for at in self._slices(PUT_NUMEL):
-            stays = flags[: at.stop - at.start]
-            if (num_kept := self._keep_at_once(at, stays, counts)) is None:
-                self._keep_keys(at, keys, memory[: len(stays)], counts)
+            left = put.memory(at.stop - at.start)
+            if (num_kept := self._keep_at_once(at, left, counts)) is not None:
+                put.left(at.start, left)
+            else:
+                stays = self._keep_keys(at, keys, memory[: len(left)], counts).numpy()
                 num_kept = int(np.count_nonzero(stays))
-            num_pruned += len(stays) - num_kept
-            put(at.start, stays)
+                put.stays(at.start, stays)
+            num_pruned += len(left) - num_kept
         counts[1] = num_pruned
         return Counts(*counts.tolist())
 
@@ -306,9 +308,9 @@ class _ParameterUnits:
             yield slice(begin + first * width, begin + last * width)
 
     def _keep_at_once(self, at: slice, out: Array, counts: torch.Tensor) -> int | None:
-        """Write into ``out`` what stays of whole units, by one read of them, and add to ``counts``, all on the host.
+        """Choose from whole units on the host by one read of them, into ``out`` as ``keep_bits``; add to ``counts``.
 
-        Return how many stay. ``None``, and nothing is done: not possible.
+        Return how many stay. ``None``, and nothing counts: not possible.
         """
         if self._bits is None:
             return None

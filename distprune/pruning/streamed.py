@@ -13,7 +13,7 @@ import torch
 
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import Communicator
-from distprune.masks import zeroing
+from distprune.masks import Zeroing
 from distprune.patterns import Pattern
 from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
@@ -95,9 +95,8 @@ class StreamedPruning:
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
-        zero = zeroing(values)
         with self._deciding_first if not self._has_decided else nullcontext():
-            counts = self._decide(scores, lambda start, stays: put(start, zero(start, stays)))
+            counts = self._decide(scores, Zeroing(values, put))
         self._has_decided = True
         return dataclasses.replace(counts, num_nans=counts.num_nans + num_unread)
 

@@ -188,7 +188,7 @@ class LocalScores:
         return keys
 
     def bits(self, order: Any) -> tuple[Any, Any] | None:
-        """Return integers of which ``&`` with the second makes the keys of all elements, 1-D, on the host: a view.
+        """Return the bits of the weights, 1-D, on the host, a view, and what makes them keys by ``&``.
 
         ``None`` where keys have to be computed.
         """

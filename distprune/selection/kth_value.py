@@ -14,6 +14,7 @@ competitions alone, the number of rounds on the kind of the scores and on whethe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,7 +55,25 @@ _NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
 
 
 PUT_NUMEL = 1 << 18  # elements that are decided at a time, and put: they stay in a core's cache until they are used
-Put = Callable[[int, npt.NDArray[np.bool_]], None]  # the first local offset, and what stays from there on
+
+
+class Put(ABC):
+    """Takes what was chosen from some weights on the host, one range of local offsets after the other.
+
+    It is done with what it takes before the next comes.
+    """
+
+    @abstractmethod
+    def stays(self, start: int, stays: npt.NDArray[np.bool_]) -> None:
+        """Take which elements stay, from ``start`` on."""
+
+    @abstractmethod
+    def memory(self, num: int) -> npt.NDArray[np.signedinteger]:
+        """Return memory for the bits of ``num`` weights, 1-D; the next call may return it again."""
+
+    @abstractmethod
+    def left(self, start: int, left: npt.NDArray[np.signedinteger]) -> None:
+        """Take, in such memory, the bits of the weights from ``start`` on, 0 where they go."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,7 @@ def put_whole(chosen: Chosen, put: Put) -> Counts:
     """``put`` a whole mask, part by part, and return its counts."""
     flat = chosen.mask.view(-1).numpy()
     for start in range(0, len(flat), PUT_NUMEL):
-        put(start, flat[start : start + PUT_NUMEL])
+        put.stays(start, flat[start : start + PUT_NUMEL])
     return chosen
 
 
@@ -97,25 +116,31 @@ def _decide(entry: Entry, first_position: int, state: Undecided, put: Put) -> Co
     num_gone = num_pruned = num_nans = 0
     for start in range(0, entry.geometry.local_numel, PUT_NUMEL):
         at = slice(start, min(start + PUT_NUMEL, entry.geometry.local_numel))
-        stays, edge = flags[: at.stop - start], min(max(num_going - start, 0), at.stop - start)
+        num = at.stop - start
+        out: Array = put.memory(num) if bits_at.are_weights else flags[:num]
+        edge = min(max(num_going - start, 0), num)
         all_bits, magnitude = bits_at(at)
         for part, key in ((slice(edge), state.keys.low), (slice(edge, None), state.keys.low - 1)):
             if len(bits := all_bits[part]):
-                num_stay, lowest, highest = _keep_above(bits, magnitude, key, stays[part])
+                num_stay, lowest, highest = _keep_above(bits, magnitude, key, out[part])
                 nans, gone = count_beyond(order, bits, magnitude, lowest, highest)
                 num_pruned, num_nans, num_gone = num_pruned + len(bits) - num_stay, num_nans + nans, num_gone + gone
-        put(start, stays)
+        (put.left if bits_at.are_weights else put.stays)(start, out)
     return Counts(num_gone, num_pruned, num_nans)
 
 
-def _keep_above(bits: Array, magnitude: Any, key: int, keep: Array) -> tuple[int, Any, Any]:
-    """Write into ``keep`` which keys are above ``key``; return how many are, and the lowest and the highest of all."""
+def _keep_above(bits: Array, magnitude: Any, key: int, out: Array) -> tuple[int, Any, Any]:
+    """Write into ``out`` which keys are above ``key``, or, if it is not bool, the bits of those, and 0 for the others.
+
+    Return how many are above, and the lowest and the highest of all.
+    """
     above = bits.dtype.type(key)
     if (loops := compiled()) is not None:
-        found: tuple[int, Any, Any] = loops.keep_above(bits, magnitude, above, keep)
+        loop = loops.keep_above if out.dtype == np.bool_ else loops.leave_above
+        found: tuple[int, Any, Any] = loop(bits, magnitude, above, out)
         return found
-    np.greater(bits, above, out=keep)  # they are keys
-    return int(np.count_nonzero(keep)), bits.min(), bits.max()
+    np.greater(bits, above, out=out)  # they are keys
+    return int(np.count_nonzero(out)), bits.min(), bits.max()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ _SPAN = 1 << 20  # elements: below this a second thread costs more than it bring
 class Keyed(Protocol):
     """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``.
 
-    On the host ``bits`` may give what makes all of them by ``&``.
+    On the host ``bits`` may give the weights' own bits, which make all of them by ``&``.
     """
 
     @property
@@ -88,6 +88,11 @@ class KeyBits:
         self._scores, self._order = scores, order
         self._all = scores.bits(order) if compiled() is not None else None
         self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype)
+
+    @property
+    def are_weights(self) -> bool:
+        """Whether they are the weights' own bits."""
+        return self._all is not None
 
     def __call__(self, at: slice) -> tuple[Array, Any]:
         """Return the integers at ``at``, and what they are to be combined with."""

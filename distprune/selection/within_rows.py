@@ -56,15 +56,16 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
     return _by_rows(scores, out, here if on_host(scores.device) else there)
 
 
-def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array) -> tuple[int, int, int] | None:
-    """Do as :func:`keep_highest_per_group` with keys, ``bits & magnitude``, 1-D, in whole groups; ``keep`` takes it.
+def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array) -> tuple[int, int, int] | None:
+    """Do as :func:`keep_highest_per_group` with keys, ``bits & magnitude``, 1-D, in whole groups.
 
-    Return how many stay, the lowest and the highest key. ``None``, and nothing is done, without compiled loops or for a
-    large ``m``.
+    ``out`` takes what stays, if it is bool; else the bits of what stays, and 0 for the others. Return how many stay,
+    the lowest and the highest key. ``None``, and nothing is done, without compiled loops or for a large ``m``.
     """
     if (loops := compiled()) is None or m > _MAX_PAIRED or not len(bits):
         return None
-    lowest, highest = loops.keep_groups_of_bits(bits, magnitude, n, m, keep)
+    loop = loops.keep_groups_of_bits if out.dtype == np.bool_ else loops.leave_groups_of_bits
+    lowest, highest = loop(bits, magnitude, n, m, out)
     return len(bits) // m * n, int(lowest), int(highest)
 
 

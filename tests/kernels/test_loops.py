@@ -47,8 +47,11 @@ def test_above_and_inside(loops: ModuleType, dtype: Any) -> None:
             keys = bits & factor
             low, high = np.sort(keys)[[num // 3, num // 2]]
             keep, offsets, found = np.empty(num, dtype=np.bool_), np.empty(num, dtype=np.int64), np.empty_like(bits)
-            assert loops.keep_above(bits, factor, low, keep) == ((keys > low).sum(), keys.min(), keys.max())
+            above = ((keys > low).sum(), keys.min(), keys.max())
+            assert loops.keep_above(bits, factor, low, keep) == above
             assert np.array_equal(keep, keys > low)
+            assert loops.leave_above(bits, factor, low, found) == above
+            assert np.array_equal(found, np.where(keys > low, bits, 0))
             num_kept, num_inside, *extremes = loops.find_inside(bits, factor, low, high, keep, offsets, found)
             inside = np.flatnonzero((keys >= low) & (keys <= high))
             assert (num_kept, num_inside, *extremes) == ((keys >= low).sum(), len(inside), keys.min(), keys.max())
@@ -70,9 +73,12 @@ def test_groups(loops: ModuleType, dtype: Any) -> None:
             assert np.array_equal(keep, expected.ravel())
             if keys.dtype == bits.dtype:
                 keep[:] = True
-                extremes = loops.keep_groups_of_bits(bits, magnitude, n, m, keep)
+                extremes = keys.min(), keys.max()
+                assert loops.keep_groups_of_bits(bits, magnitude, n, m, keep) == extremes
                 assert np.array_equal(keep, expected.ravel())
-                assert extremes == (keys.min(), keys.max())
+                left = np.full_like(bits, 7)
+                assert loops.leave_groups_of_bits(bits, magnitude, n, m, left) == extremes
+                assert np.array_equal(left, np.where(keep, bits, 0))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, *DTYPES])
