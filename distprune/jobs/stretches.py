@@ -1,7 +1,7 @@
 """A checkpoint written stretch by stretch: each is noted when every rank has it on the disk.
 
-Noun: a *stretch* is some tensors, or parts of some, of about 256 MiB a rank: of as many files as ranks and threads are
-to write at a time, because a system lets one of a machine's threads at a time write to a file.
+Noun: a *stretch* is some tensors, or parts of some, of about 256 MiB a rank. They are of several files, up to eight,
+because a system lets one of a machine's threads at a time write to a file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COPY_NUMEL = 4 << 20
 _Map: TypeAlias = Callable[[Callable[[int], bytes], Sequence[int]], Iterator[bytes]]
 _NUM_DIGEST_WORDS = 4  # of 64 bits
 _MAX_THREADS = 8  # each has some 10 MiB
-_NUM_LANES = 8  # files in a stretch
+_NUM_LANES = 8  # sequences of files, of each of which a stretch has a part
 _NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
 
 

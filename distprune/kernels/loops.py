@@ -135,18 +135,15 @@ def keep_above(bits: Array, magnitude: Any, key: Any, keep: Array) -> tuple[int,
 def leave_above(bits: Array, magnitude: Any, key: Any, out: Array) -> tuple[int, Any, Any]:
     """Do as ``keep_above``, but write into ``out`` the bits of what stays, and 0 for the others."""
     cast = bits.dtype.type
+    flags = np.empty(_TILE, np.bool_)
     lowest = highest = cast(bits[0] & magnitude)
     num_kept = 0
     for start in range(0, len(bits), _TILE):
-        part, left = bits[start : start + _TILE], out[start : start + _TILE]
-        num = np.int16(0)
-        for i in range(len(part)):
-            own = cast(part[i] & magnitude)
-            lowest, highest = min(lowest, own), max(highest, own)
-            is_above = own > key
-            left[i] = part[i] if is_above else cast(0)
-            num = np.int16(num + np.int16(is_above))
-        num_kept += int(num)
+        part = bits[start : start + _TILE]
+        keep = flags[: len(part)]
+        num, low, high = keep_above(part, magnitude, key, keep)
+        lowest, highest, num_kept = min(lowest, low), max(highest, high), num_kept + num
+        zero_pruned(part, keep.view(np.int8), out[start : start + _TILE])
     return num_kept, lowest, highest
 
 

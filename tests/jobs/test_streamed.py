@@ -151,7 +151,8 @@ def test_waits_for_the_disk_or_not(
     monkeypatch.setattr(os, "fsync", watched)
     run_streamed_job(job)
     files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
-    assert ({*synced} >= files | {"journal.json"}) if sync_files else not synced
+    of_weights = [name for name in synced if name in files]
+    assert (len(of_weights) > 2 * len(files) and "journal.json" in synced) if sync_files else not synced
 
 
 @pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
