@@ -7,7 +7,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
-from distprune.checkpoint.output_directory import publish, writing
+from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
@@ -21,12 +21,14 @@ __all__ = [
     "ModelWriter",
     "TensorReport",
     "check_output",
+    "check_shared",
     "file_digest",
     "import_extra",
     "inspect_directory",
     "load_model",
     "load_tokenizer",
     "locking",
+    "make_staging",
     "name_of_model",
     "new_figure",
     "open_directory",

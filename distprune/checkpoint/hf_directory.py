@@ -88,6 +88,11 @@ class HfDirectory:
             digest.update(f"\n{file.path.name}:{file.tensors}".encode())
         return digest.hexdigest()
 
+    def stamps(self) -> dict[str, list[int]]:
+        """Return size, time of the last change and inode of every weight file: they tell that one was changed."""
+        stats = {file.path.name: file.path.stat() for file in self.weight_files}
+        return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
+
     def sample(self) -> str:
         """Return a digest of bytes from all over the weight files, 256 KiB of each: tells models of one shape apart."""
         digest = hashlib.sha256()

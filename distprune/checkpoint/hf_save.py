@@ -111,16 +111,23 @@ class ModelWriter:
                 allocate_directory(self._source, self._files, self._target, config, num_removed)
 
     def write(
-        self, prefixes: Sequence[str] | None = None, *, updated: Collection[str] = (), progress: Progress = None
+        self,
+        prefixes: Sequence[str] | None = None,
+        *,
+        written: Collection[str] = (),
+        updated: Collection[str] = (),
+        progress: Progress = None,
     ) -> None:
         """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
+
+        Those inside the modules ``written`` are left out.
 
         Raises:
             ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
         """
         # A plain tensor is on every rank; the first one writes it.
         rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
-        own = {name: self._owned(parts, rank, first) for name, parts in self._chosen(prefixes).items()}
+        own = {name: self._owned(parts, rank, first) for name, parts in self._chosen(prefixes, written).items()}
         # What has another size was changed on purpose.
         checked = {name for name, of in self._carried.items() if not of.is_resized} - self._chosen(updated).keys()
         num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
@@ -144,14 +151,13 @@ class ModelWriter:
         chosen = self._chosen(prefixes)
         fill_shards([(part, file, e) for file in self.files for e in file.tensors for part in chosen.get(e.name, ())])
 
-    def _chosen(self, prefixes: Collection[str] | None) -> dict[str, list[LocalShard]]:
-        """Return this rank's parts, by stored name, of what is inside the modules ``prefixes``."""
-        if prefixes is None:
-            return self._parts
-        wanted, found = set(prefixes), dict[str, list[LocalShard]]()
+    def _chosen(self, prefixes: Collection[str] | None, without: Collection[str] = ()) -> dict[str, list[LocalShard]]:
+        """Return this rank's parts, by stored name, of what is inside ``prefixes`` and not inside ``without``."""
+        found: dict[str, list[LocalShard]] = {}
         for stored, parts in self._parts.items():
             for part, region in zip(parts, self._carried[stored].regions, strict=True):
-                if not wanted.isdisjoint(itertools.accumulate(region.name.split("."), "{}.{}".format)):
+                modules = {*itertools.accumulate(region.name.split("."), "{}.{}".format)}
+                if (prefixes is None or not modules.isdisjoint(prefixes)) and modules.isdisjoint(without):
                     found.setdefault(stored, []).append(part)
         return found
 

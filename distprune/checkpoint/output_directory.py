@@ -15,9 +15,9 @@ from pathlib import Path
 
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Group, agree, communicator, is_raised_together, together
+from distprune.collectives import Communicator, Group, agree, communicator, is_raised_together, together
 
-__all__ = ["publish", "writing"]
+__all__ = ["check_shared", "make_staging", "publish", "writing"]
 
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -31,7 +31,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
     that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is
     as it was.
 
-    Communicates a name once (two rounds) and six rounds of 64 bytes.
+    Communicates a name once (two rounds) and seven rounds of 64 bytes.
 
     Raises:
         OSError, ValueError: on every rank: what :func:`check_output` raises, another job writes there,
@@ -39,18 +39,13 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         FileExistsError: on every rank: another job has filled ``target`` meanwhile and ``overwrite`` is off.
     """
     comm = communicator(group)
-    token = comm.broadcast(secrets.token_hex(4))
     with together(comm, output=str(target), overwrite=overwrite):
         path = check_output(target, overwrite=overwrite, inputs=inputs)
-    staging = path.parent / f".{path.name}.partial-{token}"
     with locking(comm, path):
         with together(comm):
             if comm.rank == 0:
                 check_output(path, overwrite=overwrite, inputs=inputs)  # what a killed job replaced is back
-                staging.mkdir()
-        with together(comm):
-            if not staging.is_dir():
-                raise FileNotFoundError(f"{staging} is not visible here; the output must be on storage all ranks share")
+        staging = make_staging(comm, path)
         failed: Exception | None = None
         try:
             yield staging
@@ -64,6 +59,29 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         with together(comm):
             if comm.rank == 0:
                 publish(staging, path, overwrite=overwrite, inputs=inputs)
+
+
+def make_staging(comm: Communicator, path: Path) -> Path:
+    """Make an empty directory beside ``path``; it is removed when the lock of ``path`` is let go, or taken again.
+
+    Every rank must call it, and the first must hold the lock: a name (two rounds) and two rounds of 64 bytes.
+
+    Raises:
+        OSError: on every rank: it cannot be made, or a rank does not see it.
+    """
+    staging = path.parent / f".{path.name}.partial-{comm.broadcast(secrets.token_hex(4))}"
+    with together(comm):
+        if comm.rank == 0:
+            staging.mkdir()
+    with together(comm):
+        check_shared(staging)
+    return staging
+
+
+def check_shared(folder: Path) -> None:
+    """Raise a FileNotFoundError if this rank does not see a directory that the first one has made. Local."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
 
 
 def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = (), sync_files: bool = True) -> None:

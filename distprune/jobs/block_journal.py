@@ -42,9 +42,6 @@ class BlockJournal:
         Raises:
             OSError, ValueError: on every rank: the disk is full; files or finished blocks that are not this job's.
         """
-        if not self._unfinished.is_new:
-            with together(self._run.comm):
-                self._unfinished.check_files(self._run.directory)
         self._writer.allocate()  # what is there of the weights stays
         self._unfinished.check_blocks([name for _, name, _ in self._blocks])
 

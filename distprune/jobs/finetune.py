@@ -67,12 +67,17 @@ def run_finetune_job(
         with together(run.comm):
             for read in (model, *([] if teacher is None else [teacher])):
                 check_fit(batches[0], read)
-            teacher_weights = None if teacher_directory is None else teacher_directory.sample()
-            facts = run.facts(**{"teacher weights": teacher_weights, "training tokens": batches.digest()})
+            facts = run.facts(**{"training tokens": batches.digest()})
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(
-            run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+            run.comm,
+            run.output,
+            facts,
+            source=run.directory,
+            resume=job.resume,
+            overwrite=job.overwrite,
+            inputs=run.inputs,
         ) as unfinished:
             resumed_at = begin(job, run, training, unfinished)
             with clock(run.seconds, "train"):
@@ -122,6 +127,7 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
                 f"{sizes[1]}): what they predict cannot be compared; name the dense model that was pruned"
             )
         run.inputs.append(path)
+    run.note_files("teacher", directory)
     return directory
 
 

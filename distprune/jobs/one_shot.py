@@ -103,7 +103,13 @@ def run_one_shot_job(
         with together(run.comm):
             facts = calibration_facts(run, samples)
         with open_unfinished(
-            run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+            run.comm,
+            run.output,
+            facts,
+            source=run.directory,
+            resume=job.resume,
+            overwrite=job.overwrite,
+            inputs=run.inputs,
         ) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
             blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
@@ -118,7 +124,8 @@ def run_one_shot_job(
                 pruning = _prune(job, run, model, samples, journal, unfinished.entries["shares"])
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
-                writer.write(updated=_updated(job, model), progress=progress)
+                written = [name for name, _ in decoder_blocks(model)]
+                writer.write(written=written, updated=_updated(job, model), progress=progress)
             report = run.report(unfinished.entries["before"], after, pruning=pruning)
             title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
             drawn = partial(draw, pruning["blocks"], title) if draws else None

@@ -115,6 +115,7 @@ class Run:
         agree(self.comm, asked)
         path = resolve_model(job.model, group=self.comm, log=self.told.say)
         seen: dict[str, str] = {}
+        self.read: dict[str, object] = {}  # what a job that goes on must read again
         self._tokens: dict[str, torch.Tensor] = {}
         with together(self.comm):
             self.directory = open_directory(path)
@@ -133,7 +134,20 @@ class Run:
             if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
                 self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
         agree(self.comm, seen)
+        self.read |= seen
+        self.note_files("model", self.directory)
         self._started = time.perf_counter()
+
+    def note_files(self, what: str, directory: HfDirectory) -> None:
+        """Note the weight files of a ``directory`` that is read, as the first rank sees them. Every rank: three rounds.
+
+        Raises:
+            OSError: on every rank: one cannot be read.
+        """
+        with together(self.comm):
+            stamps = directory.stamps()
+            self.read[f"{what} weights"] = directory.sample()
+        self.read[f"{what} weight files"] = self.comm.broadcast(stamps)  # nodes may have copies of their own
 
     def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.
@@ -168,8 +182,7 @@ class Run:
 
     def facts(self, **more: object) -> dict[str, object]:
         """Return what a job that goes on must have in common with the one that began: the job, and its model. Local."""
-        files = {"model files": self.directory.fingerprint(), "model weights": self.directory.sample()}
-        return {**self.job.flags(), **files, **more}
+        return {**self.job.flags(), **self.read, **more}
 
     def report(self, before: dict[str, Any], after: dict[str, Any], **work: Mapping[str, Any]) -> dict[str, Any]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.

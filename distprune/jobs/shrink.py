@@ -74,53 +74,72 @@ def run_shrink_job(
             budget = find_budget(model, samples, job.sizes)
             facts = calibration_facts(run, samples)
         with open_unfinished(
-            run.comm, run.output, facts, resume=job.resume, overwrite=job.overwrite, inputs=run.inputs
+            run.comm,
+            run.output,
+            facts,
+            source=run.directory,
+            resume=job.resume,
+            overwrite=job.overwrite,
+            inputs=run.inputs,
         ) as unfinished:
-            num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
-            choose = partial(
-                choose_units,
-                model,
-                criterion=job.criterion,
-                refit=job.refit,
-                targets=job.targets,
-                target_share=job.target_share,
-                group=run.comm,
-                offload=job.offload,
-            )
-            sizes = _choose(job, run, model, samples, unfinished, budget, choose)
-            layers: list[int] = unfinished.entries["layers"]
-            with clock(run.seconds, "shrink"):
-                removal, kept = _walk(sizes, run, model, samples, unfinished, choose)
-                cut_model(model, kept, layers, group=run.comm)
-            removal |= {
-                "pattern": str(sizes),
-                "trials": unfinished.entries.get("trials"),
-                "layers": layers,
-                "num_layers_before": num_blocks,
-                "num_parameters_before": num_before,
-                "num_parameters": count_parameters(model),
-            }
-            after = run.evaluate(model, "after")
-            unfinished.begin_smaller()
-            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
-                save_model(
-                    model,
-                    run.directory,
-                    unfinished.result,
-                    updated=[name for name, _ in decoder_blocks(model)],
-                    layers=layers if len(layers) < num_blocks else None,
-                    group=run.comm,
-                    progress=progress,
-                )
-            del model
+            removal, after = _shrink(job, run, model, samples, unfinished, budget)
+            del model, samples
             speed = compare_speed(run, run.directory.path, unfinished.result) if job.speed else None
             report = run.report(unfinished.entries["before"], after, removal={**removal, "speed": speed})
             title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
-            gone = sorted({*range(num_blocks)} - {*layers})
+            gone = sorted({*range(removal["num_layers_before"])} - {*removal["layers"]})
             drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone) if draws else None
             write_documents(run, report, unfinished.result, drawn)
             run.told.check()
     return report
+
+
+def _shrink(
+    job: ShrinkJob,
+    run: Run,
+    model: nn.Module,
+    samples: torch.Tensor,
+    unfinished: Unfinished,
+    budget: Budget | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make ``model`` smaller, evaluate and write it; return what was removed, and what :meth:`Run.evaluate` found."""
+    num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
+    choose = partial(
+        choose_units,
+        model,
+        criterion=job.criterion,
+        refit=job.refit,
+        targets=job.targets,
+        target_share=job.target_share,
+        group=run.comm,
+        offload=job.offload,
+    )
+    sizes = _choose(job, run, model, samples, unfinished, budget, choose)
+    layers: list[int] = unfinished.entries["layers"]
+    with clock(run.seconds, "shrink"):
+        removal, kept = _walk(sizes, run, model, samples, unfinished, choose)
+        cut_model(model, kept, layers, group=run.comm)
+    removal |= {
+        "pattern": str(sizes),
+        "trials": unfinished.entries.get("trials"),
+        "layers": layers,
+        "num_layers_before": num_blocks,
+        "num_parameters_before": num_before,
+        "num_parameters": count_parameters(model),
+    }
+    after = run.evaluate(model, "after")
+    unfinished.begin_smaller(run.output)
+    with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+        save_model(
+            model,
+            run.directory,
+            unfinished.result,
+            updated=[name for name, _ in decoder_blocks(model)],
+            layers=layers if len(layers) < num_blocks else None,
+            group=run.comm,
+            progress=progress,
+        )
+    return removal, after
 
 
 def _choose(

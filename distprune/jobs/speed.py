@@ -6,6 +6,7 @@ are run: one forward of up to 512 of them, and greedy generation after a short p
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -38,9 +39,12 @@ _NOT_PASSED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 def compare_speed(run: Run, before: Path, after: Path) -> dict[str, Any] | None:
     """Return the figures of the model directories ``before`` and ``after`` and their ratios; ``None``: it failed.
 
-    Every rank must call it: those of :func:`measure_apart`, which it says of, and goes on, that it cannot measure: a
-    model that the memory does not hold, say.
+    Memory that this process keeps for nothing is freed for those that measure. Every rank must call it. If a model
+    cannot be measured, because the memory does not hold it, say, it says so and returns None.
     """
+    gc.collect()  # modules refer to each other
+    if run.device.type != "cpu":
+        torch.get_device_module(run.device.type).empty_cache()
     with clock(run.seconds, "speed"):
         try:
             return compared(measure_apart(run, before), measure_apart(run, after))

@@ -38,8 +38,6 @@ def begin(job: FinetuneJob, run: Run, training: MaskedTraining, unfinished: Unfi
         return 0
     num_steps: int = unfinished.blocks[-1]["num_steps"]
     path = unfinished.state(num_steps)
-    with together(run.comm):
-        unfinished.check_files(run.directory)
     is_as_written = unfinished.is_as_written(path)
     with together(run.comm):
         if not is_as_written:
@@ -61,12 +59,14 @@ def train(
     """
     losses: list[float] = [loss for saved in unfinished.blocks for loss in saved["losses"]]
     before: float = unfinished.blocks[-1]["seconds"] if unfinished.blocks else 0.0
-    seconds = saved_at = before
+    seconds = before
     num_saved, started = len(losses), time.perf_counter()
+    saved_at = started  # a save may take longer than the time between two: it counts from the end of the last
 
     def fill(words: torch.Tensor, own: tuple[float, float]) -> None:
-        spent = before + time.perf_counter() - started if run.comm.rank == 0 else 0.0
-        words.copy_(torch.tensor([*own, spent], dtype=torch.float64))
+        now = time.perf_counter()
+        clocks = [before + now - started, now - saved_at] if run.comm.rank == 0 else [0.0, 0.0]
+        words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64))
 
     unit, total = ("steps", job.steps or 0) if job.minutes is None else ("seconds", math.ceil(60 * job.minutes))
     with run.told.stage("training", unit) as progress:
@@ -76,7 +76,8 @@ def train(
                 batch = batches[len(losses)]
                 check_fit(batch, training.model)
             own = training.backward(batch)
-            loss, squares, seconds = sum_together(run.comm, (3,), partial(fill, own=own), torch.float64).tolist()
+            sums = sum_together(run.comm, (4,), partial(fill, own=own), torch.float64)
+            loss, squares, seconds, unsaved_seconds = sums.tolist()
             if not math.isfinite(loss + squares):
                 kept = f"; the state after step {num_saved} is kept" if num_saved else ""
                 raise ValueError(
@@ -90,10 +91,10 @@ def train(
             if int(now * _NUM_SAID) > int(share * _NUM_SAID) or len(losses) == 1:
                 run.told.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
             progress(round(now * total), total)
-            if now < 1 and seconds - saved_at >= job.save_every:
+            if now < 1 and unsaved_seconds >= job.save_every:
                 saved = {"num_steps": len(losses), "seconds": seconds, "losses": losses[num_saved:]}
                 _save(run, training, unfinished, saved)
-                num_saved, saved_at = len(losses), seconds
+                num_saved, saved_at = len(losses), time.perf_counter()
     return seconds, losses
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune import kernels
-from distprune.checkpoint import locking, remove_files
+from distprune.checkpoint import locking
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
@@ -100,6 +100,7 @@ def run_streamed_job(
             comm,
             run.output,
             facts,
+            source=run.directory,
             resume=job.resume,
             overwrite=job.overwrite,
             inputs=run.inputs,
@@ -133,8 +134,6 @@ def run_streamed_job(
 def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfinished) -> None:
     first = 0
     if unfinished.blocks:
-        with together(run.comm):
-            unfinished.check_files(run.directory)
         unfinished.check_blocks([f"stretch {number}" for number in range(len(writer.stretches))])
     writer.allocate()
     if unfinished.blocks:
@@ -142,10 +141,5 @@ def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfini
             first = writer.num_as_written()
     if job.resume:
         run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
-    try:
-        with run.told.stage("pruning", "bytes") as progress:
-            writer.write(first, progress)
-    except ValueError:  # the weights are at fault: a job that goes on would get no further
-        if run.comm.rank == 0:
-            remove_files(unfinished.folder)
-        raise
+    with run.told.stage("pruning", "bytes") as progress:
+        writer.write(first, progress)

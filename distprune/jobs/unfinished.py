@@ -3,7 +3,7 @@
 ``.NAME.unfinished`` holds the model's files at their full size, of which some blocks are written, or the state of a
 training, and ``journal.json``: what the job was asked for, the report and the digest of each block (of each saved
 state) that every rank has on the disk, and a checksum of all that. The folder is renamed onto the target when
-everything is there; or the folder ``smaller`` in it, where a model of other sizes is made of the one that was written.
+everything is there; or another one beside it, where a model of other sizes is made of the one that was written.
 Either brings the journal along, which is removed last: a target that holds one says whose folder is left beside it.
 """
 
@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint import Inputs, ModelWriter, file_digest, publish, remove_files
+from distprune.checkpoint import (
+    Inputs,
+    ModelWriter,
+    check_shared,
+    file_digest,
+    make_staging,
+    publish,
+    remove_files,
+)
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, sum_together, together
 from distprune.jobs.model_card import CARD_NAME
@@ -35,7 +43,7 @@ __all__ = ["Unfinished", "check_unfinished", "open_unfinished"]
 JOURNAL_NAME = "journal.json"
 _NEW_JOURNAL = "journal.new"
 _OWN_NAMES = {JOURNAL_NAME, _NEW_JOURNAL, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
-_SMALLER = "smaller"
+_AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 _STATE = re.compile(r"state-\d+\.safetensors")
 
 
@@ -65,27 +73,22 @@ class Unfinished:
         """Return the file of the state after so many steps."""
         return self.folder / f"state-{num_steps}.safetensors"
 
-    def begin_smaller(self) -> None:
-        """Let what becomes the target be a new folder, in place of one that is there. Every rank: two rounds.
+    def is_worth_keeping(self, error: Exception) -> bool:
+        """Return whether a job can go on with what is here after ``error``. Local."""
+        if isinstance(error, _AT_FAULT):
+            return bool(self.states)
+        return os.path.lexists(self.folder / JOURNAL_NAME)
 
-        Raises:
-            OSError: on every rank: it cannot be made.
-        """
-        self.result = self.folder / _SMALLER
-        with together(self.comm):
-            if self.comm.rank == 0:
-                remove_files(self.result)
-                self.result.mkdir()
-        with together(self.comm):
-            self.result.stat()
+    def begin_smaller(self, target: Path) -> None:
+        """Let what becomes the ``target`` be a new folder. Every rank must call it; raises as :func:`make_staging`."""
+        self.result = make_staging(self.comm, target)
 
     def check_files(self, source: HfDirectory) -> None:
         """Raise a ValueError if anything lies in the folder but this job's files; its model is ``source``. Local."""
         written = [file.path for file in source.weight_files] + [*source.small_files, *self.states]
         names = {path.name for path in written} | _OWN_NAMES
         for path in sorted(self.folder.iterdir()):
-            is_known = path.is_dir() if path.name == _SMALLER else path.name in names and path.is_file()
-            if path.is_symlink() or not is_known:
+            if path.is_symlink() or not path.is_file() or path.name not in names:
                 raise ValueError(f"{path} is not from this job; take it away, or remove {self.folder}")
 
     def check_blocks(self, names: Sequence[str]) -> None:
@@ -176,20 +179,23 @@ def open_unfinished(
     target: Path,
     facts: Mapping[str, Any],
     *,
+    source: HfDirectory,
     resume: bool,
     overwrite: bool,
     inputs: Inputs,
     sync_files: bool = True,
 ) -> Iterator[Unfinished]:
-    """Yield the folder for a job of these ``facts``, new or, with ``resume``, the one that is there.
+    """Yield the folder for a job of these ``facts`` on ``source``, new or, with ``resume``, the one that is there.
 
-    When the body ends it becomes ``target``; if the body raises, it stays if anything is recorded in it. Every rank
-    must enter it, and the first must hold the target's lock; five rounds. Without ``sync_files`` neither it nor its
-    journal waits for the disk: what is recorded must be looked at before a job goes on.
+    When the body ends it becomes ``target``. If the body raises, it stays if anything is recorded in it; but where the
+    input is at fault only if that is a state of a training. Every rank must enter it, and the first must hold the
+    target's lock; five rounds. Without ``sync_files`` neither it nor its journal waits for the disk: what is recorded
+    must be looked at before a job goes on.
 
     Raises:
         FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
-        ValueError: on every rank: the one that is there was asked for something else, or its journal is damaged.
+        ValueError: on every rank: the one that is there was asked for something else, its journal is damaged, or
+            anything lies in it that this job has not written.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
     folder = _folder_of(target)
@@ -212,15 +218,17 @@ def open_unfinished(
     with together(comm):
         if comm.rank == 0 and is_new:
             remove_files(folder)  # killed before anything was recorded
+            if os.path.lexists(folder):
+                raise FileExistsError(f"{folder} holds more than a job has written; move it away")
             folder.mkdir()
-    with together(comm):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
     unfinished = Unfinished(comm, folder, journal, is_new=is_new, sync_files=sync_files)
+    with together(comm):
+        check_shared(folder)
+        unfinished.check_files(source)
     try:
         yield unfinished
-    except Exception:
-        if comm.rank == 0 and not os.path.lexists(folder / JOURNAL_NAME):
+    except Exception as error:
+        if comm.rank == 0 and not unfinished.is_worth_keeping(error):
             remove_files(folder)
         raise
     with together(comm):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
 from distprune.checkpoint import publish
-from distprune.jobs import FinetuneJob, PruneJob, run_finetune_job, run_prune_job, unfinished
+from distprune.jobs import FinetuneJob, PruneJob, run_finetune_job, run_prune_job, steps, unfinished
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
@@ -200,18 +200,36 @@ def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.Mo
     clock = [0.0]
 
     def tick() -> float:
-        clock[0] += 10.0  # once for the start, and once a step
+        clock[0] += 10.0  # once for the start, once a step and once a save
         return clock[0]
 
     monkeypatch.setattr("distprune.jobs.steps.time", SimpleNamespace(perf_counter=tick))
     timed = dataclasses.replace(job, steps=None, minutes=1.0, save_every=20.0)
-    assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 40 seconds
+    assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 50 seconds
     clock[0] = 0.0
     heard = Heard()
     training = run_finetune_job(dataclasses.replace(timed, resume=True), watcher=heard)["training"]
     assert "going on after step 4" in heard.said
-    assert (training["num_steps"], training["seconds"]) == (6, 60.0)
-    assert heard.stages["training seconds"] == [(50, 60), (60, 60)]
+    assert (training["num_steps"], training["seconds"]) == (5, 60.0)
+    assert heard.stages["training seconds"] == [(60, 60)]
+
+
+def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, saved_after, save = [0.0], list[int](), steps._save
+
+    def tick() -> float:
+        clock[0] += 1.0
+        return clock[0]
+
+    def save_slowly(*asked: Any) -> None:
+        save(*asked)
+        saved_after.append(asked[-1]["num_steps"])
+        clock[0] += 100.0
+
+    monkeypatch.setattr("distprune.jobs.steps.time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(steps, "_save", save_slowly)
+    run_finetune_job(dataclasses.replace(job, save_every=2.0))
+    assert saved_after == [2, 4]
 
 
 def flip_a_bit(folder: Path) -> None:

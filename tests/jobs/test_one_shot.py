@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from distprune import NByM, PerRow, Unstructured
-from distprune.checkpoint import ModelWriter, inspect_directory
+from distprune.checkpoint import ModelWriter, hf_save, inspect_directory
 from distprune.cli import main
 from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.run import REPORT_NAME
@@ -59,6 +60,13 @@ def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(hf_save, "write_chunk", lambda _, __, values, ___: written.append(values.nbytes))
+    run_one_shot_job(job)
+    assert sum(written) == sum(tensor.nbytes for tensor in load_file(Path(job.model) / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm", "magnitude", "random"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,21 @@ def change_text(job: OneShotJob) -> None:
     path.write_text(path.read_text().replace("union", "onion"))
 
 
+def change_weights_unseen(job: OneShotJob) -> None:
+    """As where no sample is taken: the size stays, and the bytes that are looked at."""
+    os.utime(Path(job.model) / "model.safetensors")
+
+
+def change_evaluation(job: OneShotJob) -> None:
+    Path(job.evaluate_on[0]).write_text("another text than before " * 10)
+
+
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
         (change_weights, "model weights: "),
+        (change_weights_unseen, "model weight files: "),
+        (change_evaluation, "evaluation tokens of "),
         (change_config, "model files: "),
         (change_text, "calibration tokens: "),
         (
@@ -111,7 +123,9 @@ def change_text(job: OneShotJob) -> None:
         ("ranks", "ranks: 2 then, 1 now"),
     ],
 )
-def test_another_job_is_refused(pool: ProcessPool, job: OneShotJob, change: Any, shown: str) -> None:
+def test_another_job_is_refused(pool: ProcessPool, tmp_path: Path, job: OneShotJob, change: Any, shown: str) -> None:
+    evaluated = shutil.copyfile(job.calibration, tmp_path / "evaluated.txt")
+    job = dataclasses.replace(job, evaluate_on=(str(evaluated),), evaluation_length=16, evaluation_tokens=64)
     assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
     before = contents(Path(job.output).parent / ".out.unfinished")
     other, num_ranks = job, 2
@@ -216,18 +230,20 @@ def test_a_damaged_block_is_named(job: OneShotJob) -> None:
     assert heard.num_blocks == [2]
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+@pytest.mark.parametrize("kind", ["file", "smaller", "link"])
 def test_what_this_job_has_not_written_is_refused(job: OneShotJob, tmp_path: Path, kind: str) -> None:
     folder = killed_with_one_block(job)
     if kind == "file":
         (folder / "notes.txt").write_text("mine")
-    elif kind == "directory":
-        (folder / "notes").mkdir()
+    elif kind == "smaller":
+        (folder / "smaller").mkdir()
+        (folder / "smaller" / "notes.txt").write_text("mine")
     else:
         (folder / "model.safetensors").rename(tmp_path / "elsewhere")
         (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"(notes|model\.safetensors)\S* is not from this job; take it away"):
+    with pytest.raises(ValueError, match=r"(notes|smaller|model\.safetensors)\S* is not from this job; take it away"):
         run_one_shot_job(job)
+    assert folder.exists()
 
 
 def sealed(journal: dict[str, Any]) -> str:

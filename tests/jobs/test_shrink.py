@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
-from distprune.checkpoint import ModelWriter
+from distprune.checkpoint import ModelWriter, output_directory
 from distprune.cli.display import Display
 from distprune.collectives import communicator
 from distprune.jobs import (
@@ -247,6 +249,31 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
     assert not (output / "journal.json").exists()
 
 
+def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:
+    exchange = output_directory._exchanged
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrink, "can_draw", lambda _: False)
+        run_shrink_job(job)
+        patch.setattr(output_directory, "_exchanged", lambda *paths: die(exchange(*paths)))
+        with pytest.raises(Killed):
+            run_shrink_job(dataclasses.replace(job, overwrite=True, seed=1))
+    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["arguments"]["seed"] == 1
+    assert run_on_rank(0, dataclasses.replace(job, overwrite=True)) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_models(*_: Any) -> int:
+        gc.collect()
+        return sum(isinstance(found, LlamaForCausalLM) for found in gc.get_objects())
+
+    before = num_models()
+    monkeypatch.setattr(shrink, "compare_speed", num_models)
+    monkeypatch.setattr(shrink, "write_documents", lambda *_: None)
+    monkeypatch.setattr(shrink, "can_draw", lambda _: False)
+    assert run_shrink_job(dataclasses.replace(job, speed=True))["removal"]["speed"] == before
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -259,6 +286,8 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
         ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),
         ({"parameters": 5000}, "5,000 cannot be met; the least possible is [0-9,]+ .nothing else can leave"),
         ({"parameters": 0.9, "samples": 1}, "2 of 2 tokens are the least"),
+        ({"target_share": 2.0}, "target_share=2.0 is not in"),
+        ({"refit": "bias"}, "refit='bias' needs biases"),
     ],
 )
 def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
