@@ -22,7 +22,7 @@ schedule_as_batch()  # and with it every rank the tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="run whole contracts where CI runs a sample")
+    parser.addoption("--whole", action="store_true", help="run what is marked whole, too: every product, every launch")
 
 
 def pytest_collection_finish() -> None:
@@ -30,7 +30,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays, and need not be looked at
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from distprune import PruneReport, prune_model
 from distprune.patterns import Scope, Unstructured
 from tests.layouts import LAYOUTS, Layout
 from tests.oracle import keep_highest, random_scores
+from tests.sampling import Combination, over_layouts
 from tests.worlds import run_threads
 
 # Even; uneven; fewer rows than ranks; one element; a vector; three dims; empty; one row; a scalar.
@@ -93,18 +93,10 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
     return reports
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes],
-)
-def test_equals_single_process(runs_whole: bool, layout: Layout, world_size: int) -> None:
-    if not (runs_whole or layout.is_sampled(world_size)):
-        pytest.skip("run with --whole")
+@pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(SCORES, SCOPES, DTYPES, KINDS))
+def test_equals_single_process(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     cases = []
-    kinds = list(itertools.product(DTYPES, KINDS))
-    if world_size > 3:  # each dtype and each kind, not all pairs
-        kinds = list(zip(itertools.cycle(DTYPES), KINDS, strict=False))
-    for score, scope, (dtype, (kind, sparsity)) in itertools.product(SCORES, SCOPES, kinds):
+    for score, scope, dtype, (kind, sparsity) in combinations:
         model = whole_model(kind, dtype)
         cases.append((score, scope, sparsity, model, oracle(model, score, scope, sparsity)))
     reports = run_threads(world_size, check_rank, layout, world_size, cases)

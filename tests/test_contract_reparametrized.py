@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import distprune as prune
 from tests.contract import COLUMNS, REPARAMETRIZED, SCRIPTS, Script, Wholes
 from tests.layouts import LAYOUTS, Layout
+from tests.sampling import Combination, over_layouts
 from tests.test_contract import SHAPES, Holder, local, whole_model
 from tests.worlds import run_threads
 
@@ -27,29 +28,21 @@ Case = tuple[Script, Wholes, list[Wholes]]
 
 
 @functools.cache
-def cases(*, with_scalars: bool, world_size: int) -> list[Case]:
-    """Return (script, values, the oracle's masks after every step); not every kind of values on every world size."""
+def made(script: Script, kind: str, dtype: torch.dtype, with_scalars: bool) -> Case:
+    """Return a script, values, and the oracle's masks after every step."""
     shapes = SHAPES if with_scalars else tuple(shape for shape in SHAPES if shape)
-    made = []
-    for script in SCRIPTS:
-        # tests/methods/test_patterns.py has patterns with all kinds of values.
-        kinds = VALUES[1:2] if script.shapes else VALUES if world_size in (1, 2, 3) else VALUES[1:3]
-        for kind, dtype in kinds:
-            values = whole_model(kind, dtype, script.shapes or (MATRICES if script.needs_matrices else shapes))
-            masks = {name: torch.ones(value.shape, dtype=torch.bool) for name, value in values.items()}
-            expected = []
-            for step in script.steps:
-                masks = step.oracle(values, masks)
-                expected.append(masks)
-            made.append((script, values, expected))
-    return made
+    values = whole_model(kind, dtype, script.shapes or (MATRICES if script.needs_matrices else shapes))
+    masks = {name: torch.ones(value.shape, dtype=torch.bool) for name, value in values.items()}
+    expected = []
+    for step in script.steps:
+        masks = step.oracle(values, masks)
+        expected.append(masks)
+    return script, values, expected
 
 
-def check_rank(rank: int, layout: Layout, world_size: int) -> None:
+def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Case]) -> None:
     spread = layout.make(world_size)
-    for script, values, expected in cases(
-        with_scalars=layout.name != "last-half", world_size=world_size
-    ):  # outside of a mesh torch gives a scalar one dim
+    for script, values, expected in cases:
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(values.items())})
         before = dict(held.named_parameters())
         pairs: list[tuple[nn.Module, str]] = [(held, name) for name in values]
@@ -80,19 +73,13 @@ NAMES = {layout for column in REPARAMETRIZED for layout in COLUMNS[column]}
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [
-        pytest.param(layout, n, id=f"{layout.name}-{n}")
-        for layout in LAYOUTS
-        if layout.name in NAMES
-        for n in layout.world_sizes
-    ],
+    ("layout", "world_size", "combinations"),
+    over_layouts(SCRIPTS, VALUES, layouts=[layout for layout in LAYOUTS if layout.name in NAMES]),
 )
-def test_equals_single_process(runs_whole: bool, layout: Layout, world_size: int) -> None:
-    if not (runs_whole or layout.is_sampled(world_size)):
-        pytest.skip("run with --whole")
-    cases(with_scalars=layout.name != "last-half", world_size=world_size)  # once, before the ranks share it
-    run_threads(world_size, check_rank, layout, world_size)
+def test_equals_single_process(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
+    with_scalars = layout.name != "last-half"  # outside of a mesh torch gives a scalar one dim
+    cases = [made(script, kind, dtype, with_scalars) for script, (kind, dtype) in combinations]
+    run_threads(world_size, check_rank, layout, world_size, cases)
 
 
 def test_every_layout_stands_for_something() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import nn
 
 import distprune as prune
 from distprune.patterns import as_pattern
 from distprune.shards import find_flat_parts
 from tests.contract import COLUMNS, ROWS, SEED, Below, OwnScore
+from tests.sampling import only_whole
 from tests.worlds import ProcessPool
 from tests.wrapped import WRAPPERS, Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -70,10 +73,10 @@ Parameters = dict[str, torch.Tensor]
 
 
 def reparametrized(model: nn.Module, row: str) -> Parameters:
-    """Return the whole weights after two calls, the second on top of the first."""
-    pairs = pairs_of(model)
+    """Return the whole weights after two calls, the second on top of the first. Each layer has two of the pairs."""
+    pairs = [pair for i, pair in enumerate(pairs_of(model)) if i in (0, 2, 5, 7)]
     if row != "`remove`":
-        CALLS["`l1_unstructured`"](pairs)
+        prune.prune_each(pairs, prune.L1Unstructured, amount=0.5)
     CALLS[row](pairs)
     return {f"{i}": whole(getattr(module, name)) for i, (module, name) in enumerate(pairs)}
 
@@ -122,36 +125,39 @@ def _flat_values(model: nn.Module) -> Parameters:
     }
 
 
-# What CI runs in the other ways of wrapping with FSDP2: they add how weights lie.
+# What runs in the other ways of wrapping with FSDP2, but for --whole: they add how weights lie.
 SAMPLED = ("`l1_unstructured`", "`l1_pattern`", "`remove`", "`prune_model`, magnitude", "`prune_model`, blocks")
 
 
-def sampled(layout: str, rows: list[str], runs_whole: bool) -> list[str]:
-    is_another = layout in WRAPPERS["FSDP2"] and layout != "fsdp2" and not runs_whole
-    return [row for row in rows if row in SAMPLED] if is_another else rows
+def cases(of: Collection[str], scopes: Sequence[str]) -> list[ParameterSet]:
+    """Return (layout, the most ranks it is wrapped on, rows with their scope).
 
-
-def cases(of: Collection[str]) -> list[Any]:
-    """Return for each layout the most ranks it is wrapped on, and those rows ``of`` the table that it has a tick in."""
+    By default each of those rows ``of`` the table that the layout has a tick in, with scopes in turn.
+    """
     found = []
-    for column, wrappers in WRAPPERS.items():
+    for number, (column, wrappers) in enumerate(WRAPPERS.items()):
         rows = [row for row, columns in ROWS.items() if row in of and column in columns]
-        found += [pytest.param(name, sizes[-1], rows, id=name) for name, (_, sizes) in wrappers.items() if rows]
+        for name, (_, sizes) in wrappers.items() if rows else ():
+            some = [row for row in rows if name == column.lower() or column != "FSDP2" or row in SAMPLED]
+            in_turn = [(row, scopes[(number + i) % len(scopes)]) for i, row in enumerate(some)]
+            found.append(pytest.param(name, sizes[-1], in_turn, id=name))
+            rest = [each for each in itertools.product(rows, scopes) if each not in in_turn]
+            if rest:
+                found.append(only_whole(name, sizes[-1], rest, id=f"{name}-whole"))
     return found
 
 
-@pytest.mark.parametrize(("layout", "world_size", "rows"), cases(CALLS))
-def test_reparametrized(pool: ProcessPool, runs_whole: bool, layout: str, world_size: int, rows: list[str]) -> None:
-    rows = sampled(layout, rows, runs_whole)
+@pytest.mark.parametrize(("layout", "world_size", "calls"), cases(CALLS, ("",)))
+def test_reparametrized(pool: ProcessPool, layout: str, world_size: int, calls: list[tuple[str, str]]) -> None:
+    rows = [row for row, _ in calls]
     expected = {row: reparametrized(transformer(), row) for row in rows}
     for of_rank in pool.run(world_size, reparametrized_on_rank, layout, rows):
         for row, weights in zip(rows, of_rank, strict=True):
             assert all(torch.equal(weights[name], values) for name, values in expected[row].items()), row
 
 
-@pytest.mark.parametrize(("layout", "world_size", "rows"), cases(IN_PLACE))
-def test_in_place(pool: ProcessPool, runs_whole: bool, layout: str, world_size: int, rows: list[str]) -> None:
-    calls = [(row, scope) for row in sampled(layout, rows, runs_whole) for scope in ("global", "tensor")]
+@pytest.mark.parametrize(("layout", "world_size", "calls"), cases(IN_PLACE, ("global", "tensor")))
+def test_in_place(pool: ProcessPool, layout: str, world_size: int, calls: list[tuple[str, str]]) -> None:
     of_ranks = pool.run(world_size, in_place_on_rank, layout, calls)
     for (row, scope), *of_call in zip(calls, *of_ranks, strict=True):
         model = transformer()

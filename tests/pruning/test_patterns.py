@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.contract import FITTING, own_cases
 from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
 from tests.pattern_oracle import SEED, keep_in_pattern
+from tests.sampling import Combination, over_layouts
 from tests.test_contract import Holder, local, whole_model
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import whole
@@ -44,21 +47,21 @@ CASES: list[tuple[Pattern, str]] = [
     (Channels(0.4, 1), "random"),
     (Channels(0.3, -1, "global"), "magnitude"),
 ]
+TURNS = [(case, KINDS[i % 4]) for i, case in enumerate(CASES)]
 Values = dict[str, torch.Tensor]
 Made = tuple[Pattern, dict[str, Any], Values, Values]
 
 
-def made() -> list[Made]:
+def made(combinations: Sequence[Combination] = TURNS) -> list[Made]:
     """Return (pattern, arguments, weights, what they are afterwards)."""
     cases: list[Made] = []
-    for i, (pattern, score) in enumerate(CASES):
-        for kind, dtype in (KINDS[i % 4], KINDS[(i + 1) % 4]):
-            shapes = FITTING if isinstance(pattern, Block) else (*FITTING, (1, 8))
-            values = whole_model(kind, dtype, shapes)
-            left = [before.ne(0) for before in values.values()]
-            keep = keep_in_pattern(pattern, list(values), list(values.values()), left, method=score, zeros="first")
-            pruned = {n: before.masked_fill(~k, 0) for (n, before), k in zip(values.items(), keep, strict=True)}
-            cases.append((pattern, {"score": score, "seed": SEED}, values, pruned))
+    for (pattern, score), (kind, dtype) in combinations:
+        shapes = FITTING if isinstance(pattern, Block) else (*FITTING, (1, 8))
+        values = whole_model(kind, dtype, shapes)
+        left = [before.ne(0) for before in values.values()]
+        keep = keep_in_pattern(pattern, list(values), list(values.values()), left, method=score, zeros="first")
+        pruned = {n: before.masked_fill(~k, 0) for (n, before), k in zip(values.items(), keep, strict=True)}
+        cases.append((pattern, {"score": score, "seed": SEED}, values, pruned))
     return cases
 
 
@@ -77,14 +80,9 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Made]) ->
         assert report.pattern == repr(pattern)
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes],
-)
-def test_equals_the_plain_answer(runs_whole: bool, layout: Layout, world_size: int) -> None:
-    if not (runs_whole or layout.is_sampled(world_size)):
-        pytest.skip("run with --whole")
-    run_threads(world_size, check_rank, layout, world_size, made())
+@pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(CASES, KINDS))
+def test_equals_the_plain_answer(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
+    run_threads(world_size, check_rank, layout, world_size, made(combinations))
 
 
 def own_on_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[dict[str, Any], Values]]) -> None:
@@ -97,16 +95,20 @@ def own_on_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[di
                 assert torch.equal(local(held.get_parameter(name)), local(wanted)), (rank, layout.name, arguments, name)
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [pytest.param(layout, n, id=f"{layout.name}-{n}") for layout in LAYOUTS for n in layout.world_sizes if n < 5],
-)
-def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int) -> None:
+@functools.cache
+def own_answers() -> list[tuple[dict[str, Any], Values]]:
+    """Return arguments with scores and patterns of one's own, and the weights that one process ends with."""
     cases = []
     for arguments in own_cases():
         model = Holder({name: value.clone() for name, value in whole_model("ties", torch.float32, FITTING).items()})
         assert 0 < prune.prune_model(model, include="*", **arguments).sparsity < 1
         cases.append((arguments, {name: parameter.detach() for name, parameter in model.named_parameters()}))
+    return cases
+
+
+@pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(range(len(own_cases()))))
+def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
+    cases = [own_answers()[number] for (number,) in combinations]
     run_threads(world_size, own_on_rank, layout, world_size, cases)
 
 

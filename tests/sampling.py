@@ -1,0 +1,59 @@
+"""What the default run takes of a product of axes: every pair of their values. ``--whole`` runs the product.
+
+The marker ``whole`` is the one mechanism for this: what bears it is collected with ``--whole`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+from allpairspy import AllPairs
+
+from tests.layouts import LAYOUTS, Layout
+
+__all__ = ["Combination", "all_pairs", "only_whole", "over_layouts", "rotated"]
+
+Combination: TypeAlias = tuple[Any, ...]
+
+
+def only_whole(*values: Any, id: str | None = None) -> ParameterSet:
+    """Return a row of a parametrized test that only ``--whole`` runs."""
+    return pytest.param(*values, id=id, marks=pytest.mark.whole)
+
+
+def all_pairs(*axes: Sequence[Any]) -> list[Combination]:
+    """Return combinations in which every pair of values of two axes stands; the same ones on every worker."""
+    rows = AllPairs([list(range(len(axis))) for axis in axes])
+    return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
+
+
+def rotated(values: Sequence[Any], by: int) -> list[Any]:
+    by %= len(values)
+    return [*values[by:], *values[:by]]
+
+
+def over_layouts(*axes: Sequence[Any], layouts: Sequence[Layout] = LAYOUTS) -> list[ParameterSet]:
+    """Return rows (layout, number of ranks, combinations of values of ``axes``).
+
+    By default every pair stands in them: layout and number of ranks, layout and value, values of two axes. The
+    numbers of ranks of a layout take its combinations in turn.
+    """
+    table = all_pairs(layouts, *axes)
+    found = []
+    for number, layout in enumerate(layouts):
+        combinations = [row[1:] for row in table if row[0] is layout]
+        sizes = rotated(layout.world_sizes, number)
+        for i, size in enumerate(sizes):
+            some = combinations[i :: len(sizes)] or [combinations[i % len(combinations)]]
+            found.append(pytest.param(layout, size, some, id=f"{layout.name}-{size}"))
+    product = list(itertools.product(*axes))
+    found += [
+        only_whole(layout, size, product, id=f"{layout.name}-{size}-whole")
+        for layout in layouts
+        for size in layout.world_sizes
+    ]
+    return found
