@@ -5,7 +5,7 @@ from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.plan import OneShotMethod, Sequential, TargetsOf, updates_weights
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.report import BlockReport, OneShotReport
-from distprune.oneshot.solver import Solved, Solver, Solving, Stage
+from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
 from distprune.oneshot.sparsegpt import SparseGPT
 
 __all__ = [
@@ -14,10 +14,10 @@ __all__ = [
     "BlockReport",
     "OneShotMethod",
     "OneShotReport",
+    "Pruning",
     "Sequential",
     "Solved",
     "Solver",
-    "Solving",
     "SparseGPT",
     "Stage",
     "TargetsOf",

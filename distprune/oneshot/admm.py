@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
+from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
-from distprune.scores import Score, local_scores
+from distprune.scores import LocalScores, Score, local_scores
 from distprune.selection import keep_highest_per_row
 from distprune.shards import all_finite
 
@@ -86,29 +86,10 @@ class ADMM(Solver["_Inputs"]):
         return _Inputs(unpack_triangle(inverse.view(-1, rows.num_in)), unpack_triangle(a.view(-1, rows.num_in)), scale)
 
     @override
-    def prune(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Solving:
-        solved: dict[str, Solved] = {}
-        if not pattern.by_row().is_by_row:
-            descents = {name: _Descent(of_layer.weight, prepared) for name, of_layer in rows.items()}
-            keep: Mapping[str, torch.Tensor] = {}
-            for step in range(1, NUM_STEPS + 1):
-                if step <= NUM_CLOSING:
-                    shards = [rows[name].shard(of.sizes().square_()) for name, of in descents.items()]
-                    keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
-                for name, of in descents.items():
-                    of.step(keep[name] if step <= NUM_CLOSING else None)
-            return {name: Solved(*of.finish(), self.damping) for name, of in descents.items()}
-        size = max(1, _CHUNK // max(len(prepared.scale), 1))
-        for name, of_layer in rows.items():
-            own, num_pruned, error = pattern.by_row().of(of_layer.name), 0, 0.0
-            for weight in torch.split(of_layer.weight, size):
-                descent = _Descent(weight, prepared)
-                for step in range(1, NUM_STEPS + 1):
-                    descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
-                num_gone, of_rows = descent.finish()
-                num_pruned, error = num_pruned + num_gone, error + of_rows
-            solved[name] = Solved(num_pruned, error, self.damping)
-        return solved
+    def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:
+        if pattern.by_row().is_by_row:
+            return _ByRow(rows, prepared, pattern.by_row(), self.damping)
+        return _OverAllRows(rows, prepared, self)
 
 
 @dataclass(frozen=True)
@@ -157,6 +138,55 @@ class _Descent:
         error = float((change @ self._inputs.a).mul_(change).sum(dtype=torch.float64))
         self._weight.copy_(after / self._inputs.scale)
         return int(torch.count_nonzero(self._dropped)), error
+
+
+@dataclass
+class _ByRow(Pruning):
+    """Every row's mask is its own: chunk after chunk of rows takes all steps."""
+
+    rows: Mapping[str, Rows]
+    inputs: _Inputs
+    pattern: Pattern
+    damping: float
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        size, solved = max(1, _CHUNK // max(len(self.inputs.scale), 1)), dict[str, Solved]()
+        for name, of_layer in self.rows.items():
+            own, num_pruned, error = self.pattern.of(of_layer.name), 0, 0.0
+            for weight in torch.split(of_layer.weight, size):
+                descent = _Descent(weight, self.inputs)
+                for step in range(1, NUM_STEPS + 1):
+                    descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
+                num_gone, of_rows = descent.finish()
+                num_pruned, error = num_pruned + num_gone, error + of_rows
+            solved[name] = Solved(num_pruned, error, self.damping)
+        return solved
+
+
+class _OverAllRows(Pruning):
+    """Blocks of weights compete over all rows: a stage is a step in which the mask moves."""
+
+    def __init__(self, rows: Mapping[str, Rows], inputs: _Inputs, solver: ADMM) -> None:
+        self._rows, self._solver = rows, solver
+        self._descents = {name: _Descent(of_layer.weight, inputs) for name, of_layer in rows.items()}
+
+    @override
+    def scores(self, stage: int) -> list[LocalScores]:
+        shards = [self._rows[name].shard(of.sizes().square_()) for name, of in self._descents.items()]
+        return local_scores(self._solver.score, shards)
+
+    @override
+    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
+        for descent, mask in zip(self._descents.values(), keep, strict=True):
+            descent.step(mask)
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        for descent in self._descents.values():
+            for _ in range(NUM_CLOSING, NUM_STEPS):
+                descent.step(None)
+        return {name: Solved(*of.finish(), self._solver.damping) for name, of in self._descents.items()}
 
 
 def _closed(step: int) -> float:

@@ -9,8 +9,8 @@ What a solver raises on one rank is kept until ranks next communicate, and raise
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Outcome, sum_outcomes
 from distprune.oneshot.retarget import Aim, retarget
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.oneshot.solver import Solved, Solver, Stage
 from distprune.patterns import Choice, Pattern, Ranked
 from distprune.scores import LocalScores
 from distprune.shards import all_finite
@@ -68,16 +68,14 @@ def prune_rows(
     error = None if moved is None else moved.error
     work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=error)
     at_home = [m for m in at_home if m.home.rank == comm.rank]
-    try:
+    with work.keeping_error():
         while at_home and work.error is None:  # what is done with is let go of
             work.solve(Alone(), [work.prepared(work.with_gram(Alone(), work.moved(at_home.pop(0))))])
         for i, m in enumerate(spread):
             spread[i] = work.moved(m)
-    except Exception as caught:
-        work.error = caught
     spread = [work.with_gram(comm, m) for m in spread]
     if spread:
-        work.solve(comm, work.prepared_together(comm, spread))
+        work.solve(comm, work.prepare_together(comm, spread))
     with clock("sweep"):  # or wait for those that still do
         totals = sum_outcomes(comm, list(rows), work.outcome)
         if moved is not None:
@@ -122,87 +120,86 @@ class _Work:
             num_rows = sum(of.num_out for of in rows)
             return dataclasses.replace(m, gram=sum_gram(comm, num_rows, rows[0].num_in, make))
 
-    def prepared(self, m: Moments) -> _Input:
-        """Return what the solver makes of ``m``."""
-        with self.clock("factor"):
-            return _Input(m.names, m.home.rank, self.solver.prepare(m))
+    def task(self, m: Moments) -> _Task:
+        """Return what is to be done with the layers of ``m``."""
+        rows = {name: self.rows[name] for name in m.names}
+        return _Task(rows, m.home.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern))
 
-    def prepared_together(self, comm: Communicator, spread: list[Moments]) -> list[_Input]:
-        """Return what the solver makes of ``spread``, which is used up; every rank must call it."""
-        sizes = [self.solver.packed_numel(self.rows[m.names[0]]) for m in spread]
-        sends = any(sizes) and (len(spread) > 1 or self.solver.decides)
-        inputs = [_Input(m.names, m.home.rank, None) for m in spread]
+    def prepared(self, m: Moments) -> _Task:
+        """Return the task of ``m`` with what the solver makes of it."""
+        task = self.task(m)
+        with self.clock("factor"):
+            task.prepared = self.solver.prepare(m)
+        return task
+
+    def prepare_together(self, comm: Communicator, spread: list[Moments]) -> list[_Task]:
+        """Return the tasks of ``spread``, which is used up, prepared. Every rank must call it."""
+        tasks = [self.task(m) for m in spread]
+        sizes = [self.solver.packed_numel(task.first) for task in tasks]
+        sends = any(sizes) and (len(tasks) > 1 or self.solver.decides)
         packed: list[torch.Tensor] = []
-        try:
+        with self.keeping_error():
             packed += [torch.empty(numel) for numel in sizes if sends]
-            for i, of in enumerate(inputs):
+            for i, task in enumerate(tasks):
                 m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
-                if self.error is None and (of.home == self.rank or not sends):
-                    inputs[i] = self.prepared(m)
+                if self.error is None and (task.home == self.rank or not sends):
+                    tasks[i] = self.prepared(m)
                     if sends:
-                        packed[i] = self.solver.pack(inputs[i].prepared)
-        except Exception as caught:
-            self.error = self.error or caught
+                        packed[i] = self.solver.pack(tasks[i].prepared)
         if not sends:
-            return inputs
+            return tasks
         with self.clock("factor"):
             agree(comm, {}, self.error)
-            for i, of in enumerate(inputs):
-                packed[i] = broadcast_tensor(comm, packed[i], of.home)
-            try:
-                for i, of in enumerate(inputs):
-                    rows, values = self.rows[of.names[0]], packed.pop(0)
-                    if of.home != self.rank:
-                        inputs[i] = _Input(of.names, of.home, self.solver.unpack(values.to(rows.weight.device), rows))
-            except Exception as caught:
-                self.error = caught
-        return inputs
+            for i, task in enumerate(tasks):
+                packed[i] = broadcast_tensor(comm, packed[i], task.home)
+            with self.keeping_error():
+                for task in tasks:
+                    values = packed.pop(0)
+                    if task.home != self.rank:
+                        task.prepared = self.solver.unpack(values.to(task.first.weight.device), task.first)
+        return tasks
 
-    def solve(self, comm: Communicator, inputs: Sequence[_Input]) -> None:
-        """Solve the layers of ``inputs``, of which the ranks of ``comm`` hold all rows, side by side."""
-        with self.clock("sweep"):
-            tasks = [
-                _Task(of, self.solver, {name: self.rows[name] for name in of.names}, self.pattern) for of in inputs
-            ]
-            keep: Callable[[], dict[str, torch.Tensor]] = dict
-            for stage in range(max(len(task.stages) for task in tasks)):
-                asked = [task for task in tasks if stage < len(task.stages)]
-                go_on = partial(self._go_on, tasks, stage, keep)
-                roster = roster_of_one(comm, [member for task in asked for member in task.members(stage)])
-                choice = (
-                    asked[0].stages[stage].pattern.choose(Ranked(comm, roster, self.solver.score, go_on, checks=False))
-                )
-                keep = partial(self._settled, [name for task in asked for name in task.rows], choice)
-            try:
-                self._go_on(tasks, max(len(task.stages) for task in tasks), keep)
-            except Exception as error:
-                self.error = error
+    def solve(self, comm: Communicator, tasks: Sequence[_Task]) -> None:
+        """Solve the layers of ``tasks``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
 
-    def _go_on(
-        self, tasks: Sequence[_Task], stage: int, settle: Callable[[], dict[str, torch.Tensor]]
-    ) -> list[LocalScores]:
-        """Return the scores of ``stage``, of the tasks that have it; what it raises is raised on all ranks.
-
-        ``settle`` returns what stays of the stage before.
+        Of each stage: the scores of all layers that have it, one choice over all ranks, which each layer then applies.
         """
+        with self.clock("sweep"):
+            with self.keeping_error():
+                for task in tasks if self.error is None else ():
+                    task.pruning = self.solver.begin(task.rows, task.prepared, self.pattern)
+            for stage in range(max(len(task.stages) for task in tasks)):
+                some = [task for task in tasks if stage < len(task.stages)]
+                roster = roster_of_one(comm, [member for task in some for member in task.members(stage)])
+                scores = partial(self._scores, some, stage)
+                ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
+                choice = some[0].stages[stage].pattern.choose(ranked)
+                with self.keeping_error():
+                    self._apply(some, stage, choice)
+            with self.keeping_error():
+                for task in tasks if self.error is None else ():
+                    self._note(task.pruning.finish(), task.home == self.rank)
+
+    def _scores(self, tasks: Sequence[_Task], stage: int) -> list[LocalScores]:
+        """Return the scores of all layers of ``tasks``, or raise the error kept, on all ranks."""
         if self.error is not None:
             raise self.error
-        keep = settle()
-        scores: list[LocalScores] = []
-        for task in tasks:
-            if stage <= len(task.stages):
-                try:
-                    asked = task.solving.send({name: keep[name] for name in task.rows} if stage else None)  # type: ignore[arg-type]
-                    scores += asked.values()
-                except StopIteration as done:
-                    self._note(done.value, task.home == self.rank)
-        return scores
+        return [scores for task in tasks for scores in task.pruning.scores(stage)]
 
-    def _settled(self, names: Sequence[str], choice: Choice) -> dict[str, torch.Tensor]:
-        chosen = dict(zip(names, choice.settle(), strict=True))
+    def _apply(self, tasks: Sequence[_Task], stage: int, choice: Choice) -> None:
+        chosen = dict(zip([name for task in tasks for name in task.rows], choice.settle(), strict=True))
         if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
             raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
-        return {name: of.mask for name, of in chosen.items()}
+        for task in tasks:
+            task.pruning.apply(stage, [chosen[name].mask for name in task.rows])
+
+    @contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """Keep what the body raises until ranks next communicate; the first error counts."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
 
     def _note(self, solved: Mapping[str, Solved], is_home: bool) -> None:
         for name, of in solved.items():
@@ -210,9 +207,7 @@ class _Work:
             outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping if is_home else 0.0
             outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
             if not all_finite(rows.weight):
-                self.error = self.error or ValueError(
-                    f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}"
-                )
+                raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
 
     def outcome(self, name: str) -> Outcome:
         """Return what this rank adds to the sum over ranks, or raise what it has kept."""
@@ -222,22 +217,19 @@ class _Work:
         return found if self.rows[name].owned else Outcome(damping=found.damping)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """The input of layers ``names``, and what the solver prepared for it; ``None`` after an error."""
-
-    names: tuple[str, ...]
-    home: int
-    prepared: Any
-
-
+@dataclass
 class _Task:
-    """Layers that share an input, on their way."""
+    """Layers that share an input. ``prepared`` and ``pruning`` are the solver's, and missing after an error."""
 
-    def __init__(self, of: _Input, solver: Solver[Any], rows: Mapping[str, Rows], pattern: Pattern) -> None:
-        self.rows, self.home = rows, of.home
-        self.stages = solver.stages(next(iter(rows.values())).num_in, pattern)
-        self.solving: Solving = solver.prune(rows, of.prepared, pattern)
+    rows: Mapping[str, Rows]
+    home: int
+    stages: Sequence[Stage]
+    prepared: Any = None
+    pruning: Any = None
+
+    @property
+    def first(self) -> Rows:
+        return next(iter(self.rows.values()))
 
     def members(self, stage: int) -> list[Member]:
         num_columns = self.stages[stage].stop - self.stages[stage].start

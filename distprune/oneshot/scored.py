@@ -12,9 +12,9 @@ from typing_extensions import override
 from distprune.calibration import Moments
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving, Stage
+from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
-from distprune.scores import Score, local_scores
+from distprune.scores import LocalScores, Score, local_scores
 
 __all__ = ["Scored"]
 
@@ -45,17 +45,36 @@ class Scored(Solver[Moments]):
         return moments
 
     @override
-    def prune(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Solving:
-        norms = prepared.square_sums.sqrt() if prepared.num_tokens else torch.ones_like(prepared.square_sums)
-        shards = [of_layer.shard(of_layer.weight) for of_layer in rows.values()]
+    def begin(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Pruning:
+        return _Scoring(rows, prepared, self.score)
+
+
+@dataclass
+class _Scoring(Pruning):
+    rows: Mapping[str, Rows]
+    moments: Moments
+    score: Score
+    keep: Sequence[torch.Tensor] = ()
+
+    @override
+    def scores(self, stage: int) -> list[LocalScores]:
+        moments = self.moments
+        norms = moments.square_sums.sqrt() if moments.num_tokens else torch.ones_like(moments.square_sums)
+        shards = [of_layer.shard(of_layer.weight) for of_layer in self.rows.values()]
         evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards}
-        masks = yield dict(zip(rows, local_scores(self.score, shards, evidence, in_place=True), strict=True))
+        return local_scores(self.score, shards, evidence, in_place=True)
+
+    @override
+    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
+        self.keep = keep
+
+    @override
+    def finish(self) -> dict[str, Solved]:
         solved: dict[str, Solved] = {}
-        for name, of_layer in rows.items():
+        for (name, of_layer), mask in zip(self.rows.items(), self.keep, strict=True):
             step, error = max(1, _CHUNK // max(of_layer.num_in, 1)), 0.0
-            for start in range(0, len(of_layer.weight), step):
-                weight, keep = of_layer.weight[start : start + step], masks[name][start : start + step]
-                error += prepared.squared_output(weight.float().masked_fill(keep, 0))
+            for weight, keep in zip(torch.split(of_layer.weight, step), torch.split(mask, step), strict=True):
+                error += self.moments.squared_output(weight.float().masked_fill(keep, 0))
                 zero_where_pruned(weight, keep)
-            solved[name] = Solved(masks[name].numel() - int(torch.count_nonzero(masks[name])), error)
+            solved[name] = Solved(mask.numel() - int(torch.count_nonzero(mask)), error)
         return solved

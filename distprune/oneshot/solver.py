@@ -6,9 +6,9 @@ A solver is local arithmetic. Who holds which rows, and what ranks tell each oth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from typing_extensions import override
@@ -18,7 +18,7 @@ from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, LocalScores, Magnitude, Score
 
-__all__ = ["Computed", "Prepared", "Solved", "Solver", "Solving", "Stage"]
+__all__ = ["Computed", "Prepared", "Pruning", "Solved", "Solver", "Stage"]
 
 Prepared = TypeVar("Prepared")
 
@@ -41,10 +41,6 @@ class Stage:
     pattern: Pattern
 
 
-# Yields scores by layer, which compete over all rows of all ranks; is sent what stays, (rows, columns), bool.
-Solving: TypeAlias = Generator[Mapping[str, LocalScores], Mapping[str, torch.Tensor], dict[str, Solved]]
-
-
 class Computed(Score):
     """What a solver computes itself, and hands over in the place of weights."""
 
@@ -53,8 +49,27 @@ class Computed(Score):
         return elements.weight
 
 
+class Pruning(ABC):
+    """Layers that share an input, while a solver prunes them: of each stage the scores, then the choice; then the end.
+
+    Local. A solver without stages has :meth:`finish` alone.
+    """
+
+    def scores(self, stage: int) -> list[LocalScores]:
+        """Return the scores of each layer, which compete over all rows of all ranks."""
+        raise NotImplementedError
+
+    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
+        """Take in which of them stay: of each layer (rows, columns), bool."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def finish(self) -> dict[str, Solved]:
+        """Write the new weights into the rows, and return what became of them, by layer."""
+
+
 class Solver(ABC, Generic[Prepared]):
-    """Subclasses give :meth:`prepare` and :meth:`prune`; what they do not override asks for nothing else.
+    """Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
     ``Prepared`` is what is made once of the moments of an input, for all layers that share it. Where several inputs are
     spread each rank makes that of some, and sends it to the others; a single one is made on all ranks at once.
@@ -63,14 +78,14 @@ class Solver(ABC, Generic[Prepared]):
     needs: ClassVar[MomentsOf] = "features"
     decides: ClassVar[bool] = False  # prepare makes a choice, which must be that of one rank
     needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
-    score: Score = Magnitude()  # of what is yielded
+    score: Score = Magnitude()  # by which what ``scores`` returns is sorted
 
     def scored_by(self, score: Score) -> Solver[Prepared]:  # noqa: ARG002
         """Return the solver with its ``score`` replaced, by one that was told its seed."""
         return self
 
     def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:  # noqa: ARG002
-        """Return what competes over all rows, in turn; nothing if rows are settled by themselves.
+        """Return what competes over all rows, in turn; nothing if each row is decided by itself.
 
         Raises:
             NotImplementedError: it cannot prune by ``pattern``.
@@ -83,7 +98,7 @@ class Solver(ABC, Generic[Prepared]):
 
     @abstractmethod
     def prepare(self, moments: Moments) -> Prepared:
-        """Return what :meth:`prune` is given; ``moments`` may be overwritten, or returned as they are."""
+        """Return what :meth:`begin` is given; ``moments`` may be overwritten, or returned as they are."""
 
     def packed_numel(self, rows: Rows) -> int:  # noqa: ARG002
         """Return how many float32 numbers what is prepared for ``rows`` is sent as; 0: it is made on every rank."""
@@ -98,8 +113,5 @@ class Solver(ABC, Generic[Prepared]):
         raise NotImplementedError
 
     @abstractmethod
-    def prune(self, rows: Mapping[str, Rows], prepared: Prepared, pattern: Pattern) -> Solving:
-        """Write new weights into ``rows``, by layer, of layers that share the input that ``prepared`` is of.
-
-        A generator that yields once for each of its ``stages``.
-        """
+    def begin(self, rows: Mapping[str, Rows], prepared: Prepared, pattern: Pattern) -> Pruning:
+        """Return what prunes ``rows``, by layer, of layers that share the input that ``prepared`` is of."""

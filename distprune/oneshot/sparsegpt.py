@@ -18,9 +18,9 @@ from typing_extensions import override
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Computed, Solved, Solver, Solving, Stage
+from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
-from distprune.scores import Score, local_scores
+from distprune.scores import LocalScores, Score, local_scores
 from distprune.shards import all_finite
 
 __all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
@@ -127,28 +127,8 @@ class SparseGPT(Solver[Factor]):
         return Factor(unpack_triangle(triangle.view(-1, num_in)).triu_(), dead != 0, int(num_raised), added, scale)
 
     @override
-    def prune(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Solving:
-        first = next(iter(rows.values()))
-        own = [pattern.of(of_map.name) for of_map in rows.values()]
-        sweep = _Sweep(rows, prepared)
-        for start, stop in _columns(first.num_in, pattern):
-            if pattern.is_by_row:
-                group = pattern.width if pattern.width > 1 else 0  # settled among themselves as they come up
-                sweep.run(start, stop, group, lambda a, b: _kept(sweep, own, a, b))
-            else:
-                shards = [rows[name].shard(sweep.scores(start, stop, part)) for name, part in sweep.part.items()]
-                keep = yield dict(zip(rows, local_scores(self.score, shards), strict=True))
-                stays = torch.cat([keep[name] for name in rows])
-                sweep.run(start, stop, 0, lambda *_, kept=stays: kept)
-        return {name: sweep.finish(name, of_map.weight) for name, of_map in rows.items()}
-
-
-def _kept(sweep: _Sweep, own: Sequence[Pattern], start: int, stop: int) -> torch.Tensor:
-    """Return what stays of columns ``start`` to ``stop``, (rows, columns), by the layers' ``own`` patterns."""
-    if all(pattern == own[0] for pattern in own):
-        return own[0].part(start, stop).keep(sweep.scores(start, stop))
-    parts = zip(own, sweep.part.values(), strict=True)
-    return torch.cat([pattern.part(start, stop).keep(sweep.scores(start, stop, part)) for pattern, part in parts])
+    def begin(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Pruning:
+        return _Sweep(rows, prepared, pattern, self.score)
 
 
 def _columns(num_in: int, pattern: Pattern) -> list[tuple[int, int]]:
@@ -159,31 +139,58 @@ def _columns(num_in: int, pattern: Pattern) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_in)) for start in range(0, num_in, step)]
 
 
-class _Sweep:
+class _Sweep(Pruning):
     """The rows of all layers that share an input, on their way, side by side: an operation serves all of them.
 
     ``weight`` is (in, rows), float32, so that a column lies together; ``part`` says which rows are whose.
     """
 
-    def __init__(self, rows: Mapping[str, Rows], factor: Factor) -> None:
-        self.factor = factor
-        ends = list(itertools.accumulate(len(of_map.weight) for of_map in rows.values()))
+    def __init__(self, rows: Mapping[str, Rows], factor: Factor, pattern: Pattern, score: Score) -> None:
+        self.rows, self.factor, self._pattern, self._score = rows, factor, pattern, score
+        ends = list(itertools.accumulate(len(of_layer.weight) for of_layer in rows.values()))
         self.part = {name: slice(end - len(rows[name].weight), end) for name, end in zip(rows, ends, strict=True)}
         num_in = next(iter(rows.values())).num_in
+        self._columns = _columns(num_in, pattern)
         device = next(iter(rows.values())).weight.device
         self.weight = torch.empty((num_in, ends[-1]), device=device)
-        for name, of_map in rows.items():
-            self.weight[:, self.part[name]] = of_map.weight.t()
+        for name, of_layer in rows.items():
+            self.weight[:, self.part[name]] = of_layer.weight.t()
         self.weight[factor.dead] = 0
         self._num_pruned = torch.zeros(ends[-1], dtype=torch.int64, device=device)  # by row
         self._errors = torch.zeros(ends[-1], dtype=torch.float64, device=device)  # under the damped H, by row
 
-    def scores(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
+    @override
+    def scores(self, stage: int) -> list[LocalScores]:
+        shards = [self.rows[name].shard(self._sizes(*self._columns[stage], part)) for name, part in self.part.items()]
+        return local_scores(self._score, shards)
+
+    @override
+    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
+        stays = torch.cat(list(keep))
+        self._run(*self._columns[stage], 0, lambda *_: stays)
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        if self._pattern.is_by_row:
+            group = self._pattern.width if self._pattern.width > 1 else 0  # decided as its columns come up
+            for start, stop in self._columns:
+                self._run(start, stop, group, self._stays)
+        return {name: self._written(name, of_layer.weight) for name, of_layer in self.rows.items()}
+
+    def _stays(self, start: int, stop: int) -> torch.Tensor:
+        """Return what stays of columns ``start`` to ``stop``, (rows, columns), by the layers' own patterns."""
+        own = [self._pattern.of(of_layer.name).part(start, stop) for of_layer in self.rows.values()]
+        if all(pattern == own[0] for pattern in own):
+            return own[0].keep(self._sizes(start, stop))
+        parts = zip(own, self.part.values(), strict=True)
+        return torch.cat([pattern.keep(self._sizes(start, stop, part)) for pattern, part in parts])
+
+    def _sizes(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
         """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
         diagonal = self.factor.upper.diagonal()[start:stop, None]
         return (self.weight[start:stop, part] / diagonal).square_().t().contiguous()
 
-    def run(self, start: int, stop: int, group: int, keep: Callable[[int, int], torch.Tensor]) -> None:
+    def _run(self, start: int, stop: int, group: int, keep: Callable[[int, int], torch.Tensor]) -> None:
         """Prune columns ``start`` to ``stop``, of all rows; ``keep(a, b)`` says what stays of columns ``a`` to ``b``.
 
         It is asked for every ``group`` of columns as they come up; 0: for all of them at once.
@@ -217,7 +224,7 @@ class _Sweep:
         self._errors += errors.square_().sum(dim=0, dtype=torch.float64)
         self._num_pruned += len(stays) - stays.sum(dim=0)
 
-    def finish(self, name: str, original: torch.Tensor) -> Solved:
+    def _written(self, name: str, original: torch.Tensor) -> Solved:
         """Write the new weights of layer ``name`` into ``original`` (rows, in).
 
         With W - W' = E upper, E the errors, the error under the damped H is ||E||^2; what the damping

@@ -19,7 +19,7 @@ from typing_extensions import override
 from distprune.calibration import Moments, MomentsOf
 from distprune.models import LinearMap, Units
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Solving
+from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
 from distprune.removal.criteria import Criterion
 from distprune.removal.evidence import UnitEvidence, damped
@@ -144,22 +144,34 @@ class UnitRemover(Solver[Fitted]):
         return [(rows.num_in,), (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)]
 
     @override
-    def prune(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Solving:
-        yield from ()
-        own, other = prepared.stays.nonzero()[:, 0], (~prepared.stays).nonzero()[:, 0]
-        solved: dict[str, Solved] = {}
-        for name, of in rows.items():
+    def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:
+        return _Removing(rows, prepared, self)
+
+
+@dataclass
+class _Removing(Pruning):
+    """Nothing competes here: :meth:`UnitRemover.prepare` has chosen the units."""
+
+    rows: Mapping[str, Rows]
+    fitted: Fitted
+    remover: UnitRemover
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        fitted, remover, solved = self.fitted, self.remover, dict[str, Solved]()
+        own, other = fitted.stays.nonzero()[:, 0], (~fitted.stays).nonzero()[:, 0]
+        for name, of in self.rows.items():
             error, offsets = 0.0, []
             for weight in torch.split(of.weight, max(1, _CHUNK // max(of.num_in, 1))) if of.weight.numel() else ():
                 gone, before = weight[:, other].float(), weight[:, own]
-                change = (gone @ prepared.coefficients).masked_fill_(before == 0, 0)  # what was pruned stays so
+                change = (gone @ fitted.coefficients).masked_fill_(before == 0, 0)  # what was pruned stays so
                 weight[:, own] = (before + change).to(weight.dtype)
                 weight[:, other] = 0
-                error += float((gone @ prepared.lost).mul_(gone).sum(dtype=torch.float64))
-                offsets.append(gone @ prepared.means)
-            if self.asked[of.name].has_bias and self.refit != "none":
-                self.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
-            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), self.damping)
+                error += float((gone @ fitted.lost).mul_(gone).sum(dtype=torch.float64))
+                offsets.append(gone @ fitted.means)
+            if remover.asked[of.name].has_bias and remover.refit != "none":
+                remover.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
+            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), remover.damping)
         return solved
 
 

@@ -65,28 +65,26 @@ class Failing(SparseGPT):
         return super().prepare(moments)
 
     @override
-    def prune(self, rows: Any, prepared: Factor, pattern: Pattern) -> Any:
-        steps = super().prune(rows, prepared, pattern)
+    def begin(self, rows: Any, prepared: Factor, pattern: Pattern) -> Any:
         is_spread = any(len(of.weight) < of.num_out for of in rows.values())
-        if self.rank != 1 or not self.where.isdigit() or is_spread != self.spread:
-            return (yield from steps)
-        keep = None
-        for _ in range(int(self.where)):
-            keep = yield steps.send(keep)  # type: ignore[arg-type]
-        raise Boom("boom")
+        sweep = super().begin(rows, prepared, pattern)
+        if self.rank == 1 and is_spread == self.spread:
+            name, *stage = self.where.split()
+            vars(sweep)[name] = boom_at(int(stage[0]) if stage else 0, getattr(sweep, name, boom_at))
+        return sweep
 
 
 def sweep_fails(rank: int, where: str, spread: bool, pattern: Pattern, architecture: str) -> None:
     prune_blocks(sharded(tiny_model(architecture)), TOKENS, method=Failing(rank, where, spread), pattern=pattern)
 
 
-@pytest.mark.parametrize("where", ["prepare", "0"])
+@pytest.mark.parametrize("where", ["prepare", "finish"])
 @pytest.mark.parametrize("pattern", [HALF, NByM(2, 4)], ids=str)
 def test_a_solver_fails_on_its_own_rank(where: str, pattern: Pattern) -> None:
     check_all_raise(2, sweep_fails, where, False, pattern, "llama")
 
 
-@pytest.mark.parametrize("where", ["prepare", "0", "1", "2", "5"])
+@pytest.mark.parametrize("where", ["prepare", "scores 0", "apply 0", "scores 1", "apply 3", "finish"])
 @pytest.mark.parametrize("pattern", [HALF, Block(4, 0.5)], ids=str)
 def test_a_solver_fails_in_between_choices(monkeypatch: pytest.MonkeyPatch, where: str, pattern: Pattern) -> None:
     """Of spread rows, on which all ranks choose together; of four stages the last one, too."""

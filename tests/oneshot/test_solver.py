@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
-from distprune.oneshot import Solved, Solver, Solving, SparseGPT, prune_blocks
+from distprune.oneshot import Pruning, Solved, Solver, SparseGPT, prune_blocks
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, Score
@@ -37,20 +37,30 @@ class Refitted(Solver[Moments]):
         return moments
 
     @override
-    def prune(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Solving:
+    def begin(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Pruning:
         assert isinstance(pattern, PerRow)
-        assert isinstance(pattern.sparsity, float)
+        return Refitting(rows, prepared, pattern)
+
+
+@dataclass
+class Refitting(Pruning):
+    rows: Mapping[str, Rows]
+    moments: Moments
+    pattern: PerRow
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        assert isinstance(self.pattern.sparsity, float)
         solved = {}
-        for name, of_layer in rows.items():
+        for name, of_layer in self.rows.items():
             before = of_layer.weight.clone()
-            scores = before.abs() * prepared.square_sums.sqrt()
-            keep = scores > scores.kthvalue(round(pattern.sparsity * scores.shape[1]), dim=1, keepdim=True).values
+            scores = before.abs() * self.moments.square_sums.sqrt()
+            keep = scores > scores.kthvalue(round(self.pattern.sparsity * scores.shape[1]), dim=1, keepdim=True).values
             pruned = before * keep
-            size = [((w @ prepared.values) * w).sum(dim=1, keepdim=True) for w in (before, pruned)]
+            size = [((w @ self.moments.values) * w).sum(dim=1, keepdim=True) for w in (before, pruned)]
             of_layer.weight.copy_(pruned * (size[0] / size[1]).sqrt())
-            solved[name] = Solved(int((~keep).sum()), prepared.squared_output(before - of_layer.weight))
+            solved[name] = Solved(int((~keep).sum()), self.moments.squared_output(before - of_layer.weight))
         return solved
-        yield {}  # what makes it a generator: nothing competes
 
 
 def on_rank(_: int, make: Any) -> tuple[dict[str, torch.Tensor], list[float | None]]:
