@@ -17,12 +17,12 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 from distprune.selection import keep_highest_per_row
-from distprune.shards import all_finite
 
 __all__ = ["ADMM"]
 
@@ -34,7 +34,8 @@ _CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices ar
 
 @dataclass(frozen=True)
 class ADMM(Solver["_Inputs"]):
-    """``damping`` is added to the diagonal of A. Arithmetic is float32; unstructured means of each row.
+    """``damping`` is added to the diagonal of A (see ``damped_factor``). Arithmetic is float32; unstructured means of
+    each row.
 
     Blocks of weights compete over all rows, by the sums of V^2, whenever the mask moves. Weights of inputs that were
     always 0 become 0. Zeros go first. The errors are those of X^T X, without the damping.
@@ -61,14 +62,8 @@ class ADMM(Solver["_Inputs"]):
         damped = torch.outer(scale, scale)  # so that both are symmetric to the last bit
         a = products.div_(damped)
         damped.copy_(a)
-        damped.diagonal().add_(self.damping + PENALTY)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) != 0 or not all_finite(lower):
-            raise ValueError(
-                f"the second moments of the {len(a)} inputs of {moments.names[0]!r} have no inverse with "
-                f"damping={self.damping}; raise it, as ADMM(damping={10 * self.damping})"
-            )
-        return _Inputs(torch.cholesky_inverse(lower), a, scale)
+        lower, num_raised = damped_factor(damped, self.damping, moments.names[0], besides=PENALTY)
+        return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override
     def packed_numel(self, rows: Rows) -> int:
@@ -83,22 +78,27 @@ class ADMM(Solver["_Inputs"]):
     def unpack(self, packed: torch.Tensor, rows: Rows) -> _Inputs:
         half = (packed.numel() - rows.num_in) // 2
         inverse, a, scale = torch.split(packed, [half, half, rows.num_in])
-        return _Inputs(unpack_triangle(inverse.view(-1, rows.num_in)), unpack_triangle(a.view(-1, rows.num_in)), scale)
+        inverse, a = (unpack_triangle(of.view(-1, rows.num_in)) for of in (inverse, a))
+        return _Inputs(inverse, a, scale, self.damping)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:
         if pattern.by_row().is_by_row:
-            return _ByRow(rows, prepared, pattern.by_row(), self.damping)
-        return _OverAllRows(rows, prepared, self)
+            return _ByRow(rows, prepared, pattern.by_row())
+        return _OverAllRows(rows, prepared, self.score)
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """``inverse`` is (A + (lambda + rho) I)^-1, (in, in), as ``a``; both symmetric. ``scale`` (in,) is S."""
+    """``inverse`` is (A + (lambda + rho) I)^-1, (in, in), as ``a``; both symmetric. ``scale`` (in,) is S.
+
+    ``damping`` is lambda, on the owner of the inputs as far as it was raised.
+    """
 
     inverse: torch.Tensor
     a: torch.Tensor
     scale: torch.Tensor
+    damping: float
 
 
 class _Descent:
@@ -147,7 +147,6 @@ class _ByRow(Pruning):
     rows: Mapping[str, Rows]
     inputs: _Inputs
     pattern: Pattern
-    damping: float
 
     @override
     def finish(self) -> dict[str, Solved]:
@@ -160,21 +159,21 @@ class _ByRow(Pruning):
                     descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
                 num_gone, of_rows = descent.finish()
                 num_pruned, error = num_pruned + num_gone, error + of_rows
-            solved[name] = Solved(num_pruned, error, self.damping)
+            solved[name] = Solved(num_pruned, error, self.inputs.damping)
         return solved
 
 
 class _OverAllRows(Pruning):
     """Blocks of weights compete over all rows: a stage is a step in which the mask moves."""
 
-    def __init__(self, rows: Mapping[str, Rows], inputs: _Inputs, solver: ADMM) -> None:
-        self._rows, self._solver = rows, solver
+    def __init__(self, rows: Mapping[str, Rows], inputs: _Inputs, score: Score) -> None:
+        self._rows, self._inputs, self._score = rows, inputs, score
         self._descents = {name: _Descent(of_layer.weight, inputs) for name, of_layer in rows.items()}
 
     @override
     def scores(self, stage: int) -> list[LocalScores]:
         shards = [self._rows[name].shard(of.sizes().square_()) for name, of in self._descents.items()]
-        return local_scores(self._solver.score, shards)
+        return local_scores(self._score, shards)
 
     @override
     def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
@@ -186,7 +185,7 @@ class _OverAllRows(Pruning):
         for descent in self._descents.values():
             for _ in range(NUM_CLOSING, NUM_STEPS):
                 descent.step(None)
-        return {name: Solved(*of.finish(), self._solver.damping) for name, of in self._descents.items()}
+        return {name: Solved(*of.finish(), self._inputs.damping) for name, of in self._descents.items()}
 
 
 def _closed(step: int) -> float:

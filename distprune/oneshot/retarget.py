@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from distprune.calibration import Moments
+from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
-from distprune.shards import all_finite
 
 __all__ = ["Aim", "retarget"]
 
-_MAX_RAISED = 3
 _CHUNK = 1 << 20  # weights that are worked on at a time
 
 
@@ -47,7 +46,7 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
     scale = moments.square_sums.sqrt()
     scale = torch.where(scale == 0, 1, scale)
     a = torch.outer(scale, scale)
-    lower = _factor(torch.div(moments.values, a, out=a), moments.names[0], aim.damping)
+    lower, _ = damped_factor(torch.div(moments.values, a, out=a), aim.damping, moments.names[0])
     for name, of in aimed:
         residual = moments.residuals.get(name)
         wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
@@ -62,15 +61,3 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
             change = torch.cholesky_solve(beyond / scale[:, None], lower).div_(scale[:, None]).t()
             weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=aim.share)
     return done
-
-
-def _factor(a: torch.Tensor, name: str, damping: float) -> torch.Tensor:
-    """Return the Cholesky factor of ``a`` (in, in), of unit diagonal, damped as much as it takes."""
-    diagonal = a.diagonal().clone()
-    for raised in range(_MAX_RAISED + 1):
-        a.diagonal().copy_(diagonal + damping * 10**raised)
-        lower: torch.Tensor
-        lower, info = torch.linalg.cholesky_ex(a)
-        if int(info) == 0 and all_finite(lower):
-            return lower
-    raise ValueError(f"the second moments of the {len(a)} inputs of {name!r} have no inverse with any damping")

@@ -17,17 +17,16 @@ from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.masks import zero_where_pruned
+from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
-from distprune.shards import all_finite
 
 __all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
 
 COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
-_MAX_RAISED = 8
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
 _FLOATS = 2  # float32 numbers that a float64 takes
 _STRETCH = 192  # columns of a triangular matrix that are inverted together
@@ -48,32 +47,29 @@ class Factor:
     scale: float
 
 
-def factor(products: torch.Tensor, num_tokens: int) -> Factor:
+def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
     """Return the factor for X^T X = ``products`` (in, in), float32 and symmetric, which is overwritten. Local.
 
     Without tokens, as for an expert that nothing was routed to, the inputs count as white: X^T X = 1.
-    Damping begins with 0.01 of the mean diagonal and is raised tenfold as long as H is not positive definite.
-
-    Raises:
-        ValueError: no damping up to a million times the mean diagonal helps.
+    Damping begins with 0.01 of the mean diagonal; see :func:`damped_factor`, also for ``name`` and what is raised.
     """
     h = products.mul_(2 / max(num_tokens, 1)) if num_tokens else products.zero_()
     if not num_tokens:
         h.diagonal().fill_(2)
     dead = h.diagonal() == 0
     h.diagonal()[dead] = 1
-    diagonal = h.diagonal().clone()
-    mean = float(diagonal.mean())
-    for num_raised in range(_MAX_RAISED + 1):
-        added = DAMPING * 10**num_raised * mean
-        h.diagonal().copy_(diagonal + added)
-        # With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, and H^-1 = (R^-1)^T R^-1.
-        lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
-        if int(info) == 0 and all_finite(lower):
-            upper = _inverse(lower.flip(0, 1))
-            if all_finite(upper):
-                return Factor(upper, dead, num_raised, added, max(num_tokens, 1) / 2)
-    raise ValueError(f"the second moments of {len(h)} inputs are not positive definite with any damping")
+    mean = float(h.diagonal().mean())
+    upper, num_raised = damped_factor(h, DAMPING * mean, name, factorize=_inverse_factor)
+    return Factor(upper, dead, num_raised, DAMPING * 10**num_raised * mean, max(num_tokens, 1) / 2)
+
+
+def _inverse_factor(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return upper triangular U with H^-1 = U^T U, and 0, or whatever and another number.
+
+    With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, H = R R^T, and U = R^-1.
+    """
+    lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
+    return (_inverse(lower.flip(0, 1)) if int(info) == 0 else lower), info
 
 
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
@@ -105,7 +101,7 @@ class SparseGPT(Solver[Factor]):
 
     @override
     def prepare(self, moments: Moments) -> Factor:
-        return factor(moments.values, moments.num_tokens)
+        return factor(moments.values, moments.num_tokens, moments.names[0])
 
     @override
     def packed_numel(self, rows: Rows) -> int:

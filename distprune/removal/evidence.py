@@ -7,7 +7,9 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["UnitEvidence", "damped"]
+from distprune.oneshot.damping import damped_factor
+
+__all__ = ["UnitEvidence", "damped_cholesky"]
 
 _LEAST = 1e-9  # of the mean diagonal, for an input that is always 0
 
@@ -31,6 +33,7 @@ class UnitEvidence:
     mean_sizes: torch.Tensor
     norms: torch.Tensor | None
     damping: float
+    name: str  # of W
     alive: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +42,7 @@ class UnitEvidence:
     @cached_property
     def inverse(self) -> torch.Tensor:
         """The inverse of X^T X, damped."""
-        return torch.cholesky_inverse(torch.linalg.cholesky(damped(self.products, self.damping)))
+        return torch.cholesky_inverse(damped_cholesky(self.products, self.damping, self.name))
 
     def of_units(self, of_features: torch.Tensor) -> torch.Tensor:
         """Return the sums by unit of what is known of each input, (in,)."""
@@ -56,8 +59,8 @@ class UnitEvidence:
         self.alive[units] = False
 
 
-def damped(products: torch.Tensor, damping: float) -> torch.Tensor:
-    """Return ``products`` with the share ``damping`` of their diagonal added to it, and what lets 0 be inverted."""
+def damped_cholesky(products: torch.Tensor, damping: float, name: str) -> torch.Tensor:
+    """Return the Cholesky factor of ``products``, of the inputs of ``name``, damped by a share of their diagonal."""
     diagonal = products.diagonal()
     least = _LEAST * float(diagonal.mean()) or 1.0
-    return products + torch.where(diagonal > 0, damping * diagonal, least).diag()
+    return damped_factor(products.clone(), torch.where(diagonal > 0, damping * diagonal, least), name)[0]

@@ -22,7 +22,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
 from distprune.removal.criteria import Criterion
-from distprune.removal.evidence import UnitEvidence, damped
+from distprune.removal.evidence import UnitEvidence, damped_cholesky
 
 __all__ = ["Asked", "Refit", "UnitRemover", "lowest_units"]
 
@@ -104,7 +104,7 @@ class UnitRemover(Solver[Fitted]):
     def prepare(self, moments: Moments) -> Fitted:
         name = f"{self.prefix}{moments.names[0]}"
         asked = self.asked[name]
-        evidence = _evidence(asked, moments, self.damping, centered=asked.has_bias and self.refit != "none")
+        evidence = _evidence(name, asked, moments, self.damping, centered=asked.has_bias and self.refit != "none")
         kept = lowest_units(asked, evidence, self.criterion, self.num_steps, name)
         self.kept[name] = kept.tolist()
         stays = torch.ones(len(evidence.products), dtype=torch.bool, device=kept.device)
@@ -116,7 +116,7 @@ class UnitRemover(Solver[Fitted]):
         between, of_other = a[other[:, None], own], a[other[:, None], other]
         coefficients = torch.zeros_like(between)  # (gone, kept)
         if self.refit == "least_squares" and len(other):
-            lower = torch.linalg.cholesky(damped(a[own[:, None], own], self.damping))
+            lower = damped_cholesky(a[own[:, None], own], self.damping, name)
             coefficients = torch.cholesky_solve(between.t(), lower).t()
         lost = of_other - coefficients @ between.t()
         lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
@@ -175,7 +175,7 @@ class _Removing(Pruning):
         return solved
 
 
-def _evidence(asked: Asked, moments: Moments, damping: float, *, centered: bool) -> UnitEvidence:
+def _evidence(name: str, asked: Asked, moments: Moments, damping: float, *, centered: bool) -> UnitEvidence:
     assert moments.sums is not None
     assert moments.gram is not None  # both were asked for
     products, num = moments.values.double(), max(moments.num_tokens, 1)
@@ -195,6 +195,7 @@ def _evidence(asked: Asked, moments: Moments, damping: float, *, centered: bool)
         sums[:, 1],
         None if asked.norms is None else asked.norms.to(device),
         damping,
+        name,
     )
 
 

@@ -14,9 +14,12 @@ from typing_extensions import override
 
 from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
+from distprune.models import Units, linear_maps
 from distprune.oneshot import Pruning, Solved, Solver, SparseGPT, prune_blocks
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
+from distprune.removal import OBS
+from distprune.removal.remover import Asked, UnitRemover
 from distprune.scores import Elements, Score
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import matrices, sharded
@@ -121,7 +124,22 @@ def test_what_is_sent_is_what_was_prepared(solver: Solver[Any], num_in: int) -> 
         assert torch.equal(torch.as_tensor(vars(sent)[name]), torch.as_tensor(value)), name
 
 
-def test_no_inverse() -> None:
-    products = torch.ones(3, 3)
-    with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse with damping=-1.0; raise it"):
-        ADMM(damping=-1.0).prepare(Moments(("up",), 4, products))
+def remover(num_kept: int) -> UnitRemover:
+    """Return what removes all but ``num_kept`` of three inputs of ``up``."""
+    linear = linear_maps(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
+    units = Units("mlp", "", 3, 1, (), "up", torch.arange(3)[:, None])
+    return UnitRemover({"up": Asked("", units, num_kept, linear)}, "", OBS(), "least_squares", 0.1, 1)
+
+
+def moments_of(products: torch.Tensor) -> Moments:
+    return Moments(("up",), 4, products, sums=torch.zeros(3, 2), gram=torch.eye(3).double())
+
+
+@pytest.mark.parametrize("solver", [ADMM(), SparseGPT(), remover(2)], ids=lambda of: type(of).__name__)
+def test_damping_is_raised_or_the_layer_named(solver: Solver[Any]) -> None:
+    """One rule for all that invert: what rounding or few tokens left indefinite is damped tenfold until it is not."""
+    indefinite = torch.full((3, 3), 1.3).fill_diagonal_(1)
+    prepared = solver.prepare(moments_of(indefinite))
+    assert all(bool(of.isfinite().all()) for of in vars(prepared).values() if isinstance(of, torch.Tensor))
+    with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse, although the damping was raised"):
+        solver.prepare(moments_of(torch.full((3, 3), torch.nan)))
