@@ -1,4 +1,4 @@
-"""``l1_unstructured`` over all 210 Linear weights of the bundled model, against ``torch.nn.utils.prune``.
+"""``l1_unstructured`` over all 210 Linear weights of SmolLM2-135M, against ``torch.nn.utils.prune``.
 
 python -m benchmarks.bench_functions --output benchmarks/results/functions_HARDWARE_DATE.md
 """
@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, table
-from distprune.checkpoint import BUNDLED, open_directory, resolve_model
 from distprune.collectives import Traffic, communicator
 from distprune.models import decoder_blocks
+from launch.demo_inputs import demo_model
 
 AMOUNT = 0.5
 WAYS = ("torch, call by call", "distprune, call by call", "distprune, one prune_each")
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    path = str(open_directory(resolve_model(BUNDLED)).path)
+    path = str(demo_model())
     rows: list[tuple[Any, ...]] = []
     first: dict[str, Any] = {}
     baseline = 0.0

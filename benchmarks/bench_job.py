@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
 from distprune import prune_model
-from distprune.checkpoint import BUNDLED, load_model, open_directory, resolve_model, save_model, writing
+from distprune.checkpoint import load_model, open_directory, save_model, writing
 from distprune.collectives import communicator
+from launch.demo_inputs import demo_model
 
 STAGES = ("load", "prune", "save")
 
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    source = resolve_model(BUNDLED)
+    source = demo_model()
     rows = []
     mebi = 2**20
     for dtype in ("float32", "bfloat16"):
@@ -91,7 +92,7 @@ def main() -> None:
     )
     text = (
         heading(f"Load, prune and save SmolLM2-135M on {arguments.ranks} ranks", "python -m benchmarks.bench_job")
-        + "\nThe model is the bundled one, dequantized from 4 bits. Peaks are anonymous resident memory, sampled\n"
+        + "\nThe model is the demo's, dequantized from 4 bits. Peaks are anonymous resident memory, sampled\n"
         "every millisecond, beyond what the rank's process held after its imports.\n\n" + table(columns, rows)
     )
     print(text)

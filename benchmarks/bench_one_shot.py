@@ -23,11 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import heading, joined, on_ranks, speech_files, spread, table, unpin
-from distprune.checkpoint import BUNDLED
+from benchmarks.measure import heading, on_ranks, spread, table, unpin
 from distprune.cli.main import app
 from distprune.cli.options import Request
 from distprune.jobs import OneShotJob, run_one_shot_job
+from launch.demo_inputs import demo_model, joined, speech_files
 
 LENGTH, EVALUATION_TOKENS, NUM_EVALUATED = 256, 512, 8  # tokens in a window; of each speech; speeches
 REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
@@ -75,7 +75,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def asked(case: Case, texts: Path, output: str) -> OneShotJob:
     """Return the job of the command line of ``case``."""
-    words = f"prune {BUNDLED} --dtype float32 {case.options} --samples {case.samples} --seed {case.seed}".split()
+    words = f"prune {demo_model()} --dtype float32 {case.options} --samples {case.samples} --seed {case.seed}".split()
     words += ["--sequence-length", str(LENGTH), "--calibration", str(texts / "calibration.txt"), "--output", output]
     words += ["--eval-tokens", str(EVALUATION_TOKENS), "--eval-length", str(LENGTH)]
     for path in sorted(texts.glob("evaluation*")):
@@ -176,7 +176,7 @@ def main() -> None:
     }
     dense = sorted({round(entry["dense"], 2) for entry in entries.values()})
     notes = (
-        f"The model is the bundled one, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
+        f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
         "drawn by the seed from every second State of the Union speech since 1990. Perplexity: of the first "
         f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's, "
         f"{' or '.join(map(str, dense))}. Seconds of pruning: of the slower rank, from the loaded model to the last "

@@ -23,7 +23,8 @@ import transformers
 from torch import nn
 
 import distprune as prune
-from benchmarks.measure import heading, joined, on_ranks, speech_files, table
+from benchmarks.measure import heading, on_ranks, table
+from launch.demo_inputs import joined, speech_files
 
 SPARSITY = 0.8
 WIDTH, HIDDEN, NUM_LAYERS, NUM_HEADS = 144, 384, 4, 4

@@ -18,12 +18,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import heading, joined, speech_files, table
-from distprune.checkpoint import BUNDLED
+from benchmarks.measure import heading, table
+from launch.demo_inputs import demo_model, joined, speech_files
 
 NUM_RANKS, NUM_SAMPLES, LENGTH = 2, 16, 256  # of calibration
 PATTERNS = {"50 %": ("unstructured", "--sparsity", "0.5"), "2:4": ("2:4",)}
-TRAINERS = {"text alone": (), "distilled from the dense model": ("--teacher", BUNDLED)}
+TRAINERS = {"text alone": False, "distilled from the dense model": True}  # whether there is a teacher
 
 
 def launch(*arguments: str) -> dict[str, Any]:
@@ -52,15 +52,16 @@ def main() -> None:
         for pattern in arguments.patterns:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
             pruning = launch(
-                *("prune", BUNDLED, "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
+                *("prune", str(demo_model()), "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
                 *("--calibration", f"{folder}/train.txt", "--samples", str(NUM_SAMPLES)),
                 *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
             (dense,) = pruning["perplexity_before"].values()
-            for number, (trainer, options) in enumerate(TRAINERS.items()):
+            for number, (trainer, is_taught) in enumerate(TRAINERS.items()):
+                teacher = ("--teacher", str(demo_model())) if is_taught else ()
                 report = launch(
                     *("finetune", pruned, "--data", f"{folder}/train.txt", "--minutes", str(arguments.minutes)),
-                    *(*options, *evaluation, "--output", f"{pruned}-{number}"),
+                    *(*teacher, *evaluation, "--output", f"{pruned}-{number}"),
                 )
                 training = report["training"]
                 figures = [f"{v:.2f}" for when in ("before", "after") for v in report[f"perplexity_{when}"].values()]

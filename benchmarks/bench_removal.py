@@ -29,11 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, write_texts
 from benchmarks.measure import heading, on_ranks, spread, table, unpin
 from distprune.calibration import load_samples
-from distprune.checkpoint.bundled import bundled_directory
-from distprune.collectives import Alone
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
 from distprune.removal import choose_layers, choose_units, shrink_model, skipping
+from launch.demo_inputs import demo_model
 
 NUM_SAMPLES = 16
 UNITS: dict[str, Any] = {
@@ -90,7 +89,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     """Choose, refit and evaluate, and return what is found, on this rank."""
     if case.ranks == 1:
         unpin()
-    directory = bundled_directory(Alone())
+    directory = demo_model()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     if case.ranks > 1:
@@ -156,7 +155,7 @@ def known_of(case: Case, entries: dict[Case, dict[str, Any]], loss_samples: int)
 
 def measure(wanted: list[Case], results: Path, loss_samples: int) -> None:
     """Run what ``results`` lacks."""
-    bundled_directory(Alone())
+    demo_model()
     with tempfile.TemporaryDirectory() as folder:
         write_texts(Path(folder))
         for case in wanted:
@@ -211,7 +210,7 @@ def main() -> None:
     entries = read(arguments.results)
     tried_with = sorted({of["loss_samples"] for case, of in entries.items() if case.what == LAYERS})
     notes = (
-        f"The model is the bundled one, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} windows of "
+        f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} windows of "
         f"{LENGTH} tokens, drawn by the seed from every second State of the Union speech since 1990; layers are chosen "
         f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. Perplexity: of the first "
         f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's. No "

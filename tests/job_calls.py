@@ -33,7 +33,7 @@ Make = Callable[[int, Path], Called]
 JOBS = ("shrink", "finetune")
 STEPS = "jobs/masked_training.py"  # but for its forwards and backwards it has a row of its own
 # What a job goes on without: its picture, its card, and the removal of its lock.
-LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "checkpoint/extras.py", "checkpoint/output_lock.py")
+LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "figure.py", "checkpoint/output_lock.py")
 
 
 def resolved(_: int, folder: Path) -> Called:

@@ -18,6 +18,7 @@ LEVEL = {
     "scores": 3,
     "selection": 3,
     "checkpoint": 3,
+    "figure": 4,
     "patterns": 4,
     "masks": 4,
     "pruning": 5,
@@ -53,7 +54,9 @@ COLLECTIVE_NAMES = {
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [
-    path for folder in ("distprune", "tests", "benchmarks") for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
+    path
+    for folder in ("distprune", "tests", "benchmarks", "launch")
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
 ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract import readme_table
+from tests.hf_models import make_model
 from tests.training.optimizers import optimizer_table
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,7 @@ def test_examples(tmp_path: Path) -> None:
     paths = [tmp_path / f"example{number}.py" for number in range(len(EXAMPLES))]
     for path, example in zip(paths, EXAMPLES, strict=True):
         path.write_text(example if example is EXAMPLES[0] else f"{SETUP}\n{example}")
+    make_model(tmp_path / "build" / "demo" / "smollm2-135m")  # a small one in the place of the demo's
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,7 +1,6 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
-from distprune.checkpoint.bundled import BUNDLED
-from distprune.checkpoint.extras import import_extra, new_figure
+from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
@@ -14,7 +13,6 @@ from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.checkpoint.sharded_file import file_digest, read_shards, write_shards
 
 __all__ = [
-    "BUNDLED",
     "HfDirectory",
     "Inputs",
     "InspectReport",
@@ -30,7 +28,6 @@ __all__ = [
     "locking",
     "make_staging",
     "name_of_model",
-    "new_figure",
     "open_directory",
     "publish",
     "read_shards",

@@ -1,4 +1,4 @@
-"""Models by name: a directory, the bundled model, or an id of the Hugging Face hub, fetched once a machine.
+"""Models by name: a directory, or an id of the Hugging Face hub, fetched once a machine.
 
 Of a hub's model only safetensors, configs, tokenizers and cards are fetched: no pickles, no code.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint.bundled import BUNDLED, bundled_directory
 from distprune.checkpoint.extras import import_extra
 from distprune.collectives import Communicator, Group, agree, communicator, together
 
@@ -32,33 +31,27 @@ Log = Callable[[str], None] | None
 
 
 def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
-    """Return the directory of ``name``: a directory as it is, the bundled model's, or that of ``org/name[@revision]``.
+    """Return the directory of ``name``: a directory as it is, or that of ``org/name[@revision]``.
 
     A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache by
-    one rank on each machine, the bundled model converted by the first rank (half a minute, once for every cache), while
-    the others wait, however long it takes: a round of 8 bytes a second, and seven of 64 bytes. With
-    ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub does not answer.
+    one rank on each machine while the others wait, however long it takes: a round of 8 bytes a second, and seven of 64
+    bytes. With ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub does
+    not answer.
 
     Raises:
         ValueError: on every rank: ranks find different things under that name, or are not all offline.
-        FileNotFoundError: on every rank: no directory, not the bundled model, and not in the hub's cache while offline.
+        FileNotFoundError: on every rank: no directory, and not in the hub's cache while offline.
         OSError: on every rank: the hub refuses it, or fetching it failed.
-        ImportError: on every rank: the bundled model's wheel or the extra ``hf`` is not installed.
-        RuntimeError: on every rank: the conversion failed; with its output.
+        ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
     path, hub = Path(name), _HUB_ID.fullmatch(name)
     is_directory, exists = os.path.isdir(path), os.path.exists(path)  # neither raises: a folder may be closed to us
     with together(comm, model=name, is_directory=is_directory, exists=exists):
-        if name != BUNDLED and not path.exists() and hub is None:
+        if not path.exists() and hub is None:
             raise FileNotFoundError(
-                f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision, "
-                f"the bundled model {BUNDLED!r}"
+                f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision"
             )
-    if is_directory:
-        return path
-    if name == BUNDLED:
-        return bundled_directory(comm, log)
     return path if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 import typer
 
-from distprune.checkpoint import BUNDLED
 from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob
 
 __all__ = [
@@ -39,7 +38,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 # Options of all jobs.
 Model = Annotated[
     str,
-    typer.Argument(help=f"A Hugging Face directory, org/name[@revision] of the hub, or {BUNDLED}, the bundled model."),
+    typer.Argument(help="A Hugging Face directory, or org/name[@revision] of the hub."),
 ]
 Output = Annotated[Path, typer.Option(help="Directory to write. It must not exist, or be empty.")]
 Dtype = Annotated[DtypeName, typer.Option(help="Of the weights that are written. auto: as they are stored.")]

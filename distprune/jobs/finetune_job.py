@@ -22,8 +22,8 @@ class FinetuneJob(Job):
         data: a text or JSON-lines file. Every step reads ``batch_size`` windows of ``sequence_length`` tokens, over
             all ranks, drawn from all over it.
         steps: how many. Either these are given, or ``minutes``, without the time to load, evaluate and write.
-        teacher: the dense model, a directory or the name of the bundled one: the loss is then the Kullback-Leibler
-            divergence from what it predicts.
+        teacher: the dense model, named as ``model`` is: the loss is then the Kullback-Leibler divergence from what it
+            predicts.
         learning_rate: at its highest, after a tenth of the job.
         compute_dtype: of forwards, bfloat16 or float32; weights and moments are float32 until they are written.
         save_every: seconds between two states that ``resume`` can go on with.

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint import import_extra, new_figure
+from distprune.checkpoint import import_extra
+from distprune.figure import new_figure
 from distprune.jobs.figures import Kind, kinds_of
 
 __all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "write_picture"]

@@ -42,7 +42,7 @@ class Job:
     """What every job is asked for; all ranks must ask for the same.
 
     Args:
-        model: a Hugging Face directory, an id of the hub (``org/name[@revision]``), or the bundled model's name.
+        model: a Hugging Face directory, or an id of the hub (``org/name[@revision]``).
         output: the directory to write, on storage that all ranks share.
         seed: of what is drawn: windows of text, and by the method ``"random"``.
         dtype: of the weights that are written; ``None``: what they are stored in.

@@ -8,7 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.checkpoint import import_extra, new_figure
+from distprune.checkpoint import import_extra
+from distprune.figure import new_figure
 
 __all__ = ["TrainingReport", "Update"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,32 @@ from tests.hf_models import make_model
 from tests.worlds import ProcessPool, run_threads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_neither_directory_nor_hub_id() -> None:
+    with pytest.raises(FileNotFoundError, match=r"is called org/name or org/name@revision"):
+        resolve_model("smollm3")
+
+
+def test_ranks_given_different_models(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+    def resolve(rank: int) -> None:
+        resolve_model(str(tmp_path / "ab"[rank]))
+
+    for error in run_threads(2, resolve, catch=True):
+        assert isinstance(error, ValueError)
+        assert "different arguments" in str(error)
+
+
+def test_importing_the_package_imports_no_transformers() -> None:
+    program = "import sys, distprune.checkpoint; assert not {'transformers', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Scripts that start the library on real models and texts."""
