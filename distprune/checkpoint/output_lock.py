@@ -8,7 +8,7 @@ becomes the output again where the job was killed before its own took that place
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import platform
 import re
@@ -17,9 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, SoftFileLock, Timeout
+
 from distprune.collectives import Communicator, together
 
 __all__ = ["locking", "remove_files"]
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_PATIENCE = 0.2  # seconds: the job before may just be removing its lock
 
 
 @contextmanager
@@ -32,12 +37,11 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
     Raises:
         OSError: on every rank: another job holds it, and the message says which; or its parent is not writable.
     """
-    file = path.parent / f".{path.name}.lock"
-    held: int | None = None
+    held: FileLock | SoftFileLock | None = None
     try:
         with together(comm):
             if comm.rank == 0:
-                held = _lock(file, path)
+                held = _lock(path)
                 _tidy(path)
         yield
     finally:
@@ -46,48 +50,39 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
                 with suppress(Exception):  # the job is done
                     _tidy(path)
             finally:  # SIGTERM may have come meanwhile
-                with suppress(Exception):
-                    file.unlink()  # still held: a job that has it open finds that it is gone, and makes a new one
-                os.close(held)
+                with suppress(OSError):
+                    if not isinstance(held, SoftFileLock):
+                        os.unlink(held.lock_file)  # still held: a job that has it open sees that, and makes a new one
+                held.release()
 
 
-def _lock(file: Path, path: Path) -> int:
-    """Return the descriptor that holds the lock."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, is_new = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
-        except FileExistsError:
-            try:
-                descriptor, is_new = os.open(file, os.O_RDWR | os.O_NOFOLLOW), False
-            except FileNotFoundError:
-                continue
-        except OSError as error:
-            raise PermissionError(f"the output cannot be written in {path.parent}: {error}") from error
-        try:
-            _claim(descriptor, is_new, file, path)
-            # Otherwise it is the file of a job that ended meanwhile.
-            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
-                os.ftruncate(descriptor, 0)
-                started = time.strftime("%Y-%m-%d %H:%M:%S")
-                os.write(descriptor, f"process {os.getpid()} on {platform.node()} since {started}".encode())
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _claim(descriptor: int, is_new: bool, file: Path, path: Path) -> None:
+def _lock(path: Path) -> FileLock | SoftFileLock:
+    """Return the lock, which is held."""
+    file = path.parent / f".{path.name}.lock"
+    lock: FileLock | SoftFileLock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+            file.write_text(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            # On a file system without locks the file is the lock, and names its process.
+            file.unlink(missing_ok=True)
+            lock = SoftFileLock(file.with_suffix(".softlock"), timeout=_PATIENCE)
+            lock.acquire()
     except OSError as error:
-        has_locks = isinstance(error, BlockingIOError)
-        if is_new and not has_locks:
-            return  # on a file system without locks, having made the file is the lock
-        holder = os.read(descriptor, 200).decode(errors="replace") or "another job"
-        way_out = "wait for it or name another output" if has_locks else f"if that job is gone, remove {file}"
-        raise OSError(f"the output {path} is being written by {holder}; {way_out}") from error
+        if not isinstance(error, Timeout) or not os.path.lexists(lock.lock_file):
+            raise PermissionError(f"the output cannot be written in {path.parent}: {error}") from error
+        holder, way_out = "", "wait for it or name another output"
+        with suppress(OSError):
+            holder = Path(lock.lock_file).read_text(errors="replace")
+        if isinstance(lock, SoftFileLock):
+            holder = f"process {' on '.join(holder.splitlines()[:2])}"  # as filelock writes it
+            way_out = f"if that job is gone, remove {lock.lock_file}"
+        raise OSError(f"the output {path} is being written by {holder or 'another job'}; {way_out}") from error
+    return lock
 
 
 def _tidy(path: Path) -> None:

@@ -259,7 +259,7 @@ def test_the_job_before_ends_while_its_lock_is_opened(tmp_path: Path, monkeypatc
     def lose(descriptor: int, operation: int) -> None:
         if not opened:
             lock.unlink()
-        opened.append(descriptor)
+        opened.extend([descriptor] if operation & fcntl.LOCK_EX else [])
         flock(descriptor, operation)
 
     lock.touch()
