@@ -1,5 +1,6 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
+from distprune.checkpoint.digest import digest_together, file_digest
 from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
@@ -10,7 +11,7 @@ from distprune.checkpoint.output_directory import check_shared, make_staging, pu
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.checkpoint.sharded_file import file_digest, read_shards, write_shards
+from distprune.checkpoint.sharded_file import read_shards, write_shards
 
 __all__ = [
     "HfDirectory",
@@ -20,6 +21,7 @@ __all__ = [
     "TensorReport",
     "check_output",
     "check_shared",
+    "digest_together",
     "file_digest",
     "import_extra",
     "inspect_directory",

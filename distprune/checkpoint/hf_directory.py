@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.extras import import_extra
 
 __all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "open_weights", "read_json"]
@@ -95,14 +96,14 @@ class HfDirectory:
 
     def sample(self) -> str:
         """Return a digest of bytes from all over the weight files, 256 KiB of each: tells models of one shape apart."""
-        digest = hashlib.sha256()
+        digest = new_digest()
         for file in self.weight_files:
             last = max(file.path.stat().st_size - _SAMPLE_BYTES, 0)
             with file.path.open("rb") as handle:
                 for number in range(_NUM_SAMPLES):
                     handle.seek(last * number // (_NUM_SAMPLES - 1))
                     digest.update(handle.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
+        return str(digest.hexdigest())
 
 
 def open_directory(path: str | Path) -> HfDirectory:

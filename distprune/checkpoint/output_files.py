@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -27,7 +26,6 @@ __all__ = ["allocate", "allocate_directory", "check_space", "planned"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
-_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 def planned(path: Path, shards: Iterable[LocalShard]) -> WeightFile:
@@ -92,19 +90,8 @@ def _size(file: WeightFile) -> int:
 
 
 def allocate(file: WeightFile, read: Path) -> None:
-    """Write the header and take the space, so that a full disk is found before anything else is written.
-
-    Of a file that is there the weights stay.
-    """
+    """Write the header and give the file its full size. Of a file that is there the weights stay."""
     _write_file(file.path, _header(file.tensors), read, _size(file))
-    with file.path.open("r+b") as handle:
-        try:
-            os.posix_fallocate(handle.fileno(), 0, _size(file))
-        except (AttributeError, NotImplementedError):
-            pass
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise OSError(error.errno, f"cannot write {file.path}: {error.strerror}") from error
 
 
 def _write_small_files(

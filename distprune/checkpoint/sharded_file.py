@@ -5,7 +5,6 @@ The bytes are the same whatever the number of ranks and the layout, so any other
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -19,14 +18,14 @@ import torch
 from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.output_files import allocate, check_space, planned
 from distprune.checkpoint.stored_slices import fill_shards
-from distprune.collectives import Communicator, sum_together, together
+from distprune.collectives import Communicator, together
 from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
-__all__ = ["Stretch", "chunks_of", "file_digest", "places_of", "read_shards", "write_chunk", "write_shards"]
+__all__ = ["Stretch", "chunks_of", "places_of", "read_shards", "write_chunk", "write_shards"]
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
-_WRITE_BYTES = 8 << 20  # written, or digested, at a time
+_WRITE_BYTES = 8 << 20  # written at a time
 _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
 
 
@@ -57,23 +56,6 @@ def read_shards(path: Path, shards: Mapping[str, LocalShard]) -> None:
     fill_shards([(shards[entry.name], file, entry) for entry in file.tensors])
 
 
-def file_digest(comm: Communicator, path: Path) -> str:
-    """Return a digest of the file ``path``, of which every rank reads its share. Every rank: one round of 40 bytes.
-
-    Raises:
-        OSError: on every rank: it cannot be read.
-    """
-
-    def fill(words: torch.Tensor) -> None:
-        with path.open("rb") as file:
-            for number in range(comm.rank, -(-path.stat().st_size // _WRITE_BYTES), comm.size):
-                file.seek(number * _WRITE_BYTES)
-                digest = hashlib.sha256(f"{number}:".encode() + file.read(_WRITE_BYTES)).digest()
-                words += torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
-
-    return sum_together(comm, (4,), fill).numpy().tobytes().hex()
-
-
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
     """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
     # Scattered elements need eight bytes of place each, several times over.
@@ -98,10 +80,17 @@ def places_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
 def write_chunk(
     descriptor: int, entry: TensorEntry, values: torch.Tensor | npt.NDArray[Any], stretches: list[Stretch]
 ) -> None:
-    """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local."""
+    """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local.
+
+    Raises:
+        OSError: the disk is full or not writable; it names the tensor.
+    """
     data, itemsize = bytes_of(values).data, entry.dtype.itemsize
-    for flat_start, low, high in stretches:
-        _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
+    try:
+        for flat_start, low, high in stretches:
+            _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {entry.name!r}: {error.strerror}") from error
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

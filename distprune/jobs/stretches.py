@@ -6,7 +6,6 @@ because a system lets one of a machine's threads at a time write to a file.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 import torch
 
+from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
@@ -33,14 +33,13 @@ from distprune.collectives import Communicator, sum_together, together
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
-from distprune.shards import Geometry, HostChecksum, LocalShard, bytes_of, cut, pieces_of, share_of, within
+from distprune.shards import Geometry, LocalShard, bytes_of, cut, pieces_of, share_of, within
 
 __all__ = ["StretchWriter", "apart"]
 
 _STRETCH_BYTES = 256 << 20  # of a rank
 _COPY_NUMEL = 4 << 20
 _Map: TypeAlias = Callable[[Callable[[int], bytes], Sequence[int]], Iterator[bytes]]
-_NUM_DIGEST_WORDS = 4  # of 64 bits
 _MAX_THREADS = 8  # each has some 10 MiB
 _NUM_LANES = 8  # sequences of files, of each of which a stretch has a part
 _NUM_COUNTS = 3  # of a parameter: pruned, pruned before, NaN
@@ -146,14 +145,14 @@ class StretchWriter:
     def num_as_written(self) -> int:
         """Return how many of the recorded stretches are on the disk as they were written, and forget the others.
 
-        Every rank must call it: a round of 40 bytes for each.
+        Every rank must call it: a round of 24 bytes for each.
         """
         with ExitStack() as opened:
             with together(self._comm):
                 written = opened.enter_context(mapped_tensors(self.files))
 
-            def read(part: _Part, piece: Geometry, checksum: HostChecksum) -> None:
-                checksum.add(_cut(written[part.entry.name], part.as_stored(piece)))
+            def read(part: _Part, piece: Geometry, digest: Any) -> None:
+                digest.update(bytes_of(_cut(written[part.entry.name], part.as_stored(piece))))
 
             every = opened.enter_context(_mapping())
             for number, digest in enumerate(self._unfinished.digests):
@@ -188,8 +187,8 @@ class StretchWriter:
                 del done[:-1]
                 lock = Lock()
 
-                def write(part: _Part, piece: Geometry, checksum: HostChecksum) -> None:
-                    found = self._write(files[part.path].fileno(), turns[part.path], part, piece, checksum)
+                def write(part: _Part, piece: Geometry, digest: Any) -> None:
+                    found = self._write(files[part.path].fileno(), turns[part.path], part, piece, digest)
                     if found is not None and part.parameter is not None:
                         with lock:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
@@ -245,7 +244,7 @@ class StretchWriter:
             self._unfinished.record(report, digest)
 
     def _write(
-        self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, checksum: HostChecksum
+        self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, digest: Any
     ) -> tuple[int, int, int] | None:
         """Write what is left of a piece of ``part``; return what is pruned, was before, and is NaN, if it counts."""
         name, values = part.entry.name, self._values[part.entry.name]
@@ -254,7 +253,7 @@ class StretchWriter:
             for chunk, places in chunks_of(shard):
                 with turn:
                     write_chunk(descriptor, part.entry, chunk, places)
-            checksum.add(shard.local)
+            digest.update(bytes_of(shard.local))
 
         if part.parameter is None:
             write(LocalShard(name, _cut(values, piece), piece))
@@ -272,7 +271,7 @@ class StretchWriter:
                 places = places_of(piece, start, stop)
                 with turn:
                     write_chunk(descriptor, part.entry, left, places)
-                checksum.add(left)
+                digest.update(bytes_of(left))
             else:
                 bytes_of(whole).view(left.dtype)[start:stop] = left
 
@@ -281,17 +280,16 @@ class StretchWriter:
             write(part.shard_as_stored(LocalShard(name, whole, piece)))
         return (chosen.num_pruned, chosen.num_gone, chosen.num_nans) if part.region.name == first[0].name else None
 
-    def _of_pieces(
-        self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, HostChecksum], None]
-    ) -> bytes:
-        """Do ``work`` for all pieces of a stretch, in any order, and return their checksums, in theirs."""
+    def _of_pieces(self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, Any], None]) -> bytes:
+        """Do ``work`` for all pieces of a stretch, in any order, and return their digests, in theirs."""
         pieces = [(part, piece) for part in stretch for piece in self._pieces(part)]
         order = apart(len(pieces), self._comm.rank, self._comm.size, _num_threads())
 
         def one(number: int) -> bytes:
-            checksum = HostChecksum()
-            work(*pieces[number], checksum)
-            return checksum.digest()
+            digest = new_digest()
+            work(*pieces[number], digest)
+            own: bytes = digest.digest()
+            return own
 
         digests = dict(zip(order, every(one, order), strict=True))
         return b"".join(digests[number] for number in range(len(pieces)))
@@ -313,14 +311,13 @@ class StretchWriter:
         """Return a digest of what ``work`` returns on all ranks, and the sum of ``counts``, as it leaves them."""
 
         def fill(words: torch.Tensor) -> None:
-            digest = hashlib.sha256(f"{self._comm.rank}:".encode() + work()).digest()
-            words[:_NUM_DIGEST_WORDS] = torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
+            words[:NUM_WORDS] = as_words(new_digest(f"{self._comm.rank}:".encode() + work()))
             if counts:
-                words[_NUM_DIGEST_WORDS:] = torch.tensor([num for each in counts for num in each])
+                words[NUM_WORDS:] = torch.tensor([num for each in counts for num in each])
 
-        words = sum_together(self._comm, (_NUM_DIGEST_WORDS + _NUM_COUNTS * len(counts),), fill)
-        digest = words[:_NUM_DIGEST_WORDS].numpy().tobytes().hex()
-        return digest, words[_NUM_DIGEST_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
+        words = sum_together(self._comm, (NUM_WORDS + _NUM_COUNTS * len(counts),), fill)
+        digest = words[:NUM_WORDS].numpy().tobytes().hex()
+        return digest, words[NUM_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
 
 
 def _num_threads() -> int:

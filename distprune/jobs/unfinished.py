@@ -26,17 +26,19 @@ from distprune.checkpoint import (
     Inputs,
     ModelWriter,
     check_shared,
+    digest_together,
     file_digest,
     make_staging,
     publish,
     remove_files,
 )
+from distprune.checkpoint.digest import as_words, new_digest
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
-from distprune.collectives import Communicator, agree, sum_together, together
+from distprune.collectives import Communicator, agree, together
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Job
-from distprune.shards import flat_chunks, local_shard
+from distprune.shards import bytes_of, flat_chunks, local_shard
 
 __all__ = ["Unfinished", "check_unfinished", "open_unfinished"]
 
@@ -123,20 +125,20 @@ class Unfinished:
         del self.blocks[number:], self.digests[number:]
 
     def digest(self, block: nn.Module) -> str:
-        """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 40 bytes."""
+        """Return a digest of a block's weights over all ranks: the sum of theirs. Every rank: one round of 24 bytes."""
 
-        def fill(words: torch.Tensor) -> None:
-            own = hashlib.sha256()
+        def own() -> torch.Tensor:
+            digest = new_digest()
             for name, part in _local_parts(block).items():
-                own.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
+                digest.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
                 for _, chunk in flat_chunks(part):
-                    own.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
-            words.copy_(torch.frombuffer(bytearray(own.digest()), dtype=torch.int64))
+                    digest.update(bytes_of(chunk.cpu()))
+            return as_words(digest)
 
-        return sum_together(self.comm, (4,), fill).numpy().tobytes().hex()  # sums wrap around
+        return digest_together(self.comm, own)
 
     def is_as_written(self, state: Path) -> bool:
-        """Return whether the file ``state`` is what was recorded last. Every rank must call it: one round of 40 bytes.
+        """Return whether the file ``state`` is what was recorded last. Every rank must call it: one round of 24 bytes.
 
         Raises:
             OSError: on every rank: it cannot be read.

@@ -184,37 +184,6 @@ def find_inside(
 
 
 @_kernel
-def add_bytes(sums: Array, num_rows: int, row: Array, num_bytes: int, data: Array) -> None:
-    """Add ``data`` (bytes), rows of 8 bytes a lane, to ``sums[0]``, and after every ``num_rows`` that to ``sums[1]``.
-
-    ``num_bytes`` were added before; ``row`` (bytes) holds those of them that do not fill a row, and then what is left.
-    """
-    size = len(row)
-    filled = num_bytes % size
-    index = num_bytes // size
-    start = 0
-    while filled + len(data) - start >= size:
-        words = data[start : start + size]
-        if filled:
-            row[filled:] = data[: size - filled]
-            words = row
-        start += size - filled
-        filled = 0
-        _add_row(sums, words.view(np.uint64))
-        index += 1
-        if index % num_rows == 0:
-            _add_row(sums[1:], sums[0])
-    row[filled : filled + len(data) - start] = data[start:]
-
-
-@_kernel
-def _add_row(sums: Array, words: Array) -> None:
-    first = sums[0]
-    for lane in range(len(words)):
-        first[lane] += words[lane]
-
-
-@_kernel
 def zero_pruned(bits: Array, keep: Array, out: Array) -> None:
     """Write ``bits`` into ``out``, which may be the same, and 0 where ``keep`` (bool) is False."""
     zero = bits.dtype.type(0)

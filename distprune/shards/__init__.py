@@ -1,6 +1,6 @@
 """Where this rank's elements sit: every layout reduced to flat indices. No communication."""
 
-from distprune.shards.checksum import HostChecksum, checksum
+from distprune.shards.checksum import checksum
 from distprune.shards.device import all_finite, chunk_size, count_true, fetched, is_zero, on_host, sent
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
@@ -21,7 +21,6 @@ from distprune.shards.torch_private import Inside, private
 
 __all__ = [
     "Geometry",
-    "HostChecksum",
     "Inside",
     "LocalMatrix",
     "LocalShard",

@@ -308,7 +308,7 @@ def test_a_full_disk(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
     job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), sparsity=0.5)
     refuses(tmp_path, job, "No space left", OSError)
 
