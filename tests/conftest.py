@@ -60,12 +60,6 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="session")
-def runs_whole(pytestconfig: pytest.Config) -> bool:
-    """Whether whole contracts run, and not a sample."""
-    return bool(pytestconfig.getoption("--whole"))
-
-
-@pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     with process_pool(4) as workers:
         yield workers

@@ -15,7 +15,7 @@ from allpairspy import AllPairs
 
 from tests.layouts import LAYOUTS, Layout
 
-__all__ = ["Combination", "all_pairs", "only_whole", "over_layouts", "rotated"]
+__all__ = ["Combination", "all_pairs", "in_turn", "only_whole", "over_layouts", "rotated"]
 
 Combination: TypeAlias = tuple[Any, ...]
 
@@ -34,6 +34,18 @@ def all_pairs(*axes: Sequence[Any]) -> list[Combination]:
 def rotated(values: Sequence[Any], by: int) -> list[Any]:
     by %= len(values)
     return [*values[by:], *values[:by]]
+
+
+def in_turn(keys: Sequence[Any], cases: Sequence[Any], num: int = 1) -> list[ParameterSet]:
+    """Return rows (key, cases): each key with ``num`` of ``cases`` in turn, and with ``--whole`` with the others."""
+    found = []
+    for i, key in enumerate(keys):
+        name = "-".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        cases_of_key = rotated(cases, i * num)
+        found.append(pytest.param(key, cases_of_key[:num], id=name))
+        if cases_of_key[num:]:
+            found.append(only_whole(key, cases_of_key[num:], id=f"{name}-whole"))
+    return found
 
 
 def over_layouts(*axes: Sequence[Any], layouts: Sequence[Layout] = LAYOUTS) -> list[ParameterSet]:

@@ -316,20 +316,20 @@ def faults_of(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, runs_whole: bool) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """Return a folder with a model in it, and one to write another into."""
     path = tmp_path_factory.mktemp("faults")
     make_model(path / "model", num_hidden_layers=1)
     make_tokenizer(path / "model")
     (path / "text.txt").write_text(TEXT)
-    if runs_whole:
+    if pytestconfig.getoption("--whole"):
         run_prune_job(PruneJob(model=str(path / "model"), output=str(path / "pruned"), sparsity=0.5))
     for name in ("out", "streamed", "restored"):
         (path / name).mkdir()
     return path
 
 
-# What CI leaves to pytest --whole: another row takes nearly the same way, or it takes long.
+# What only --whole runs: another row takes nearly the same way, or it takes long.
 ALIKE = (
     "prune_model magnitude per tensor",
     "prune_model random",
@@ -344,10 +344,10 @@ ALIKE = (
 )
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_all_ranks_raise(name: str, runs_whole: bool, folder: Path) -> None:
-    if name in ALIKE and not runs_whole:
-        pytest.skip("run with --whole")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in CALLS]
+)
+def test_all_ranks_raise(name: str, folder: Path) -> None:
     within = ("jobs/", "checkpoint/") if name in JOBS else ("",)
     num_places, wrong = faults_of(*CALLS[name], folder, name in ("wanda", "sparsegpt", "admm", *JOBS), within)
     assert num_places > 0

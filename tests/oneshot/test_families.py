@@ -39,10 +39,10 @@ TOKENS = tokens()
 WARNED = ("does not fit", "that this library knows", "in groups", "no token reached")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_is_pruned_or_named(family: str, runs_whole: bool) -> None:
-    if family not in SAMPLE and not runs_whole:
-        pytest.skip("run with --whole")
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in SAMPLE else pytest.mark.whole) for family in FAMILIES]
+)
+def test_every_weight_is_pruned_or_named(family: str) -> None:
     if family in NOT_BUILT:
         with pytest.raises(Exception):  # noqa: B017, PT011
             forward(family_model(family))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -36,6 +37,7 @@ from tests.oneshot.alike import (
     share_alike,
 )
 from tests.pattern_oracle import keep_in_pattern
+from tests.sampling import all_pairs, in_turn
 from tests.worlds import ProcessPool
 
 PATTERNS: dict[Pattern, solver_oracle.Pattern] = {
@@ -46,21 +48,20 @@ PATTERNS: dict[Pattern, solver_oracle.Pattern] = {
 }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-def test_wanda_is_the_papers(architecture: str, pattern: Pattern) -> None:
-    model, plain = tiny_model(architecture), tiny_model(architecture)
-    masks = oracle.prune_model(plain, TOKENS, "wanda", PATTERNS[pattern])
-    report = prune_blocks(model, TOKENS, method="wanda", pattern=pattern)
-    assert share_alike(model, masks) == 1.0
-    for name, weight in matrices(model).items():
-        assert torch.equal(weight, matrices(plain)[name])
-    check_counts(model, report, "wanda", pattern)
+@pytest.mark.parametrize(("architecture", "patterns"), in_turn(list(ONE_SHOT_ARCHITECTURES), list(PATTERNS), num=2))
+def test_wanda_is_the_papers(architecture: str, patterns: list[Pattern]) -> None:
+    for pattern in patterns:
+        model, plain = tiny_model(architecture), tiny_model(architecture)
+        masks = oracle.prune_model(plain, TOKENS, "wanda", PATTERNS[pattern])
+        report = prune_blocks(model, TOKENS, method="wanda", pattern=pattern)
+        assert share_alike(model, masks) == 1.0
+        for name, weight in matrices(model).items():
+            assert torch.equal(weight, matrices(plain)[name]), (pattern, name)
+        check_counts(model, report, "wanda", pattern)
 
 
 PAPERS = [  # of the manners in which weights that stay move, those that are the defaults
-    *(("block own sparsegpt", pattern) for pattern in PATTERNS),
-    *(("map dense admm", pattern) for pattern in PATTERNS),
+    *itertools.product(("block own sparsegpt", "map dense admm"), PATTERNS)
 ]
 OTHERS = [
     ("map own sparsegpt", Unstructured(0.5)),
@@ -74,12 +75,25 @@ OTHERS = [
 ]
 
 
+ARCHITECTURES_OF_OTHERS = ("llama", "gpt_neox", "qwen2_moe")
+PAIRS = [
+    *(
+        (architecture, manner, pattern)
+        for architecture, pattern, manner in all_pairs(
+            list(ONE_SHOT_ARCHITECTURES), list(PATTERNS), ("block own sparsegpt", "map dense admm")
+        )
+    ),
+    *((ARCHITECTURES_OF_OTHERS[i % 3], *other) for i, other in enumerate(OTHERS)),
+]
+PRODUCT = [
+    *((architecture, *manner) for architecture in ONE_SHOT_ARCHITECTURES for manner in PAPERS),
+    *((architecture, *manner) for architecture in ARCHITECTURES_OF_OTHERS for manner in OTHERS),
+]
+
+
 @pytest.mark.parametrize(
     ("architecture", "method", "pattern"),
-    [
-        *((architecture, *manner) for architecture in ONE_SHOT_ARCHITECTURES for manner in PAPERS),
-        *((architecture, *manner) for architecture in ("llama", "gpt_neox", "qwen2_moe") for manner in OTHERS),
-    ],
+    [pytest.param(*row, marks=() if row in PAIRS else pytest.mark.whole) for row in PRODUCT],
     ids=str,
 )
 def test_updated_weights_are_the_papers(architecture: str, method: str, pattern: Pattern) -> None:
@@ -117,29 +131,34 @@ def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int,
     return [pruned(sharded(tiny_model(architecture), mesh_shape), case) for case in cases]
 
 
+RANKS = [*((2, each) for each in ONE_SHOT_ARCHITECTURES), *((3, each) for each in ("llama", "gpt2", "phi", "mixtral"))]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "architecture"),
-    [*((2, each) for each in ONE_SHOT_ARCHITECTURES), *((3, each) for each in ("llama", "gpt2", "phi", "mixtral"))],
+    ("key", "cases"),
+    [
+        pytest.param((2, "llama"), CASES, id="2-llama-all"),
+        *in_turn([(2, "gpt2"), (2, "mixtral")], [*TARGETS, ("wanda", BLOCKS)], num=4),
+        *in_turn(RANKS, FEW),
+    ],
 )
-def test_ranks_do_what_one_does(pool: ProcessPool, world_size: int, architecture: str) -> None:
-    if world_size == 2 and architecture in ("llama", "gpt2", "mixtral"):
-        cases = CASES if architecture == "llama" else [*FEW, *TARGETS, ("wanda", BLOCKS)]
-    else:
-        cases = FEW
+def test_ranks_do_what_one_does(pool: ProcessPool, key: tuple[int, str], cases: list[Case]) -> None:
+    world_size, architecture = key
     everywhere = pool.run(world_size, on_rank, architecture, cases, None)
     check_ranks(everywhere, partial(tiny_model, architecture), cases)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_every_layer_its_own_sparsity(pool: ProcessPool, architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "numbers"), in_turn(["llama", "gpt2", "mixtral"], range(4), num=2))
+def test_every_layer_its_own_sparsity(pool: ProcessPool, architecture: str, numbers: list[int]) -> None:
     names = list(matrices(tiny_model(architecture)))
     shares = {name: 0.2 + 0.1 * (i % 6) for i, name in enumerate(names)}
-    cases: list[Case] = [
+    all_cases: list[Case] = [
         ("wanda", Unstructured(shares, "tensor")),
-        ("sparsegpt", Unstructured(shares, "tensor")),
         ("sparsegpt", PerRow(shares)),
         ("admm", PerRow(shares)),
+        ("sparsegpt", Unstructured(shares, "tensor")),
     ]
+    cases = [all_cases[number] for number in numbers]
     everywhere = pool.run(2, on_rank, architecture, cases, None)
     check_ranks(everywhere, partial(tiny_model, architecture), cases)
 
@@ -157,8 +176,11 @@ def test_sparsities_by_parameter() -> None:
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=["fsdp2", "hsdp"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_four_ranks_do_what_one_does(pool: ProcessPool, architecture: str, mesh_shape: tuple[int, ...]) -> None:
-    everywhere = pool.run(4, on_rank, architecture, FEW, mesh_shape)
-    check_ranks(everywhere, partial(tiny_model, architecture), FEW)
+@pytest.mark.parametrize(
+    ("key", "cases"), in_turn(list(itertools.product(["llama", "gpt2", "mixtral"], [(4,), (2, 2)])), FEW)
+)
+def test_four_ranks_do_what_one_does(pool: ProcessPool, key: tuple[str, tuple[int, ...]], cases: list[Case]) -> None:
+    """FSDP2, and HSDP."""
+    architecture, mesh_shape = key
+    everywhere = pool.run(4, on_rank, architecture, cases, mesh_shape)
+    check_ranks(everywhere, partial(tiny_model, architecture), cases)

@@ -17,6 +17,7 @@ from distprune import NByM, PerRow
 from distprune.models import decoder_blocks
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import BLOCKS, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
+from tests.sampling import in_turn, only_whole
 from tests.worlds import ProcessPool
 
 ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
@@ -82,33 +83,43 @@ LAYOUT = [*TARGETS, *FEW, ("sparsegpt", PerRow(0.3)), ("wanda", BLOCKS), ("rando
 SMALL = [plan for plan in PLANS if plan != "llama-wide"]
 
 
-@pytest.mark.parametrize("plan", SMALL)
-def test_tensor_parallel(pool: ProcessPool, plan: str) -> None:
-    cases = LAYOUT if plan == "llama" else FEW
+@pytest.mark.parametrize(("plan", "cases"), [pytest.param("llama", LAYOUT, id="llama-all"), *in_turn(SMALL[1:], FEW)])
+def test_tensor_parallel(pool: ProcessPool, plan: str, cases: list[Case]) -> None:
     check_ranks(pool.run(2, on_rank, "tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 
 
-@pytest.mark.parametrize("num_samples", [1, 3])  # fewer than data-parallel ranks; no multiple of them
-def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int) -> None:
+# Fewer samples than data-parallel ranks; no multiple of them.
+@pytest.mark.parametrize(("num_samples", "cases"), in_turn([1, 3], FEW))
+def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int, cases: list[Case]) -> None:
     tokens = TOKENS[:num_samples]
-    found = pool.run(4, on_rank, "fsdp-tp", "llama", FEW, tokens)
-    check_ranks(found, partial(make, "llama"), FEW, tokens, least=0.999)
+    found = pool.run(4, on_rank, "fsdp-tp", "llama", cases, tokens)
+    check_ranks(found, partial(make, "llama"), cases, tokens, least=0.999)
 
 
-@pytest.mark.parametrize("plan", SMALL)
-def test_fsdp_and_tensor_parallel(pool: ProcessPool, runs_whole: bool, plan: str) -> None:
-    # Without --whole most is tried under tensor parallelism alone.
-    cases = (LAYOUT if runs_whole else [*FEW, *TARGETS[:2]]) if plan == "llama" else FEW
+# Most is tried under tensor parallelism alone.
+@pytest.mark.parametrize(
+    ("plan", "cases"),
+    [
+        pytest.param("llama", [FEW[2], *TARGETS[:2]], id="llama-some"),
+        only_whole("llama", LAYOUT, id="llama-all"),
+        *in_turn(SMALL, FEW),
+    ],
+)
+def test_fsdp_and_tensor_parallel(pool: ProcessPool, plan: str, cases: list[Case]) -> None:
     check_ranks(pool.run(4, on_rank, "fsdp-tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 
 
-def test_many_blocks_of_columns(pool: ProcessPool) -> None:
+@pytest.mark.parametrize(
+    "cases", [[("sparsegpt", NByM(2, 4)), ("sparsegpt", HALF)], only_whole(FEW, id="few")], ids=["blocks", None]
+)
+def test_many_blocks_of_columns(pool: ProcessPool, cases: list[Case]) -> None:
     # One layer, and tokens enough: a near tie that rounding turns changes the rest of its row, and what follows it.
-    cases, tokens = [*FEW, ("sparsegpt", NByM(2, 4))], samples(13, 64)
+    tokens = samples(13, 64)
     found = pool.run(4, on_rank, "fsdp-tp", "llama-wide", cases, tokens)
     check_ranks(found, partial(make, "llama-wide"), cases, tokens, least=0.999)
 
 
-@pytest.mark.parametrize("layout", ["hsdp-tp", "copies-tp", "fsdp-columns-tp"])
-def test_other_layouts_over_tensor_parallel_groups(pool: ProcessPool, layout: str) -> None:
-    check_ranks(pool.run(4, on_rank, layout, "llama", FEW, TOKENS), partial(make, "llama"), FEW, least=0.999)
+@pytest.mark.parametrize(("layout", "cases"), in_turn(["hsdp-tp", "copies-tp", "fsdp-columns-tp"], FEW))
+def test_other_layouts_over_tensor_parallel_groups(pool: ProcessPool, layout: str, cases: list[Case]) -> None:
+    found = pool.run(4, on_rank, layout, "llama", cases, TOKENS)
+    check_ranks(found, partial(make, "llama"), cases, least=0.999)

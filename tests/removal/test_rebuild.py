@@ -19,6 +19,7 @@ from distprune.removal import Kept, remove_layers, remove_units
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS, PLANS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
+from tests.sampling import only_whole
 from tests.worlds import run_threads
 
 TOKENS = samples(4)
@@ -71,7 +72,7 @@ ON_RANKS = [
     ("mixtral", "hsdp", 4),
     ("qwen2", "fsdp-tp", 4),
 ]
-# Every architecture in every layout: the others run with pytest --whole.
+# Every architecture in every layout.
 EVERYWHERE = [
     (name, layout, num_ranks)
     for name, script in SCRIPTS.items()
@@ -82,11 +83,11 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "num_ranks"), [*ON_RANKS, *sorted({*EVERYWHERE} - {*ON_RANKS})])
+@pytest.mark.parametrize(
+    ("name", "layout", "num_ranks"), [*ON_RANKS, *(only_whole(*row) for row in EVERYWHERE if row not in ON_RANKS)]
+)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # OPT
-def test_cut_is_sliced(runs_whole: bool, name: str, layout: str, num_ranks: int) -> None:
-    if not (runs_whole or (name, layout, num_ranks) in ON_RANKS):
-        pytest.skip("run with --whole")
+def test_cut_is_sliced(name: str, layout: str, num_ranks: int) -> None:
     script = SCRIPTS[name]
     model = script.make()
     small: Any = sliced(script, kept_units(script, len(decoder_blocks(model))), model)

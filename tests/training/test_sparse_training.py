@@ -21,20 +21,21 @@ import distprune as prune
 from distprune.collectives import ProcessGroup
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
 from distprune.training.regrowth import GrowBy, Moved
+from tests.sampling import only_whole
 from tests.training.optimizers import INCLUDE, check_moments
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 NUM_ELEMENTS = sum(module.get_parameter(name).numel() for module, name in pairs_of(transformer()))
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {"schedule": constant(0.5)},
-    "cubic": {"schedule": cubic(0.8, stop=15, every=3)},
-    "taylor": {"schedule": cubic(0.8, stop=15, every=3), "score": "taylor"},
-    "movement": {"schedule": one_shot(0.5, step=5), "score": "movement", "scope": "tensor"},
-    "2:4": {"schedule": one_shot(0.5, step=5), "pattern": "2:4", "exclude": "*.down.weight"},
-    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=20, every=4)},
-    "set": {"schedule": constant(0.8), "regrow": Regrow(stop=20, every=4, by="random")},
+    "cubic": {"schedule": cubic(0.8, stop=6, every=2)},
+    "taylor": {"schedule": cubic(0.8, stop=6, every=2), "score": "taylor"},
+    "movement": {"schedule": one_shot(0.5, step=3), "score": "movement", "scope": "tensor"},
+    "2:4": {"schedule": one_shot(0.5, step=3), "pattern": "2:4", "exclude": "*.down.weight"},
+    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=8, every=2)},
+    "set": {"schedule": constant(0.8), "regrow": Regrow(stop=8, every=2, by="random")},
 }
 # Torch clips the norm of parameters that are all laid out alike; FSDP1's own clipping sees dense gradients.
 CLIPPED = ("plain", "ddp", "fsdp2", "hsdp")
@@ -77,18 +78,29 @@ def alone(pool: ProcessPool, kind: str, clips: bool) -> tuple[list[float], list[
     return pool.run(1, train_on_rank, "plain", kind, clips)[0]  # type: ignore[no-any-return]
 
 
-# Elsewhere CI runs a sample.
-WHOLE, SAMPLED = [("fsdp2", 2)], ("cubic", "rigl")
-OF_FSDP1 = "set"  # what grows has no gradient yet, though FSDP1's are masked at the step alone
-LAYOUTS = [("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp1", 2), ("tp", 2), ("fsdp-tp", 4)]
+# What runs by default: every layout, and every kind in one of them. What grows has no gradient yet, though FSDP1's
+# are masked at the step alone.
+LAYOUTS = {
+    ("ddp", 2): ("cubic",),
+    ("fsdp2", 1): ("rigl",),
+    ("fsdp2", 2): tuple(KINDS),
+    ("fsdp2", 4): ("cubic", "rigl"),
+    ("hsdp", 4): ("rigl",),
+    ("fsdp1", 2): ("cubic", "set"),
+    ("tp", 2): ("rigl",),
+    ("fsdp-tp", 4): ("cubic",),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
-def test_equals_one_process(pool: ProcessPool, runs_whole: bool, layout: str, num_ranks: int, kind: str) -> None:
-    is_sampled = (layout, num_ranks) in WHOLE or kind in SAMPLED or (layout, kind) == ("fsdp1", OF_FSDP1)
-    if not (is_sampled or runs_whole):
-        pytest.skip("run with --whole")
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "kind"),
+    [
+        pytest.param(*of, kind, marks=() if kind in by_default else pytest.mark.whole)
+        for of, by_default in LAYOUTS.items()
+        for kind in KINDS
+    ],
+)
+def test_equals_one_process(pool: ProcessPool, layout: str, num_ranks: int, kind: str) -> None:
     clips = layout in CLIPPED
     expected = alone(pool, kind, clips)
     for losses, num_zeros, masks in pool.run(num_ranks, train_on_rank, layout, kind, clips):
@@ -98,7 +110,7 @@ def test_equals_one_process(pool: ProcessPool, runs_whole: bool, layout: str, nu
             assert torch.equal(mask, of_one)
     schedule = KINDS[kind]["schedule"]
     if kind == "cubic":
-        assert expected[1] == [round(schedule(step) * NUM_ELEMENTS) for step in range(3, 16, 3)]
+        assert expected[1] == [round(schedule(step) * NUM_ELEMENTS) for step in range(2, 7, 2)]
 
 
 def test_equals_reparametrized() -> None:
@@ -162,10 +174,13 @@ def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[to
     return losses, held(wrapped.model)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "cubic", "rigl"])
-def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("fixed", (2,)), ("cubic", (1, 2)), ("rigl", (2, 4)), only_whole("fixed", (1, 4)), only_whole("rigl", (1,))],
+)
+def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     losses = pool.run(2, train_and_save, kind, str(tmp_path / kind))[0][NUM_STEPS // 2 :]
-    for num_ranks in (1, 2, 4):
+    for num_ranks in sizes:
         for resumed, masks in pool.run(num_ranks, load_and_train, kind, str(tmp_path / kind)):
             assert resumed == (losses if num_ranks == 2 else pytest.approx(losses, abs=1e-6))
             assert all(map(torch.equal, masks, alone(pool, kind, True)[2]))
