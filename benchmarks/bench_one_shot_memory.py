@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.measure import heading, on_ranks, peak_memory, table, unpin
 from distprune import Unstructured
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import OneShotMethod, prune_blocks
 from distprune.removal import shrink_model
 
@@ -60,9 +60,9 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
         max_position_embeddings=LENGTH,
     )
     model = LlamaForCausalLM(config).eval()
-    maps = list(linear_maps(decoder_blocks(model)[0][1]).values())
-    inputs = {of_map.num_in for of_map in maps}  # of the widths; three inputs share the smaller one
-    block = 4 * sum(of_map.num_out * of_map.num_in for of_map in maps)
+    linears = list(linear_layers(decoder_blocks(model)[0][1]).values())
+    inputs = {of_layer.num_in for of_layer in linears}  # of the widths; three inputs share the smaller one
+    block = 4 * sum(of_layer.num_out * of_layer.num_in for of_layer in linears)
     if num_ranks > 1:
         mesh = init_device_mesh("cpu", (num_ranks,))
         for layer in model.model.layers:

@@ -65,7 +65,7 @@ def row(family: str) -> tuple[str, str, str, str]:
 
 def num_pruned(report: OneShotReport) -> int:
     """Return the number of matrices."""
-    return sum(len(block.maps) for block in report.blocks)
+    return sum(len(block.layers) for block in report.blocks)
 
 
 def left_dense(report: OneShotReport) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import check_fit, find_crew, first_tokens, shared_axis
+from distprune.calibration import check_fit, find_sample_group, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, sum_together, together
 from distprune.masks import reset_forward
 from distprune.models import evaluating, keeping_weights
@@ -145,18 +145,18 @@ def log_likelihoods(
             check_fit(one.inputs[None], model)
         reset_forward(model)
         axis = shared_axis(model)
-    crew = find_crew(comm, axis)
+    sample_group = find_sample_group(comm, axis)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    batches = _batches(asked, batch_tokens, crew.num_crews)
-    num_rounds = -(-len(batches) // crew.num_crews)
+    batches = _batches(asked, batch_tokens, sample_group.num_groups)
+    num_rounds = -(-len(batches) // sample_group.num_groups)
 
     def run(scored: torch.Tensor) -> None:
         """Run all rounds, also behind an error: other ranks' forwards may need this one's."""
         error: Exception | None = None
         with evaluating(model), keeping_weights(model):
             for i in range(num_rounds):
-                index = i * crew.num_crews + crew.number
-                counts = index < len(batches) and crew.place == 0
+                index = i * sample_group.num_groups + sample_group.number
+                counts = index < len(batches) and sample_group.rank == 0
                 batch = batches[index] if index < len(batches) else batches[-1][-1:]
                 try:
                     rows = [asked[member].inputs for member in batch]
@@ -165,7 +165,7 @@ def log_likelihoods(
                     for member, row in zip(batch if counts else (), logits, strict=False):
                         scored[member] = _score(row[: len(asked[member].inputs)], asked[member].targets.to(device))
                     if progress is not None and error is None:
-                        progress(sum(map(len, batches[: (i + 1) * crew.num_crews])), len(asked))
+                        progress(sum(map(len, batches[: (i + 1) * sample_group.num_groups])), len(asked))
                 except Exception as caught:
                     error = error or caught
             if error is not None:
@@ -174,11 +174,11 @@ def log_likelihoods(
     return sum_together(comm, (len(asked), 2), run, torch.float64)
 
 
-def _batches(asked: Sequence[Continuation], batch_tokens: int, num_crews: int) -> list[list[int]]:
-    """Return which of ``asked`` run together: the longest first, alike in length, no fewer batches than crews."""
+def _batches(asked: Sequence[Continuation], batch_tokens: int, num_groups: int) -> list[list[int]]:
+    """Return which of ``asked`` run together: the longest first, alike in length, at least one for each group."""
     lengths = [len(one.inputs) for one in asked]
     order = sorted(range(len(asked)), key=lambda index: -lengths[index])
-    most = -(-len(asked) // num_crews)
+    most = -(-len(asked) // num_groups)
     batches: list[list[int]] = []
     while order:
         size = min(max(batch_tokens // lengths[order[0]], 1), most)

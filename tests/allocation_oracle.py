@@ -18,7 +18,7 @@ __all__ = ["allocate", "sensitivities"]
 
 
 def sensitivities(model: Any, samples: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return of each linear map the sums over tokens of x_j^2 and of (dL/dy_i)^2, float64; 0 where no token came by."""
+    """Return of each linear layer the sums over tokens of x_j^2 and of (dL/dy_i)^2, float64; 0 without a token."""
     sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with ExitStack() as stack:
         for block_name, block in decoder_blocks(model):
@@ -76,8 +76,9 @@ def _plain_experts(module: Any, name: str, sums: dict[str, tuple[torch.Tensor, t
 
 
 def allocate(model: nn.Module, samples: torch.Tensor, sparsity: float, difference: float = 0.15) -> dict[str, float]:
-    """Return the share of each linear map below one threshold over all r_i W_ij^2 H_jj, no further than ``difference``
-    from ``sparsity``: before shares are rounded to whole weights of a row. A map that no token reached has no other."""
+    """Return the share of each linear layer below one threshold over all r_i W_ij^2 H_jj, no further than
+    ``difference`` from ``sparsity``: before shares are rounded to whole weights of a row. A layer that no token reached
+    has no other."""
     found = sensitivities(model, samples)
     weights = {f"{at}.{name}": of.weight for at, block in decoder_blocks(model) for name, of in linears(block).items()}
     budget = round(sparsity * sum(weight.numel() for weight in weights.values()))
@@ -93,13 +94,13 @@ def allocate(model: nn.Module, samples: torch.Tensor, sparsity: float, differenc
 
     def counts(threshold: float) -> dict[str, int]:
         within = {}
-        for name, of_map in scores.items():
+        for name, of_layer in scores.items():
             num_out, num_in = weights[name].shape
             least, most = (round((sparsity + sign * difference) * num_in, 6) for sign in (-1, 1))
             low, high = math.ceil(least) * num_out, math.floor(most) * num_out
-            within[name] = min(max(bisect.bisect_right(of_map, threshold), low), high)
+            within[name] = min(max(bisect.bisect_right(of_layer, threshold), low), high)
         return within
 
-    every = sorted(score for of_map in scores.values() for score in of_map)
+    every = sorted(score for of_layer in scores.values() for score in of_layer)
     first = bisect.bisect_left(every, budget, key=lambda threshold: sum(counts(threshold).values()))
     return shares | {name: num / len(scores[name]) for name, num in counts(every[first]).items()}

@@ -20,7 +20,7 @@ __all__ = ["Given", "Linear2d", "first_inputs", "linears", "listening", "move", 
 
 @dataclass
 class Linear2d:
-    """A linear map of a block: its weight as (out, in), a view that writes through, and sums over what it was given.
+    """A linear layer of a block: its weight as (out, in), a view that writes through, and sums over what it was given.
 
     ``wanted`` (out, in) is the sum over tokens of (what it should put out - what it does) x^T.
     """
@@ -48,7 +48,7 @@ class Linear2d:
 
 
 def linears(block: nn.Module) -> dict[str, Linear2d]:
-    """Return the linear maps of a block by name: Linear, GPT-2's Conv1D (in, out), the experts' 3-D weights.
+    """Return the linear layers of a block by name: Linear, GPT-2's Conv1D (in, out), the experts' 3-D weights.
 
     A Linear with one output is a gate, and stays as it is.
     """
@@ -76,9 +76,9 @@ def is_experts(module: nn.Module) -> bool:
 
 @dataclass
 class Given:
-    """What the maps of a block are given in one sample, in the order that it runs them: by name, and of which tokens.
+    """What the layers of a block are given in one sample, in the order that it runs them: by name, and of which tokens.
 
-    ``tensors`` are the inputs as they came: maps that are given the same one share it.
+    ``tensors`` are the inputs as they came: layers that are given the same one share it.
     """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # (tokens, in)
@@ -96,7 +96,7 @@ class Given:
 
 @contextmanager
 def listening(block: nn.Module, names: Collection[str]) -> Iterator[Given]:
-    """Take down what the maps ``names`` of ``block`` are given in one run."""
+    """Take down what the layers ``names`` of ``block`` are given in one run."""
     given = Given()
 
     def on_linear(name: str) -> Any:
@@ -164,18 +164,18 @@ def prune_model(
     method: Literal["wanda", "sparsegpt", "admm"],
     pattern: Pattern,
     *,
-    sequential: Literal["block", "map"] = "block",
+    sequential: Literal["block", "layer"] = "block",
     targets: Literal["own", "dense"] = "own",
     share: float = 0.5,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """Prune every linear map of the decoder blocks, block after block, and return what stays, by name.
+    """Prune every linear layer of the decoder blocks, block after block, and return what stays, by name.
 
-    ``samples`` is (num_samples, length); each is run by itself. A map that saw no token (an expert that
+    ``samples`` is (num_samples, length); each is run by itself. A layer that saw no token (an expert that
     nothing was routed to) is pruned as if its inputs were white: norms of 1, the identity as Hessian.
-    ``dtype`` is that of SparseGPT's and ADMM's arithmetic. With ``"map"`` the maps of a block go in the order in which
-    it runs them; with ``"dense"`` their weights move, before they are pruned, the ``share`` of the way to what the
-    model put out before pruning.
+    ``dtype`` is that of SparseGPT's and ADMM's arithmetic. With ``"layer"`` the layers of a block go in the order in
+    which it runs them; with ``"dense"`` their weights move, before they are pruned, the ``share`` of the way to what
+    the model put out before pruning.
     """
     masks: dict[str, torch.Tensor] = {}
     blocks = decoder_blocks(model)
@@ -185,7 +185,7 @@ def prune_model(
     for block_name, block in blocks:
         found = linears(block)
         dense = [run_block(block, found, x, call) for x, call in zip(dense_hidden, calls, strict=True)]
-        stages = _stages(found, dense) if sequential == "map" else [list(found)]
+        stages = _stages(found, dense) if sequential == "layer" else [list(found)]
         for stage in stages:
             for x, x_dense, call, of_dense in zip(hidden, dense_hidden, calls, dense, strict=True):
                 given = run_block(block, found, x, call)
@@ -204,7 +204,7 @@ def prune_model(
 
 
 def _stages(found: Collection[str], runs: Sequence[Given]) -> list[list[str]]:
-    """Return the maps in the order they run; together those that share an input, and the experts of a layer."""
+    """Return the layers in the order they run; together those that share an input, and the experts of a layer."""
 
     def kind(name: str) -> str:
         return re.sub(r"\.\d+$", "", name)
@@ -232,7 +232,7 @@ _PARALLEL = ("PhiDecoderLayer", "GPTNeoXLayer", "FalconDecoderLayer")
 
 
 def want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tuple[torch.Tensor, Given]) -> None:
-    """Add what map ``name`` should put out beyond what it does; ``own`` and ``dense``: the block's input, and a run."""
+    """Add what ``name`` should put out beyond what it does; ``own`` and ``dense``: the block's input, and a run."""
     if name in _MLP_OUT or name in _ATTENTION_OUT:
         totals = []
         for hidden, given in (own, dense):

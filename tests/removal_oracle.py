@@ -16,15 +16,15 @@ from tests.oneshot_oracle import Linear2d, first_inputs, linears, move, run_bloc
 
 __all__ = ["Reader", "plain_removal"]
 
-Kind = Literal["mlp", "heads", "kv_groups"]
+UnitKind = Literal["mlp", "heads", "kv_groups"]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A map that reads units: unit u owns ``width`` inputs of it from u * width on; equally many of each group go."""
+    """A linear layer that reads units: unit u owns ``width`` inputs from u * width on; as many of each group go."""
 
-    kind: Kind
-    name: str  # of the map in the block
+    kind: UnitKind
+    name: str  # of the linear layer in the block
     num_units: int
     width: int
     num_groups: int = 1
@@ -36,7 +36,7 @@ def plain_removal(
     model: Any,
     samples: torch.Tensor,
     readers: Sequence[Reader],
-    keep: Mapping[Kind, int],
+    keep: Mapping[UnitKind, int],
     *,
     criterion: str = "obs",
     refit: str = "least_squares",

@@ -27,9 +27,9 @@ def small_job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob
 
 def block_entry(index: int, errors: dict[str, float | None]) -> dict[str, Any]:
     name = f"model.layers.{index}"
-    maps = [
-        {"name": f"{name}.{of_map}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
-        for of_map, error in errors.items()
+    linears = [
+        {"name": f"{name}.{of_layer}", "num_elements": 10, "num_zeros": 4 + index, "relative_error": error}
+        for of_layer, error in errors.items()
     ]
     seconds = dict.fromkeys(STAGES, 0.5)
-    return {"index": index, "name": name, "maps": maps, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}
+    return {"index": index, "name": name, "layers": linears, "seconds": seconds, "num_rounds": 7, "num_bytes": 3 << 20}

@@ -1,7 +1,7 @@
-"""What one-shot methods do to one linear map, written plainly from the papers.
+"""What one-shot methods do to one linear layer, written plainly from the papers.
 
 Wanda: arXiv 2306.11695. SparseGPT: arXiv 2301.00774, Algorithm 1. ADMM: arXiv 2401.02938. Shapes:
-``out`` and ``in`` are the features of the map, whose weight is always looked at as (out, in).
+``out`` and ``in`` are the features of the layer, whose weight is always looked at as (out, in).
 """
 
 from __future__ import annotations

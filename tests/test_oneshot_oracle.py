@@ -41,7 +41,7 @@ def test_counts_on_every_architecture(
         after = model(input_ids=TOKENS).logits
     assert torch.isfinite(after).all()
     assert not torch.equal(before, after)
-    assert len(masks) >= 8  # four maps in two blocks at least
+    assert len(masks) >= 8  # four layers in two blocks at least
     weights = {
         f"{at}.{name}": lin.weight for at, block in decoder_blocks(model) for name, lin in linears(block).items()
     }

@@ -1,11 +1,11 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.batches import Batches
-from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
 from distprune.calibration.data import Samples, check_fit, load_samples, own_samples, spread
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
@@ -17,10 +17,10 @@ __all__ = [
     "Axis",
     "Batches",
     "BlockOrder",
-    "Crew",
     "InputStatistics",
     "Moments",
     "MomentsOf",
+    "SampleGroup",
     "Samples",
     "Sensitivity",
     "StageDone",
@@ -28,7 +28,7 @@ __all__ = [
     "Walk",
     "catch_inputs",
     "check_fit",
-    "find_crew",
+    "find_sample_group",
     "first_tokens",
     "learn_order",
     "listening",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.crew import Crew
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.text import draw_windows
 from distprune.collectives import Group, agree, communicator, together
 
@@ -83,10 +83,10 @@ def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.dev
     return Samples(batches, len(mine))
 
 
-def own_samples(crew: Crew, model: nn.Module, token_ids: torch.Tensor) -> Samples:
-    """Return the samples that ``crew`` runs, on the device of ``model``. Local."""
+def own_samples(sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor) -> Samples:
+    """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
     device = next((parameter.device for parameter in model.parameters()), "cpu")
-    return spread(token_ids, crew.number, crew.num_crews, device)
+    return spread(token_ids, sample_group.number, sample_group.num_groups, device)
 
 
 def check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:

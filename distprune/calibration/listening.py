@@ -1,6 +1,6 @@
-"""What the linear maps of a block are given, and what becomes of their outputs, while it runs.
+"""What the linear layers of a block are given, and what becomes of their outputs, while it runs.
 
-Noun: a map *adds to* the residual stream if its output, as it is, is one addend of a sum of hidden states; that
+Noun: a layer *adds to* the residual stream if its output, as it is, is one addend of a sum of hidden states; that
 *sum* is known to whoever listens. In most decoders the output of attention and that of the MLP do; where a norm or a
 factor comes in between (Gemma 2, Granite), they do not.
 """
@@ -17,9 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from distprune.models import LinearMap, expert_inputs
+from distprune.models import LinearLayer, expert_inputs
 
-__all__ = ["Listener", "first_maps", "listening"]
+__all__ = ["Listener", "first_layers", "listening"]
 
 _ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__} | {
     torch.Tensor.__radd__
@@ -32,32 +32,32 @@ class Listener(Protocol):
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``.
 
-        Where these are not known, there are none. ``first`` is the first map that was given the same ``x``.
+        Where these are not known, there are none. ``first`` is the first layer that was given the same ``x``.
         """
 
     def passed(self, name: str) -> None:
-        """All that the module of map ``name`` is given has been told; ``name`` is the first map it holds."""
+        """All that the module of layer ``name`` is given has been told; ``name`` is the first layer it holds."""
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        """The output of map ``name`` was added to hidden states: to ``total`` (..., out)."""
+        """The output of layer ``name`` was added to hidden states: to ``total`` (..., out)."""
 
 
 @contextmanager
 def listening(
-    maps: Mapping[str, LinearMap], listener: Listener, adding: Mapping[str, LinearMap] | None = None
+    linears: Mapping[str, LinearLayer], listener: Listener, adding: Mapping[str, LinearLayer] | None = None
 ) -> Iterator[None]:
-    """Tell ``listener`` what ``maps`` are given while this lasts, and the sums that the maps in ``adding`` add to.
+    """Tell ``listener`` what ``linears`` are given while this lasts, and the sums that the layers in ``adding`` add to.
 
-    Through forward hooks on their modules, and functions called in the body. ``adding`` must have all maps of the block
-    that add to hidden states, or a sum of two of them would not be told from one with hidden states. Local.
+    Through forward hooks on their modules, and functions called in the body. ``adding`` must have all layers of the
+    block that add to hidden states, or a sum of two of them would not be told from one with hidden states. Local.
     """
     with ExitStack() as stack:
         seen = _Seen()
-        for name, module in first_maps(maps).items():
-            # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every map.
+        for name, module in first_layers(linears).items():
+            # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every layer.
             # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
-            is_linear = maps[name].expert is None
-            hook = _hook(name, maps, listener, seen)
+            is_linear = linears[name].expert is None
+            hook = _hook(name, linears, listener, seen)
             stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
         if adding:
             sums = stack.enter_context(_Sums(listener))
@@ -66,22 +66,22 @@ def listening(
         yield
 
 
-def first_maps(maps: Mapping[str, LinearMap]) -> dict[str, nn.Module]:
-    """Return the modules that hold ``maps``, by the first map of each. Local."""
+def first_layers(linears: Mapping[str, LinearLayer]) -> dict[str, nn.Module]:
+    """Return the modules that hold ``linears``, by the first layer of each. Local."""
     first: dict[nn.Module, str] = {}
-    for name, linear in maps.items():
+    for name, linear in linears.items():
         first.setdefault(linear.module, name)
     return {name: module for module, name in first.items()}
 
 
 class _Seen:
-    """Which tensors maps were given. One that was written to in between is another."""
+    """Which tensors layers were given. One that was written to in between is another."""
 
     def __init__(self) -> None:
         self._refs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # with version
 
     def first(self, name: str, x: torch.Tensor) -> str:
-        """Return the first map that was given ``x``, which map ``name`` is given now."""
+        """Return the first layer that was given ``x``, which layer ``name`` is given now."""
         version = 0 if x.is_inference() else x._version
         self._refs = [(other, ref, v) for other, ref, v in self._refs if ref() is not None]
         for other, ref, v in self._refs:
@@ -91,9 +91,9 @@ class _Seen:
         return name
 
 
-def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener, seen: _Seen) -> Callable[..., None]:
-    """Return the pre-hook of the module that holds map ``name``."""
-    linear = maps[name]
+def _hook(name: str, linears: Mapping[str, LinearLayer], listener: Listener, seen: _Seen) -> Callable[..., None]:
+    """Return the pre-hook of the module that holds layer ``name``."""
+    linear = linears[name]
     prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener, seen: _S
             listener.passed(name)
             return
         for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
-            if prefix + of_expert in maps:
+            if prefix + of_expert in linears:
                 listener.given(prefix + of_expert, routed, tokens, seen.first(prefix + of_expert, routed))
         listener.passed(name)
 
@@ -111,7 +111,7 @@ def _hook(name: str, maps: Mapping[str, LinearMap], listener: Listener, seen: _S
 
 
 class _Sums(TorchFunctionMode):
-    """Follows the outputs of maps into the sums that they are addends of.
+    """Follows the outputs of layers into the sums that they are addends of.
 
     A sum of outputs alone (attention and MLP side by side) is followed into the next one.
     """

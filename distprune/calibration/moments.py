@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
-from distprune.calibration.homes import Home
+from distprune.calibration.owner_ranks import OwnerRank
 
 __all__ = ["EVERYWHERE", "Moments", "MomentsOf"]
 
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 
-EVERYWHERE = Home(0, spread=True)
+EVERYWHERE = OwnerRank(0, spread=True)
 _CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
 
 
@@ -24,10 +24,10 @@ class Moments:
 
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
     ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
-    the ``home`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
+    the ``owner`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
 
     With targets (see :mod:`distprune.calibration.targets`) either or both of these, float32, come with ``"pairs"``:
-    ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by map the sum of
+    ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by layer the sum of
     x^T (total_dense - total), (in, out).
 
     ``sums`` (in, 2), float32, of the features and of their sizes, come with ``"pairs"`` where they are asked for;
@@ -38,7 +38,7 @@ class Moments:
     num_tokens: int
     values: torch.Tensor
     sketch: torch.Tensor | None = None
-    home: Home = EVERYWHERE
+    owner: OwnerRank = EVERYWHERE
     shift: torch.Tensor | None = None
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sums: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""In which order a block runs its linear maps, found by running it once."""
+"""In which order a block runs its linear layers, found by running it once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from distprune.calibration.listening import first_maps, listening
+from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, together
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 
 __all__ = ["BlockOrder", "learn_order"]
 
@@ -22,9 +22,9 @@ __all__ = ["BlockOrder", "learn_order"]
 class BlockOrder:
     """The same on every rank.
 
-    ``stages`` are maps that can be pruned at once: those of a stage are not given what others of it put out, but where
-    they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are (see
-    :mod:`distprune.calibration.listening`). ``shifted`` are those that share their input with a map that is not.
+    ``stages`` are layers that can be pruned at once: those of a stage are not given what others of it put out, but
+    where they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are
+    (see :mod:`distprune.calibration.listening`). ``shifted`` are those that share their input with a layer that is not.
     ``called_once`` are those whose modules run once, on whatever sample.
     """
 
@@ -33,15 +33,15 @@ class BlockOrder:
     shifted: frozenset[str]
     called_once: frozenset[str]
 
-    def of(self, maps: Collection[str]) -> BlockOrder:
-        """Return the order of ``maps`` alone; all that add to hidden states are still named."""
-        stages = (tuple(name for name in stage if name in maps) for stage in self.stages)
+    def of(self, linears: Collection[str]) -> BlockOrder:
+        """Return the order of ``linears`` alone; all that add to hidden states are still named."""
+        stages = (tuple(name for name in stage if name in linears) for stage in self.stages)
         return dataclasses.replace(
-            self, stages=tuple(stage for stage in stages if stage), shifted=self.shifted.intersection(maps)
+            self, stages=tuple(stage for stage in stages if stage), shifted=self.shifted.intersection(linears)
         )
 
     def at_once(self) -> BlockOrder:
-        """Return the order with all maps in one stage."""
+        """Return the order with all layers in one stage."""
         return dataclasses.replace(self, stages=(tuple(name for stage in self.stages for name in stage),))
 
 
@@ -50,8 +50,8 @@ class _Heard:
     """What one run tells."""
 
     width: int  # of hidden states
-    maps: Mapping[str, LinearMap]
-    inputs: dict[str, list[str]] = field(default_factory=dict)  # the maps that share one, by the first
+    linears: Mapping[str, LinearLayer]
+    inputs: dict[str, list[str]] = field(default_factory=dict)  # the layers that share one, by the first
     num_calls: dict[str, int] = field(default_factory=dict)
     adding: list[str] = field(default_factory=list)
 
@@ -65,28 +65,28 @@ class _Heard:
         if total.shape[-1] == self.width:
             self.adding.append(name)
 
-    def candidates(self) -> dict[str, LinearMap]:
-        return {name: of for name, of in self.maps.items() if of.expert is None and of.num_out == self.width}
+    def candidates(self) -> dict[str, LinearLayer]:
+        return {name: of for name, of in self.linears.items() if of.expert is None and of.num_out == self.width}
 
 
-def learn_order(comm: Communicator, walk: Walk, index: int, maps: Mapping[str, LinearMap]) -> BlockOrder:
-    """Run block ``index`` on this rank's first sample and return in which order it runs ``maps``.
+def learn_order(comm: Communicator, walk: Walk, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
+    """Run block ``index`` on this rank's first sample and return in which order it runs ``linears``.
 
-    Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other maps that
-    no rank's sample reached come last. Every rank must call it: three rounds, two of the maps' names.
+    Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other layers
+    that no rank's sample reached come last. Every rank must call it: three rounds, two of the layers' names.
     """
-    heard = _Heard(walk.hidden[0].shape[-1], maps)
-    with together(comm), listening(maps, heard, heard.candidates()), walk.block(index) as run:
+    heard = _Heard(walk.hidden[0].shape[-1], linears)
+    with together(comm), listening(linears, heard, heard.candidates()), walk.block(index) as run:
         run(0)
     told = [list(heard.inputs.values()), heard.adding, heard.num_calls]
-    return _merged(maps, comm.gather(told))
+    return _merged(linears, comm.gather(told))
 
 
-def _merged(maps: Mapping[str, LinearMap], told: Sequence[Any]) -> BlockOrder:
+def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrder:
     """Return the order that all ranks' runs tell; the first rank's goes first."""
     stages: list[set[str]] = []  # of kinds
     sharing: list[set[str]] = []
-    adding, num_calls = dict.fromkeys(maps, True), dict.fromkeys(maps, 0)
+    adding, num_calls = dict.fromkeys(linears, True), dict.fromkeys(linears, 0)
     for inputs, added, calls in told:
         for names in inputs:
             kinds = {_kind(name) for name in names}
@@ -96,31 +96,31 @@ def _merged(maps: Mapping[str, LinearMap], told: Sequence[Any]) -> BlockOrder:
             else:
                 known |= kinds
             sharing.append(set(names))
-        for name in maps:
+        for name in linears:
             adding[name] = adding[name] and name in added
         for name, num in calls.items():
             num_calls[name] = max(num_calls[name], num)
-    called_once = _called_once(maps, num_calls)
-    found = [tuple(name for name in maps if _kind(name) in stage) for stage in stages]
-    unheard = tuple(name for name in maps if not any(name in stage for stage in found))
-    kept = frozenset(name for name in maps if not adding[name] or name not in called_once)
+    called_once = _called_once(linears, num_calls)
+    found = [tuple(name for name in linears if _kind(name) in stage) for stage in stages]
+    unheard = tuple(name for name in linears if not any(name in stage for stage in found))
+    kept = frozenset(name for name in linears if not adding[name] or name not in called_once)
     shifted = kept.union(*(names for names in sharing if names & kept))
     return BlockOrder(
         tuple(found) + ((unheard,) if unheard else ()),
-        frozenset(maps) - kept,
-        shifted & frozenset(maps),
+        frozenset(linears) - kept,
+        shifted & frozenset(linears),
         called_once,
     )
 
 
-def _called_once(maps: Mapping[str, LinearMap], num_calls: Mapping[str, int]) -> frozenset[str]:
-    """Return the maps whose modules each run calls once. Which of numbered modules it calls may be up to the router."""
-    modules = {module: name for name, module in first_maps(maps).items()}
-    firsts = {name: modules[of.module] for name, of in maps.items()}
+def _called_once(linears: Mapping[str, LinearLayer], num_calls: Mapping[str, int]) -> frozenset[str]:
+    """Return the layers whose modules each run calls once. Which numbered modules it calls the router may decide."""
+    modules = {module: name for name, module in first_layers(linears).items()}
+    firsts = {name: modules[of.module] for name, of in linears.items()}
     return frozenset(
         name
         for name, first in firsts.items()
-        if num_calls[first] == 1 and (maps[name].expert is not None or _kind(name) == name)
+        if num_calls[first] == 1 and (linears[name].expert is not None or _kind(name) == name)
     )
 
 

@@ -1,14 +1,14 @@
-"""How much the loss feels what each linear map puts out: one backward pass over the calibration samples.
+"""How much the loss feels what each linear layer puts out: one backward pass over the calibration samples.
 
-Nouns: the *sensitivity* of an output of a map is r_i = sum over tokens of (dL/dy_i)^2, L the cross-entropy of the next
-tokens and y (tokens, out) what the map puts out. The moments of its inputs are taken on the way.
+Nouns: the *sensitivity* of an output of a layer is r_i = sum over tokens of (dL/dy_i)^2, L the cross-entropy of the
+next tokens and y (tokens, out) what the layer puts out. The moments of its inputs are taken on the way.
 
-No gradient of a weight is computed: parameters need none while the pass lasts, and the first maps ask for gradients of
-their inputs, so that those of all outputs flow. Of one sample at a time the hidden states between blocks are kept, and
-the activations of one block, which runs once more in the backward pass.
+No gradient of a weight is computed: parameters need none while the pass lasts, and the first layers ask for gradients
+of their inputs, so that those of all outputs flow. Of one sample at a time the hidden states between blocks are kept,
+and the activations of one block, which runs once more in the backward pass.
 
-As in :mod:`distprune.calibration.statistics`, ranks of a crew take some features each, and every sample is one addend,
-rounded to float32 and added in float64: N ranks come to what one rank comes to.
+As in :mod:`distprune.calibration.statistics`, ranks of a sample group take some features each, and every sample is one
+addend, rounded to float32 and added in float64: N ranks come to what one rank comes to.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.crew import Crew
 from distprune.calibration.data import Samples
+from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, sum_together
 from distprune.masks import reset_forward
-from distprune.models import LinearMap, bare_model, evaluating, expert_gradients, keeping_weights
+from distprune.models import LinearLayer, bare_model, evaluating, expert_gradients, keeping_weights
 from distprune.shards import local_of
 
 __all__ = ["Sensitivity", "measure_sensitivities"]
@@ -40,8 +40,8 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of eve
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Of one linear map, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is given,
-    ``outputs`` (out,) those of the gradients of what it puts out; float32. Without a token all are 0."""
+    """Of one linear layer, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is
+    given, ``outputs`` (out,) those of the gradients of what it puts out; float32. Without a token all are 0."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -49,33 +49,33 @@ class Sensitivity:
 
 def measure_sensitivities(
     comm: Communicator,
-    crew: Crew,
+    sample_group: SampleGroup,
     model: nn.Module,
-    blocks: Sequence[tuple[nn.Module, Mapping[str, LinearMap]]],
+    blocks: Sequence[tuple[nn.Module, Mapping[str, LinearLayer]]],
     samples: Samples,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Sensitivity]:
-    """Return the sensitivity of each linear map of ``blocks``, by the names that they give.
+    """Return the sensitivity of each linear layer of ``blocks``, by the names that they give.
 
     ``model`` is run in evaluation mode and left as it was: weights, gradients, which parameters need some, modes and
-    random state. Every rank must call it. Rounds: 1 for each block, of 8 bytes for each input and output of its maps.
+    random state. Every rank must call it. Rounds: 1 for each block, of 8 bytes for each input and output of its layers.
 
     Raises:
-        ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the map.
+        ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the layer.
         NotImplementedError: on every rank: inputs or outputs that are cut otherwise than evenly along their features;
             experts that are called otherwise than transformers 5 calls them; logits that are cut.
         RuntimeError: on every rank: a forward that changes the model's own weights.
         Exception: on every rank: what a forward, or ``progress``, raised on one.
     """
-    bare, maps = bare_model(model), {name: linear for _, of_block in blocks for name, linear in of_block.items()}
+    bare, linears = bare_model(model), {name: linear for _, of_block in blocks for name, linear in of_block.items()}
     device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-    listener = _Listener(crew, maps, device)
+    listener = _Listener(sample_group, linears, device)
     error: Exception | None = None
     try:
         with _without_traces(bare, device), _checkpointed([block for block, _ in blocks]), listener.listening():
             for index, batch in enumerate(samples.batches):
                 try:  # go on behind an error: other ranks' forwards may need this one's
-                    number = crew.number + index * crew.num_crews
+                    number = sample_group.number + index * sample_group.num_groups
                     listener.run(bare, batch, number if index < samples.num_counted else None)
                     if progress is not None and error is None:
                         progress(index + 1, len(samples.batches))
@@ -91,32 +91,32 @@ def measure_sensitivities(
 
 
 def _summed(
-    comm: Communicator, listener: _Listener, maps: Mapping[str, LinearMap], error: Exception | None
+    comm: Communicator, listener: _Listener, linears: Mapping[str, LinearLayer], error: Exception | None
 ) -> dict[str, Sensitivity]:
-    sizes = [size for linear in maps.values() for size in (linear.num_in, linear.num_out)]
+    sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
 
     def fill(words: torch.Tensor) -> None:
         if error is not None:
             raise error
         parts = iter(torch.split(words, sizes))
-        for name in maps:
+        for name in linears:
             for own in listener.sums[name]:
                 whole = next(parts)
-                start, stop = listener.crew.features(len(whole))
+                start, stop = listener.sample_group.features(len(whole))
                 whole[start:stop] = own
 
     parts = iter(torch.split(sum_together(comm, (sum(sizes),), fill, torch.float64), sizes))
-    return {name: Sensitivity(next(parts).float(), next(parts).float()) for name in maps}
+    return {name: Sensitivity(next(parts).float(), next(parts).float()) for name in linears}
 
 
 class _Listener:
-    """Takes in, through hooks, what maps are given and the gradients of what they put out; sums of this rank."""
+    """Takes in, through hooks, what layers are given and the gradients of what they put out; sums of this rank."""
 
-    def __init__(self, crew: Crew, maps: Mapping[str, LinearMap], device: torch.device) -> None:
-        self.crew, self._maps = crew, maps
+    def __init__(self, sample_group: SampleGroup, linears: Mapping[str, LinearLayer], device: torch.device) -> None:
+        self.sample_group, self._linears = sample_group, linears
         self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's features: inputs, outputs
-        for name, linear in maps.items():
-            bounds = [crew.features(num) for num in (linear.num_in, linear.num_out)]
+        for name, linear in linears.items():
+            bounds = [sample_group.features(num) for num in (linear.num_in, linear.num_out)]
             inputs, outputs = (torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds)
             self.sums[name] = inputs, outputs
         self._takes = False  # not while a block runs once more, nor for a sample that does not count
@@ -124,8 +124,8 @@ class _Listener:
     @contextmanager
     def listening(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module, name in {linear.module: name for name, linear in self._maps.items()}.items():
-                linear = self._maps[name]
+            for module, name in {linear.module: name for name, linear in self._linears.items()}.items():
+                linear = self._linears[name]
                 # First of all hooks, and last of all: tensor parallelism wraps inputs and unwraps outputs.
                 given = module.register_forward_pre_hook(self._hook_of_inputs(name), prepend=True, with_kwargs=True)
                 on_output = self._hook_of_outputs(name) if linear.expert is None else self._hook_of_experts(name)
@@ -152,15 +152,15 @@ class _Listener:
             return
         if not math.isfinite(loss):
             raise ValueError(f"the loss of calibration sample {number} is {loss}")
-        pairs = [self.sums[name] for name in self._maps]
+        pairs = [self.sums[name] for name in self._linears]
         finite = torch.stack([of.isfinite().all() for pair in pairs for of in pair]).view(-1, 2).tolist()
-        for name, (inputs, outputs) in zip(self._maps, finite, strict=True):
+        for name, (inputs, outputs) in zip(self._linears, finite, strict=True):
             if not (inputs and outputs):
                 what = "gradients of what it puts out" if inputs else "inputs"
                 raise ValueError(f"{name!r}: NaN or Inf in the {what}, in calibration sample {number}")
 
     def _hook_of_inputs(self, name: str) -> Callable[..., Any]:
-        is_linear = self._maps[name].expert is None
+        is_linear = self._linears[name].expert is None
         key = "input" if is_linear else "hidden_states"
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -181,8 +181,8 @@ class _Listener:
         return hook
 
     def _hook_of_experts(self, name: str) -> Callable[..., None]:
-        """Return the hook of the module that holds map ``name``: the gradients of all its experts' matrices."""
-        linear = self._maps[name]
+        """Return the hook of the module that holds layer ``name``: the gradients of all its experts' matrices."""
+        linear = self._linears[name]
         prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -200,7 +200,7 @@ class _Listener:
             def take(gradient: torch.Tensor) -> None:
                 gradient = gradient.reshape(-1, gradient.shape[-1])
                 for of_expert, x, of_output in expert_gradients(module, hidden, index, weights, gradient):
-                    if prefix + of_expert in self._maps:
+                    if prefix + of_expert in self._linears:
                         self._add(prefix + of_expert, x, 0)
                         self._add(prefix + of_expert, of_output, 1)
 
@@ -209,9 +209,9 @@ class _Listener:
         return hook
 
     def _add(self, name: str, x: torch.Tensor, which: int) -> None:
-        """Add the squares of ``x`` (..., features), what map ``name`` is given (0) or a gradient of its outputs (1)."""
-        num = (self._maps[name].num_in, self._maps[name].num_out)[which]
-        start, stop = self.crew.features(num)
+        """Add the squares of ``x`` (..., features), inputs of layer ``name`` (0) or gradients of its outputs (1)."""
+        num = (self._linears[name].num_in, self._linears[name].num_out)[which]
+        start, stop = self.sample_group.features(num)
         local = local_of(x)
         layouts = x.placements if isinstance(x, DTensor) else ()
         is_whole = local.shape[-1] == num

@@ -1,14 +1,14 @@
-"""What the linear maps of one block are given, summed over samples and ranks.
+"""What the linear layers of one block are given, summed over samples and ranks.
 
 Nouns: the *moments* of an input X (tokens, in) are the sum of squares of each feature, the diagonal of
-X^T X, or all of X^T X. Maps that are given the very same tensor (q, k and v; gate and up) share theirs.
+X^T X, or all of X^T X. Layers that are given the very same tensor (q, k and v; gate and up) share theirs.
 With the diagonal alone goes a *sketch*: X^T G, of random signs G (tokens, 32), from which ||X d||^2 of any d
 is estimated as ||G^T X d||^2 / 32 (Alon, Matias, Szegedy 1996; Achlioptas 2003), so that methods which have no use
 for X^T X can tell what they have done to outputs.
 
-Ranks that run the same samples (see :mod:`distprune.calibration.crew`) take a part each: of ``in`` features,
+Ranks that run the same samples (see :mod:`distprune.calibration.sample_group`) take a part each: of ``in`` features,
 the sums of theirs, and of X^T X their rows. That is also how tensor parallelism cuts the inputs of a row-wise
-map, whose sums of squares so need no communication; its X^T X needs all of X beside it. (A matrix product of
+layer, whose sums of squares so need no communication; its X^T X needs all of X beside it. (A matrix product of
 fewer rows may round otherwise: X^T X of such ranks is that of one but for the last bit.)
 
 Every sample is one addend, computed from that sample alone and rounded to float32, and added in
@@ -29,22 +29,22 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.crew import Crew
-from distprune.calibration.homes import Home, SharedInput, find_homes
-from distprune.calibration.listening import first_maps, listening
+from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
+from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owners
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sums import add_products, square_sums
 from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_together
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 from distprune.shards import all_finite, local_of
 
 __all__ = ["InputStatistics", "StageDone"]
 
-FindHomes = Callable[[Sequence[SharedInput], int], Sequence[Home]]  # of inputs, among so many ranks
+FindOwners = Callable[[Sequence[SharedInput], int], Sequence[OwnerRank]]  # of inputs, among so many ranks
 
-_PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of maps
+_PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of layers
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
 _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
 
@@ -58,7 +58,7 @@ class _Sum:
     # float64; of this rank's features (sum of squares, sketch), or rows of X^T X, whose lower triangle is not all there
     values: torch.Tensor
     num_tokens: int = 0
-    towards: dict[str, torch.Tensor] = field(default_factory=dict)  # rows of the shift, and of residuals by map
+    towards: dict[str, torch.Tensor] = field(default_factory=dict)  # rows of the shift, and of residuals by layer
 
     def add(self, key: str, addend: torch.Tensor) -> None:
         if key not in self.towards:
@@ -68,28 +68,28 @@ class _Sum:
 
 @dataclass
 class InputStatistics:
-    """The sums of this rank for the linear maps ``maps`` of one block.
+    """The sums of this rank for the linear layers ``linears`` of one block.
 
     Use: within :meth:`listening`, :meth:`begin_sample` before every run of the block; then :meth:`reduce`.
-    Nothing is communicated while listening, except by a crew of several ranks for ``"pairs"``: one round for
+    Nothing is communicated while listening, except by a sample group of several ranks for ``"pairs"``: one round for
     each sample and each input that comes in parts, of the input's bytes, counted in the traffic of ``comm``.
 
     With the ``targets`` of the same samples, the sums towards them are taken, too. A run ends with
-    :class:`StageDone` once each module of the maps that are ``awaited`` has been given its input.
+    :class:`StageDone` once each module of the layers that are ``awaited`` has been given its input.
     """
 
-    maps: Mapping[str, LinearMap]
+    linears: Mapping[str, LinearLayer]
     of: MomentsOf
-    crew: Crew = field(default_factory=Crew)
+    sample_group: SampleGroup = field(default_factory=SampleGroup)
     comm: Communicator = field(default_factory=Alone)
     targets: Targets | None = None
     awaited: Collection[str] = ()
     sums: bool = False  # of "pairs": those of features and of their sizes, too
     _awaited: set[str] = field(default_factory=set)  # in this sample
     _dense: DenseSample | None = None  # of this sample
-    _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of maps that add to hidden states
-    _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first map of those that share
-    _first_of: dict[str, str] = field(default_factory=dict)  # map -> the first of those that share its input
+    _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of layers that add to them
+    _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first layer of those that share
+    _first_of: dict[str, str] = field(default_factory=dict)  # layer -> the first of those that share its input
     _num_calls: dict[str, int] = field(default_factory=dict)
     _counts: bool = False
     _num_begun: int = 0  # samples
@@ -100,19 +100,19 @@ class InputStatistics:
         """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
         self._counts, self._signs, self._inputs = counts, {}, {}
         self._dense = self.targets.samples[self._num_begun] if self.targets is not None and counts else None
-        self._awaited = {*first_maps({name: self.maps[name] for name in self.awaited})}
+        self._awaited = {*first_layers({name: self.linears[name] for name in self.awaited})}
         if self.targets is not None:
             self._awaited |= {f"{_SHIFT}{name}" for name in self.awaited if name in self.targets.order.adding}
         self._num_begun += 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take in what the maps are given while this lasts.
+        """Take in what the layers are given while this lasts.
 
         What the body raises is kept, for :meth:`reduce` to raise on all ranks.
         """
         try:
-            with listening(self.maps, self, None if self.targets is None else self.targets.adding):
+            with listening(self.linears, self, None if self.targets is None else self.targets.adding):
                 yield
         except Exception as error:
             self._error = self._error or error
@@ -120,13 +120,13 @@ class InputStatistics:
             self._inputs.clear()
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
-        """Count the input ``x`` (..., in) of map ``name``, once for all maps that share it; ``first`` is one."""
+        """Count the input ``x`` (..., in) of layer ``name``, once for all layers that share it; ``first`` is one."""
         if not self._counts:
             return
-        num_in = self.maps[name].num_in
-        start, stop = self.crew.features(num_in)
+        num_in = self.linears[name].num_in
+        start, stop = self.sample_group.features(num_in)
         is_cut = _width(x) != num_in
-        if is_cut and (self.crew.size == 1 or _width(x) != stop - start):
+        if is_cut and (self.sample_group.size == 1 or _width(x) != stop - start):
             layout = f" laid out as {x.placements}" if isinstance(x, DTensor) else ""
             self._error = NotImplementedError(
                 f"{name!r} is given {type(x).__name__} {tuple(x.shape)}{layout} where {num_in} features were expected, "
@@ -154,7 +154,7 @@ class InputStatistics:
         if self.of == "features":
             total.values += torch.cat([square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
             return
-        whole = self.crew.gather(self.comm, x, num_in) if is_cut else x
+        whole = self.sample_group.gather(self.comm, x, num_in) if is_cut else x
         add_products(total.values, whole, start)
         if self.sums:
             total.add(_SUMS, torch.stack([own.double().sum(dim=0), own.double().abs().sum(dim=0)], dim=1).float())
@@ -163,7 +163,7 @@ class InputStatistics:
             total.add(_SHIFT, shift.t() @ whole.float())
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        """Count the hidden states ``total`` that the output of map ``name`` was added to."""
+        """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:
             x, change = self._inputs.pop(name), self._dense.residual(name, total)
             self._sums[self._first_of[name]].add(name, x.float().t() @ change)
@@ -182,36 +182,36 @@ class InputStatistics:
     def _signs_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return random signs (tokens, 32), float32: those of this sample, on whichever rank it runs."""
         if len(x) not in self._signs:
-            number = self.crew.number + self.crew.num_crews * (self._num_begun - 1)
+            number = self.sample_group.number + self.sample_group.num_groups * (self._num_begun - 1)
             generator = torch.Generator().manual_seed(number)
             bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator)
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
-    def reduce(self, comm: Communicator, find_homes: FindHomes = find_homes) -> list[Moments]:
-        """Return the moments over all ranks of ``comm``, those of each input once; every map is in one of them.
+    def reduce(self, comm: Communicator, find_owners: FindOwners = find_owners) -> list[Moments]:
+        """Return the moments over all ranks of ``comm``, those of each input once; every layer is in one of them.
 
-        Those of ``"pairs"`` are for their home alone, unless what that is for is spread over all ranks;
-        ``find_homes`` says which, the same on every rank.
+        Those of ``"pairs"`` are for their owner alone, unless what that is for is spread over all ranks;
+        ``find_owners`` says which, the same on every rank.
 
-        Every rank must call it. Rounds: 4 of little, to agree on which maps share and on what was found, and 1 for
+        Every rank must call it. Rounds: 4 of little, to agree on which layers share and on what was found, and 1 for
         all ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1
         for each input that is spread and 1 for all others, more if over 64 MiB would arrive at a rank at once.
 
         Raises:
-            ValueError: on every rank: a map was given NaN or Inf; it names the map.
-            NotImplementedError: on every rank: maps share an input on one rank and not on another.
+            ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
+            NotImplementedError: on every rank: layers share an input on one rank and not on another.
         """
         max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
-        homes = [EVERYWHERE] * len(inputs) if self.of == "features" else find_homes(inputs, comm.size)
-        totals = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, homes)
+        owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(inputs, comm.size)
+        totals = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, owners)
         self._sums.clear()
         found: list[Moments] = []
 
         def check(bad: torch.Tensor) -> None:
-            for i, (of, home) in enumerate(zip(inputs, homes, strict=True)):
-                found.append(self._moments(of, home, totals.pop(of.names[0], None)))
+            for i, (of, owner) in enumerate(zip(inputs, owners, strict=True)):
+                found.append(self._moments(of, owner, totals.pop(of.names[0], None)))
                 bad[i] = _spoiled(found[-1])
 
         bad = max_together(comm, (len(inputs),), check).tolist()
@@ -227,17 +227,17 @@ class InputStatistics:
             if self._num_calls[name] != self._num_calls[first]:
                 raise NotImplementedError(f"{name!r} has the input of {first!r} in some calls and not in others")
 
-    def _moments(self, of: SharedInput, home: Home, total: torch.Tensor | None) -> Moments:
-        """Return the moments of an input; without the ``total`` over all ranks, which is on its home, empty ones."""
-        device = self.maps[of.names[0]].parameter.device
+    def _moments(self, of: SharedInput, owner: OwnerRank, total: torch.Tensor | None) -> Moments:
+        """Return the moments of an input; without the ``total`` over all ranks, which is on its owner, empty ones."""
+        device = self.linears[of.names[0]].parameter.device
         if self.of == "pairs":
             if total is None:
-                return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), home=home)
+                return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
             parts = self._parts(of, total)
             values = unpack_triangle(parts.pop(_PRODUCTS)).to(device)
             towards = {key: part.float().to(device) for key, part in parts.items()}
             shift, sums = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
-            return Moments(of.names, of.num_tokens, values, home=home, shift=shift, residuals=towards, sums=sums)
+            return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, sums=sums)
         assert total is not None
         total = total.float().to(device)
         return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
@@ -246,27 +246,27 @@ class InputStatistics:
         """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
         shared: dict[str, str] = {}
         num_tokens: dict[str, int] = {}
-        # All of a crew saw the same tokens: its first rank counts them.
-        counted = {first: total.num_tokens for first, total in self._sums.items() if self.crew.place == 0}
+        # All of a sample group saw the same tokens: its first rank counts them.
+        counted = {first: total.num_tokens for first, total in self._sums.items() if self.sample_group.rank == 0}
         for first_of, num_of_rank in comm.gather([self._first_of, counted]):  # the same on every rank, so all raise
             for name, first in first_of.items():
                 if shared.setdefault(name, first) != first:
-                    raise NotImplementedError(f"{name!r} has the input of other maps on one rank than on another")
+                    raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
             for first, num in num_of_rank.items():
                 num_tokens[first] = num_tokens.get(first, 0) + num
         names: dict[str, list[str]] = {}
-        for name in self.maps:
+        for name in self.linears:
             names.setdefault(shared.get(name, name), []).append(name)
-        # From here on an input goes by the first of its maps in their own order, whichever is called first.
+        # From here on an input goes by the first of its layers in their own order, whichever is called first.
         self._sums = {names[first][0]: total for first, total in self._sums.items()}
-        num_out = {first: sum(self.maps[name].num_out for name in of) for first, of in names.items()}
+        num_out = {first: sum(self.linears[name].num_out for name in of) for first, of in names.items()}
         return [
-            SharedInput(tuple(of), self.maps[first].num_in, num_out[first], num_tokens.get(first, 0))
+            SharedInput(tuple(of), self.linears[first].num_in, num_out[first], num_tokens.get(first, 0))
             for first, of in names.items()
         ]
 
     def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks by the first map of each input; one round."""
+        """Return the sums over all ranks by the first layer of each input; one round."""
         sizes = [of.num_in for of in inputs]
 
         def fill(packed: torch.Tensor) -> None:
@@ -277,30 +277,30 @@ class InputStatistics:
         return dict(zip([of.names[0] for of in inputs], torch.split(packed, sizes), strict=True))
 
     def _sum_pairs(
-        self, comm: Communicator, inputs: Sequence[SharedInput], homes: Sequence[Home]
+        self, comm: Communicator, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank]
     ) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks, packed, of the inputs that are spread or at home here, by the first map."""
+        """Return the sums over all ranks, packed, of the inputs that are spread or owned here, by the first layer."""
         totals: dict[str, torch.Tensor] = {}
-        for of in (of for of, home in zip(inputs, homes, strict=True) if home.spread):
+        for of in (of for of, owner in zip(inputs, owners, strict=True) if owner.spread):
             fill = partial(self._fill, of)
             totals[of.names[0]] = sum_together(comm, (self._numel(of),), fill, torch.float64)
-        for of_home in self._rounds_of(inputs, homes, comm.size):
-            totals.update(self._sum_at_homes(comm, of_home))
+        for of_owner in self._rounds_of(inputs, owners, comm.size):
+            totals.update(self._sum_at_owners(comm, of_owner))
         return totals
 
-    def _sum_at_homes(self, comm: Communicator, of_home: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks, packed, of ``of_home[this rank]``, by the first map; one round."""
+    def _sum_at_owners(self, comm: Communicator, of_owner: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
+        """Return the sums over all ranks, packed, of ``of_owner[this rank]``, by the first layer; one round."""
         own: dict[str, torch.Tensor] = {}
 
         def make() -> list[torch.Tensor]:
-            own.update({of.names[0]: self._addend(of) for of in of_home[comm.rank]})
-            pieces = [torch.empty(0, dtype=torch.float64) for _ in of_home]
-            for rank, inputs in enumerate(of_home):
+            own.update({of.names[0]: self._addend(of) for of in of_owner[comm.rank]})
+            pieces = [torch.empty(0, dtype=torch.float64) for _ in of_owner]
+            for rank, inputs in enumerate(of_owner):
                 if inputs and rank != comm.rank:
                     pieces[rank] = torch.cat([self._addend(of) for of in inputs])
             return [piece.view(torch.uint8) for piece in pieces]
 
-        sizes = [8 * sum(map(self._numel, inputs)) for inputs in of_home]
+        sizes = [8 * sum(map(self._numel, inputs)) for inputs in of_owner]
         sent = [size if rank != comm.rank else 0 for rank, size in enumerate(sizes)]
         coming = [sizes[comm.rank] if rank != comm.rank else 0 for rank in range(comm.size)]
         for received in filter(len, swap_together(comm, make, (sent, coming))):
@@ -318,7 +318,7 @@ class InputStatistics:
             if not self.targets.order.shifted.isdisjoint(of.names):
                 shapes[_SHIFT] = (of.num_in, of.num_in)
             adding = [name for name in of.names if name in self.targets.order.adding]
-            shapes |= {name: (of.num_in, self.maps[name].num_out) for name in adding}
+            shapes |= {name: (of.num_in, self.linears[name].num_out) for name in adding}
         return shapes
 
     def _parts(self, of: SharedInput, total: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -350,29 +350,29 @@ class InputStatistics:
         """Return this rank's addend to a whole sum, zero but for its own features or rows."""
         total = self._sums.get(first)
         values = None if total is None else total.values if key == _PRODUCTS else total.towards.get(key)
-        if values is not None and self.crew.size == 1:
+        if values is not None and self.sample_group.size == 1:
             return values.cpu()
         whole = torch.zeros(shape, dtype=torch.float64)
         if values is not None:
-            start, stop = self.crew.features(shape[0])
+            start, stop = self.sample_group.features(shape[0])
             whole[start:stop] = values
         return whole
 
     def _rounds_of(
-        self, inputs: Sequence[SharedInput], homes: Sequence[Home], num_ranks: int
+        self, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank], num_ranks: int
     ) -> Iterator[list[list[SharedInput]]]:
         """Yield for every round what goes to each rank: no more than about 64 MiB arrive there, or one input."""
-        of_home: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
-        for of, home in zip(inputs, homes, strict=True):
-            if home.spread:
+        of_owner: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
+        for of, owner in zip(inputs, owners, strict=True):
+            if owner.spread:
                 continue
-            num_numbers = sum(map(self._numel, [*of_home[home.rank], of])) * num_ranks
-            if of_home[home.rank] and num_numbers > _ARRIVING:
-                yield of_home
-                of_home = [[] for _ in range(num_ranks)]
-            of_home[home.rank].append(of)
-        if any(of_home):
-            yield of_home
+            num_numbers = sum(map(self._numel, [*of_owner[owner.rank], of])) * num_ranks
+            if of_owner[owner.rank] and num_numbers > _ARRIVING:
+                yield of_owner
+                of_owner = [[] for _ in range(num_ranks)]
+            of_owner[owner.rank].append(of)
+        if any(of_owner):
+            yield of_owner
 
 
 def _spoiled(m: Moments) -> int:

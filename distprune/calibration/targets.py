@@ -1,12 +1,12 @@
-"""What maps are to put out: what the model put out before anything was pruned.
+"""What layers are to put out: what the model put out before anything was pruned.
 
 Two streams run through the blocks: the pruned one, whose hidden states are those of the model as far as it is pruned,
-and the *dense* one. A map W that is given x, and in the dense stream x_dense, should put out W x_dense; one that adds
+and the *dense* one. A layer W that is given x, and in the dense stream x_dense, should put out W x_dense; one that adds
 to hidden states should bring their sum to what it is in the dense stream. (Known from quantization: GPTAQ,
 arXiv 2504.02692; Qronos, 2505.11695; LoaQ, 2509.06297.) For that the second moments alone do not do; with them go
 sums over tokens of (x_dense - x)^T x, or of x^T (total_dense - total).
 
-A block is run on the dense stream while its weights are dense; what its maps are given and add to is kept until the
+A block is run on the dense stream while its weights are dense; what its layers are given and add to is kept until the
 block is pruned.
 """
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distprune.calibration.crew import Crew
 from distprune.calibration.order import BlockOrder
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Walk, fitting
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 from distprune.shards import local_of
 
 __all__ = ["DenseSample", "Targets"]
@@ -28,7 +28,7 @@ __all__ = ["DenseSample", "Targets"]
 
 @dataclass
 class DenseSample:
-    """One sample in the dense stream: this rank's features of what a map is given, and the sums it adds to, by map."""
+    """One sample in the dense stream: this rank's features of the layers' inputs, and the sums that layers add to."""
 
     inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)  # and of which tokens
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class DenseSample:
         return sum(kept.values())
 
     def shift(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return x_dense - ``x`` (tokens, features of this rank), float32, of map ``name``.
+        """Return x_dense - ``x`` (tokens, features of this rank), float32, of layer ``name``.
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
@@ -58,7 +58,7 @@ class DenseSample:
         return change
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        """Return total_dense - ``total`` (tokens, out), float32, of map ``name``."""
+        """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""
         dense, total = self.totals[name], local_of(total.detach())
         total = total.reshape(-1, total.shape[-1])
         _check_alike(name, dense, total)
@@ -67,21 +67,21 @@ class DenseSample:
 
 @dataclass
 class Targets:
-    """What the maps of one block are given and add to in the dense stream, by sample; a :class:`Listener`.
+    """What the layers of one block are given and add to in the dense stream, by sample; a :class:`Listener`.
 
     Use: :meth:`begin_sample` before every run of the block. It is kept where the walk keeps hidden states.
     """
 
     walk: Walk
     order: BlockOrder
-    maps: Mapping[str, LinearMap]  # all of the block
-    crew: Crew
+    linears: Mapping[str, LinearLayer]  # all of the block
+    sample_group: SampleGroup
     samples: list[DenseSample] = field(default_factory=list)
 
     @property
-    def adding(self) -> dict[str, LinearMap]:
-        """The maps that add to hidden states."""
-        return {name: linear for name, linear in self.maps.items() if name in self.order.adding}
+    def adding(self) -> dict[str, LinearLayer]:
+        """The layers that add to hidden states."""
+        return {name: linear for name, linear in self.linears.items() if name in self.order.adding}
 
     def begin_sample(self) -> None:
         self.samples.append(DenseSample())
@@ -94,8 +94,8 @@ class Targets:
         if first in inputs:
             inputs[name] = inputs[first][0], tokens
             return
-        num_in = self.maps[name].num_in
-        start, stop = self.crew.features(num_in)
+        num_in = self.linears[name].num_in
+        start, stop = self.sample_group.features(num_in)
         own = local_of(x.detach())
         own = own.reshape(-1, own.shape[-1])
         own = own[:, start:stop] if own.shape[1] == num_in else own

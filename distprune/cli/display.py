@@ -154,7 +154,7 @@ def _show_blocks(pruning: Mapping[str, Any]) -> None:
     columns = ("block", "sparsity", "relative error", *(f"{stage} s" for stage in stages), "rounds", "MiB sent")
     console, table = _console_and_table("blocks", columns)
     for block in blocks:
-        whole = Kind(block["name"], block["maps"])
+        whole = Kind(block["name"], block["layers"])
         error = "" if whole.error is None else f"{whole.error:.4f}"
         table.add_row(whole.name, f"{whole.sparsity:.4%}", error, *costs([block]))
         for kind in kinds_of(block):

@@ -21,17 +21,17 @@ class Kind:
     """One kind of linear map in one block, with what the report has on its maps."""
 
     name: str
-    maps: Sequence[Mapping[str, Any]]
+    layers: Sequence[Mapping[str, Any]]
 
     @property
     def sparsity(self) -> float:
-        num_zeros = sum(int(of_map["num_zeros"]) for of_map in self.maps)
-        return num_zeros / max(sum(int(of_map["num_elements"]) for of_map in self.maps), 1)
+        num_zeros = sum(int(of_layer["num_zeros"]) for of_layer in self.layers)
+        return num_zeros / max(sum(int(of_layer["num_elements"]) for of_layer in self.layers), 1)
 
     @property
     def errors(self) -> tuple[float, ...]:
         """The relative errors, of the maps that have one."""
-        return tuple(of_map["relative_error"] for of_map in self.maps if of_map["relative_error"] is not None)
+        return tuple(of_layer["relative_error"] for of_layer in self.layers if of_layer["relative_error"] is not None)
 
     @property
     def error(self) -> float | None:
@@ -42,10 +42,10 @@ class Kind:
 def kinds_of(block: Mapping[str, Any]) -> list[Kind]:
     """Return the kinds of a block as its report's ``to_dict`` has it, in the order of its maps."""
     by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for of_map in block["maps"]:
-        name = _NUMBER.sub("*", str(of_map["name"]).removeprefix(f"{block['name']}."))
-        by_name.setdefault(name, []).append(of_map)
-    return [Kind(name, maps) for name, maps in by_name.items()]
+    for of_layer in block["layers"]:
+        name = _NUMBER.sub("*", str(of_layer["name"]).removeprefix(f"{block['name']}."))
+        by_name.setdefault(name, []).append(of_layer)
+    return [Kind(name, layers) for name, layers in by_name.items()]
 
 
 def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -62,7 +62,7 @@ def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def mean_error(block: Mapping[str, Any]) -> float | None:
     """Return the mean relative error over the maps of a block."""
-    return Kind(block["name"], block["maps"]).error
+    return Kind(block["name"], block["layers"]).error
 
 
 def by_metric(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models import Kind, find_all_units
+from distprune.models import UnitKind, find_all_units
 from distprune.removal import Kept
 
 __all__ = ["as_text", "by_block", "entries_of", "kept_of", "num_units"]
 
 
-def num_units(model: nn.Module, kinds: Sequence[Kind]) -> dict[tuple[str, Kind, str], int]:
+def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, UnitKind, str], int]:
     """Return how many units there are, by block, kind and place."""
     return {
         (name, kind, units.name): units.num_units
@@ -26,13 +26,13 @@ def num_units(model: nn.Module, kinds: Sequence[Kind]) -> dict[tuple[str, Kind, 
 
 def by_block(kept: Kept) -> dict[str, Kept]:
     """Return what stays of each block, by its name."""
-    found: dict[str, dict[tuple[str, Kind, str], torch.Tensor]] = {}
+    found: dict[str, dict[tuple[str, UnitKind, str], torch.Tensor]] = {}
     for key, units in kept.items():
         found.setdefault(key[0], {})[key] = units
     return dict(found)
 
 
-def entries_of(kept: Kept, num_before: Mapping[tuple[str, Kind, str], int]) -> list[dict[str, Any]]:
+def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) -> list[dict[str, Any]]:
     """Return what stays of one block as the journal and the report have it."""
     return [
         {"kind": key[1], "place": key[2], "num_before": num_before[key], "num": len(of), "units": as_text(of.tolist())}

@@ -69,8 +69,8 @@ def model_card(report: Mapping[str, Any], original: str | None) -> str:
 
 def _of_pruning(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     arguments, pruning = report["arguments"], report["pruning"]
-    maps = [of for block in pruning.get("blocks", ()) for of in block["maps"]] or pruning["parameters"]
-    yield "zeros in the pruned weights", _share(*(sum(int(of[key]) for of in maps) for key in _COUNTS))
+    linears = [of for block in pruning.get("blocks", ()) for of in block["layers"]] or pruning["parameters"]
+    yield "zeros in the pruned weights", _share(*(sum(int(of[key]) for of in linears) for key in _COUNTS))
     yield "method", arguments["method"]
     yield "pattern", pruning["pattern"]
     if pruning.get("allocation") == "gradients":

@@ -4,19 +4,19 @@ from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, oth
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs
 from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
-from distprune.models.linear_maps import UNUSUAL, LinearMap, dense_weights, linear_maps
+from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, linear_layers
 from distprune.models.named_model import model_of_names
-from distprune.models.units import KINDS, Cut, Kind, Units, find_all_units, find_units, head_dim
+from distprune.models.units import UNIT_KINDS, Cut, UnitKind, Units, find_all_units, find_units, head_dim
 from distprune.models.weights import expert_weights, matrix_of_weight
 
 __all__ = [
-    "KINDS",
+    "UNIT_KINDS",
     "UNUSUAL",
     "Cut",
     "Found",
-    "Kind",
-    "LinearMap",
+    "LinearLayer",
     "NamePattern",
+    "UnitKind",
     "Units",
     "bare_model",
     "check_experts",
@@ -32,7 +32,7 @@ __all__ = [
     "find_units",
     "head_dim",
     "keeping_weights",
-    "linear_maps",
+    "linear_layers",
     "matrix_of_weight",
     "model_of_names",
     "other_blocks",

@@ -1,7 +1,7 @@
 """What can be removed from a decoder block, read off its structure: MLP channels, query heads, KV groups, experts.
 
-Nouns: a *unit* is what leaves a model as one: it owns rows of the maps that make it and columns of the map that reads
-it, the *reader*. An MLP channel is one input of the down projection; a head is ``head_dim`` inputs of the output
+Nouns: a *unit* is what leaves a model as one: it owns rows of the layers that make it and columns of the layer that
+reads it, the *reader*. An MLP channel is one input of the down projection; a head is ``head_dim`` inputs of the output
 projection; a *KV group* is a key and value head with the query heads that share it; an expert is its slice of the 3-D
 weights and its row of the router. No table of architectures; but no structure says how a fused projection is laid out:
 
@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.linear_maps import LinearMap, find_routers, linear_maps
+from distprune.models.linear_layers import LinearLayer, find_routers, linear_layers
 from distprune.models.weights import expert_weights
 
-__all__ = ["KINDS", "Cut", "Kind", "Units", "find_all_units", "find_units", "head_dim"]
+__all__ = ["UNIT_KINDS", "Cut", "UnitKind", "Units", "find_all_units", "find_units", "head_dim"]
 
-Kind = Literal["mlp", "heads", "kv_groups", "experts"]
-KINDS: tuple[Kind, ...] = ("mlp", "heads", "kv_groups", "experts")
+UnitKind = Literal["mlp", "heads", "kv_groups", "experts"]
+UNIT_KINDS: tuple[UnitKind, ...] = ("mlp", "heads", "kv_groups", "experts")
 
 _READERS = (
     "down",
@@ -40,7 +40,7 @@ _READERS = (
     "w2",
     "o_proj",
     "dense",
-)  # names of maps that write to hidden states
+)  # names of layers that write to hidden states
 
 _SINKS = "sinks"  # one logit a query head, in GPT-OSS
 
@@ -66,11 +66,11 @@ class Units:
     ``cuts``: every parameter that gets smaller, the reader's weight included. Units compete within ``num_groups``
     groups of equally many consecutive ones (query heads: their KV groups), of each of which equally many stay, and at
     least ``min_kept`` of all (experts: as many as a token goes to).
-    ``reader``: the name of the :class:`LinearMap` whose inputs they are, ``reader_index`` (num_units, width) which of
+    ``reader``: the name of the :class:`LinearLayer` whose inputs they are, ``reader_index`` (num_units, width) which of
     its inputs; none of experts.
     """
 
-    kind: Kind
+    kind: UnitKind
     name: str
     num_units: int
     num_groups: int
@@ -80,28 +80,28 @@ class Units:
     min_kept: int = 1
 
 
-def find_units(block: nn.Module, kind: Kind) -> list[Units]:
+def find_units(block: nn.Module, kind: UnitKind) -> list[Units]:
     """Return all units of ``kind`` in ``block``, by place; none where it has no such layer. Local.
 
     Raises:
         ValueError: no such kind.
         NotImplementedError: it has one, of which units cannot be removed; it names the module and says why.
     """
-    if kind not in KINDS:
-        raise ValueError(f"units are one of {', '.join(KINDS)}, not {kind!r}")
+    if kind not in UNIT_KINDS:
+        raise ValueError(f"units are one of {', '.join(UNIT_KINDS)}, not {kind!r}")
     if kind == "experts":
         return list(_experts(block))
     found = []
-    for path, maps in _by_place(block).items():
-        module = maps[-1].module if maps[-1].expert is not None else block.get_submodule(path)
+    for path, linears in _by_place(block).items():
+        module = linears[-1].module if linears[-1].expert is not None else block.get_submodule(path)
         is_attention = head_dim(module) > 0
         if is_attention == (kind != "mlp"):
-            units = _heads(path, module, maps, kind) if is_attention else _channels(path, module, maps)
+            units = _heads(path, module, linears, kind) if is_attention else _channels(path, module, linears)
             found += [] if units is None else [units]
     return found
 
 
-def find_all_units(model: nn.Module, kind: Kind) -> list[tuple[str, list[Units]]]:
+def find_all_units(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Units]]]:
     """Return (name, units of ``kind``) of every decoder block of ``model``, in order. Local.
 
     Raises:
@@ -122,24 +122,24 @@ def find_all_units(model: nn.Module, kind: Kind) -> list[tuple[str, list[Units]]
     return found
 
 
-def _by_place(block: nn.Module) -> dict[str, list[LinearMap]]:
-    """Return the linear maps by the module that holds them, or by expert, in the order in which they are applied."""
-    found: dict[str, list[LinearMap]] = {}
-    for name, linear in linear_maps(block).items():
+def _by_place(block: nn.Module) -> dict[str, list[LinearLayer]]:
+    """Return the linear layers by the module that holds them, or by expert, in the order in which they are applied."""
+    found: dict[str, list[LinearLayer]] = {}
+    for name, linear in linear_layers(block).items():
         place = name.rpartition(".")[0]
         if linear.expert is not None:
             place = f"{place.rpartition('.')[0]}.{linear.expert}"
         found.setdefault(place, []).append(linear)
-    for maps in found.values():
-        if maps[0].expert is not None:
-            order = expert_weights(maps[0].module)
-            maps.sort(key=lambda linear: order.index(linear.parameter_name))
+    for linears in found.values():
+        if linears[0].expert is not None:
+            order = expert_weights(linears[0].module)
+            linears.sort(key=lambda linear: order.index(linear.parameter_name))
     return found
 
 
-def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units | None:
-    """Return the channels of an MLP: one or two maps, or a fused one, into them, and the last one, which reads them."""
-    *makers, reader = maps
+def _channels(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> Units | None:
+    """Return the channels of an MLP: one or two layers, or a fused one, make them, and the last one reads them."""
+    *makers, reader = linears
     size = reader.num_in
     is_fused = len(makers) == 1 and makers[0].num_out == 2 * size
     if not 1 <= len(makers) <= 2 or not (is_fused or all(maker.num_out == size for maker in makers)):
@@ -149,7 +149,7 @@ def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units 
     reader_name = _last(reader.name) if reader.expert is None else reader.parameter_name
     if reader.num_out == size and not any(part in reader_name for part in _READERS):
         return None  # which one comes last, shapes do not tell
-    if reader.expert is None and not _is_between_elementwise(path, module, maps):
+    if reader.expert is None and not _is_between_elementwise(path, module, linears):
         return None
     channels = torch.arange(size)
     index = channels[:, None]
@@ -159,16 +159,17 @@ def _channels(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> Units 
     return _units("mlp", path, 1, cuts, reader, channels[:, None])
 
 
-def _is_between_elementwise(path: str, module: nn.Module, maps: Sequence[LinearMap]) -> bool:
-    """Return whether nothing but ``maps`` in ``module`` has weights for each channel: no MLP has (Mamba's mixer does).
+def _is_between_elementwise(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> bool:
+    """Return whether nothing but ``linears`` in ``module`` has weights for each channel: no MLP has (Mamba's mixer
+    does).
 
     Raises:
         NotImplementedError: a norm does, over all channels.
     """
-    size, num_out = maps[-1].num_in, maps[-1].num_out
+    size, num_out = linears[-1].num_in, linears[-1].num_out
     if any(size in p.shape for p in module.parameters(recurse=False)):
         return False
-    held = {linear.module for linear in maps}
+    held = {linear.module for linear in linears}
     for name, of in module.named_children():
         is_layer = of in held or any(isinstance(part, nn.Linear) for part in of.modules())  # one beside it
         if is_layer or not any(size in p.shape for p in of.parameters()):
@@ -200,10 +201,10 @@ def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError(f"a {type(module).__name__} mixes gates and ups in an order this library does not know")
 
 
-def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) -> Units | None:
+def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: UnitKind) -> Units | None:
     """Return the query heads of an attention, or its KV groups, which are the same where each has one query head."""
     size = head_dim(module)
-    by_name = {_last(linear.name): linear for linear in maps}
+    by_name = {_last(linear.name): linear for linear in linears}
     letters = {name[0]: linear for name, linear in by_name.items()}
     others = [linear for name, linear in by_name.items() if name[0] not in "qkv"]
     known = set(by_name) - {_last(linear.name) for linear in others}
@@ -211,7 +212,7 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
     if len(others) != 1 or not (known == {"qkv_proj"} or (len(known) == 3 and {"q", "k", "v"} <= letters.keys())):
         if "Attention" not in type(module).__name__:
             return None  # Mamba's mixer, an indexer
-        if len(others) == len(maps) == 2 and maps[0].num_out > maps[1].num_in:
+        if len(others) == len(linears) == 2 and linears[0].num_out > linears[1].num_in:
             raise refused(
                 f"its heads, of hidden_size / num_heads features, are fused in {next(iter(by_name))!r}: no "
                 "configuration of its class has fewer heads of that size"
@@ -226,7 +227,7 @@ def _heads(path: str, module: nn.Module, maps: Sequence[LinearMap], kind: Kind) 
     if num_left or num_heads % num_kv or [m.num_out for m in makers] not in ([sum(rows)], rows):
         shapes = ", ".join(f"{name} {linear.num_in} to {linear.num_out}" for name, linear in by_name.items())
         raise refused(f"heads of {size} do not make up its projections ({shapes})")
-    own = {id(p) for linear in maps for p in linear.module.parameters(recurse=False)}
+    own = {id(p) for linear in linears for p in linear.module.parameters(recurse=False)}
     for name, parameter in module.named_parameters():
         is_of_a_head = "." in name and set(parameter.shape) <= {1, size}  # a norm of queries or keys
         if id(parameter) not in own and not is_of_a_head and name != _SINKS:
@@ -275,8 +276,8 @@ def _experts(block: nn.Module) -> Iterator[Units]:
         yield Units("experts", path, num, num_groups, tuple(cuts), None, None, min_kept)
 
 
-def _row_cuts(linear: LinearMap, index: torch.Tensor) -> list[Cut]:
-    """Return the cuts of the outputs ``index`` of a map: of its weight and of its bias."""
+def _row_cuts(linear: LinearLayer, index: torch.Tensor) -> list[Cut]:
+    """Return the cuts of the outputs ``index`` of a layer: of its weight and of its bias."""
     is_sliced = linear.expert is not None
     cuts = [Cut(linear.parameter_path, is_sliced + linear.transposed, index, linear.expert)]
     bias = f"{linear.parameter_name}_bias" if is_sliced else "bias"
@@ -286,7 +287,9 @@ def _row_cuts(linear: LinearMap, index: torch.Tensor) -> list[Cut]:
     return cuts
 
 
-def _units(kind: Kind, path: str, num_groups: int, cuts: Sequence[Cut], reader: LinearMap, read: torch.Tensor) -> Units:
+def _units(
+    kind: UnitKind, path: str, num_groups: int, cuts: Sequence[Cut], reader: LinearLayer, read: torch.Tensor
+) -> Units:
     dim = (reader.expert is not None) + (not reader.transposed)
     reader_cut = Cut(reader.parameter_path, dim, read, reader.expert)
     return Units(kind, path, len(read), num_groups, (*cuts, reader_cut), reader.name, read)

@@ -1,9 +1,9 @@
-"""Sparsity where it costs least: a share for each linear map, from one backward pass over the dense model.
+"""Sparsity where it costs least: a share for each linear layer, from one backward pass over the dense model.
 
 Zeroing weight W_ij changes output i by W_ij x_j, which the loss feels as r_i W_ij^2 H_jj to second order: r_i is the
-sum over tokens of the squared gradient of output i, H_jj that of the squares of input j. Weights of all maps compete by
-that, and how many of each map fall below the one threshold is its share. Which of them go is not settled here: a solver
-chooses within each row.
+sum over tokens of the squared gradient of output i, H_jj that of the squares of input j. Weights of all layers compete
+by that, and how many of each layer fall below the one threshold is its share. Which of them go is not settled here: a
+solver chooses within each row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, find_crew, measure_sensitivities, own_samples
+from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities, own_samples
 from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
-from distprune.models import Found, LinearMap, decoder_blocks
-from distprune.oneshot.plan import Plan, make_plan
+from distprune.models import Found, LinearLayer, decoder_blocks
+from distprune.oneshot.plan import OneShotPlan, make_plan
 from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.scores import Elements, LocalScores, Score
@@ -42,11 +42,12 @@ def allocate(
     group: Group = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Return a sparsity for each linear map in the decoder blocks of ``model``, ``sparsity`` over all of them together.
+    """Return a sparsity for each linear layer in the decoder blocks of ``model``, ``sparsity`` over all of them
+    together.
 
     To be given to :func:`distprune.prune_blocks` as ``sparsity``, before anything is pruned. Each share is a whole
     number of weights of each row. What it then prunes by rows is ``round(sparsity * all weights)``, to within half the
-    rows of the smallest map. A map that no token reached (an expert that nothing was routed to) has ``sparsity``.
+    rows of the smallest layer. A layer that no token reached (an expert that nothing was routed to) has ``sparsity``.
 
     Args:
         model, samples, group: as of :func:`distprune.prune_blocks`; samples of two tokens or more.
@@ -56,18 +57,19 @@ def allocate(
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one sample
     between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 5
-    (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its maps,
-    and a choice by :class:`distprune.Unstructured` over all maps, with 1 round of 8 bytes a map, until no share is out
+    (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its layers,
+    and a choice by :class:`distprune.Unstructured` over all layers, with 1 round of 8 bytes a layer, until no share is
+    out
     of bounds: 3 or 4 times as a rule.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
-            shares within bounds meet; NaN or Inf in the loss or in gradients, with the sample and the map.
+            shares within bounds meet; NaN or Inf in the loss or in gradients, with the sample and the layer.
         RuntimeError: on every rank: a forward that changes the model's own weights.
     """
     comm = communicator(group)
 
-    def look() -> tuple[Found, Facts, Score, Plan]:
+    def look() -> tuple[Found, Facts, Score, OneShotPlan]:
         if not isinstance(sparsity, float):
             raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
         plan = make_plan(model, samples, "magnitude", PerRow(sparsity), None, None)
@@ -82,33 +84,33 @@ def allocate(
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     blocks = [
-        (block, {f"{prefix}.{name}": linear for name, linear in of_block.maps.items()})
-        for (prefix, block), of_block in zip(decoder_blocks(model), plan.maps, strict=True)
+        (block, {f"{prefix}.{name}": linear for name, linear in of_block.linears.items()})
+        for (prefix, block), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
     ]
-    crew = find_crew(comm, plan.axis)
+    sample_group = find_sample_group(comm, plan.axis)
     with together(comm):
-        mine = own_samples(crew, model, samples)
-    found = measure_sensitivities(comm, crew, model, blocks, mine, progress)
+        mine = own_samples(sample_group, model, samples)
+    found = measure_sensitivities(comm, sample_group, model, blocks, mine, progress)
     by_parameter = {shard.name: shard for shard in shards}
-    maps: dict[str, _Map] = {}
+    linears: dict[str, _Map] = {}
     for (prefix, _), (_, of_block) in zip(decoder_blocks(model), blocks, strict=True):
         for name, linear in of_block.items():
-            maps[name] = _Map(name, linear, by_parameter[f"{prefix}.{linear.parameter_path}"], found[name])
+            linears[name] = _Map(name, linear, by_parameter[f"{prefix}.{linear.parameter_path}"], found[name])
 
-    uniform = {name: round(sparsity * of.linear.num_in) for name, of in maps.items()}
-    bounds = {name: _bounds(of.linear.num_in, sparsity, max_difference) for name, of in maps.items()}
-    bounds |= {name: (uniform[name], uniform[name]) for name, of in maps.items() if not of.found.inputs.any()}
-    num_out = {name: of.linear.num_out for name, of in maps.items()}
-    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in maps.values()))
+    uniform = {name: round(sparsity * of.linear.num_in) for name, of in linears.items()}
+    bounds = {name: _bounds(of.linear.num_in, sparsity, max_difference) for name, of in linears.items()}
+    bounds |= {name: (uniform[name], uniform[name]) for name, of in linears.items() if not of.found.inputs.any()}
+    num_out = {name: of.linear.num_out for name, of in linears.items()}
+    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in linears.values()))
 
     def choose(names: Sequence[str], num: int) -> dict[str, int]:
-        return _num_lowest(comm, [maps[name] for name in names], num)
+        return _num_lowest(comm, [linears[name] for name in names], num)
 
     counts = fill_budget(
         {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()}, budget, choose
     )
     rows = whole_rows_of(counts, num_out, bounds, budget)
-    return {name: num / maps[name].linear.num_in for name, num in rows.items()}
+    return {name: num / linears[name].linear.num_in for name, num in rows.items()}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
@@ -154,9 +156,9 @@ def fill_budget(
 def whole_rows_of(
     counts: Mapping[str, int], num_out: Mapping[str, int], bounds: Mapping[str, Bounds], budget: int
 ) -> dict[str, int]:
-    """Return how many weights go of each row of each map, ``counts`` weights of the map before rounding.
+    """Return how many weights go of each row of each layer, ``counts`` weights of the layer before rounding.
 
-    They are rounded down or up, up where the most was lost, so that ``budget`` is met but for half the rows of a map.
+    They are rounded down or up, up where the most was lost, so that ``budget`` is met but for half the rows of a layer.
     """
     rows = {name: count // num_out[name] for name, count in counts.items()}
     left = budget - sum(rows[name] * num_out[name] for name in rows)
@@ -176,10 +178,10 @@ def whole_rows_of(
 
 @dataclass(frozen=True)
 class _Map:
-    """A linear map, the part of its parameter on this rank, and what the backward pass found."""
+    """A linear layer, the part of its parameter on this rank, and what the backward pass found."""
 
     name: str
-    linear: LinearMap
+    linear: LinearLayer
     parameter: LocalShard
     found: Sensitivity
 
@@ -223,15 +225,15 @@ class _Cost(Score):
 _COST = _Cost()
 
 
-def _num_lowest(comm: Communicator, maps: Sequence[_Map], num: int) -> dict[str, int]:
-    """Return how many weights of each of ``maps`` are among the ``num`` lowest of all. Every rank must call it."""
-    roster = roster_of_one(comm, [of.member() for of in maps])
-    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in maps], checks=False)
+def _num_lowest(comm: Communicator, linears: Sequence[_Map], num: int) -> dict[str, int]:
+    """Return how many weights of each of ``linears`` are among the ``num`` lowest of all. Every rank must call it."""
+    roster = roster_of_one(comm, [of.member() for of in linears])
+    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in linears], checks=False)
     choice = Unstructured(num).choose(ranked)
 
     def count(words: torch.Tensor) -> None:
         for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.settle(), strict=True)):
             words[i] = chosen.num_pruned if scores.shard.owned else 0
 
-    counts = sum_together(comm, (len(maps),), count).tolist()
-    return dict(zip([of.name for of in maps], counts, strict=True))
+    counts = sum_together(comm, (len(linears),), count).tolist()
+    return dict(zip([of.name for of in linears], counts, strict=True))

@@ -15,10 +15,10 @@ import torch
 
 from distprune.calibration import (
     BlockOrder,
-    Crew,
     InputStatistics,
     Moments,
     MomentsOf,
+    SampleGroup,
     StageDone,
     Targets,
     Walk,
@@ -26,28 +26,28 @@ from distprune.calibration import (
     listening,
 )
 from distprune.collectives import Communicator, together
-from distprune.models import LinearMap, linear_maps
-from distprune.oneshot.block_maps import BlockMaps, unreached
+from distprune.models import LinearLayer, linear_layers
+from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import Outcome
-from distprune.oneshot.report import BlockReport, MapReport
+from distprune.oneshot.report import BlockReport, LayerReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 
-__all__ = ["BlockPruner", "Manner", "Settle"]
+__all__ = ["BlockPruner", "Settle", "WalkOptions"]
 
-_HEALING = Aim(share=1.0, damping=1.0)  # what one map can make up for whole layers overfits with less
+_HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole layers overfits with less
 
 
 @dataclass(frozen=True)
-class Manner:
+class WalkOptions:
     """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream.
 
-    The maps ``towards_own``, by their names in the model, have no targets.
+    The layers ``towards_own``, by their names in the model, have no targets.
     """
 
-    needs: MomentsOf  # of what maps are given, where there are no targets
-    by_map: bool  # maps in the order they run, each given what is left of those before
+    needs: MomentsOf  # of what layers are given, where there are no targets
+    by_layer: bool  # layers in the order they run, each given what is left of those before
     target_share: float
     needs_sums: bool = False
     towards_own: Set[str] = frozenset()
@@ -58,9 +58,9 @@ class Manner:
 
 
 class Settle(Protocol):
-    """Prunes the rows of maps that are pruned at once, and says what became of them; ``moments`` are used up.
+    """Prunes the rows of layers that are pruned at once, and says what became of them; ``moments`` are used up.
 
-    Every rank calls it; the rows are this rank's, by the map's name in the block.
+    Every rank calls it; the rows are this rank's, by the layer's name in the block.
     """
 
     def __call__(
@@ -69,29 +69,29 @@ class Settle(Protocol):
 
 
 class BlockPruner:
-    """Has ``settle`` prune ``maps`` of the blocks of a walk, in turn. ``owned``: which parameters this rank counts.
+    """Has ``settle`` prune ``linears`` of the blocks of a walk, in turn. ``owned``: which parameters this rank counts.
 
     Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off. Blocks
-    in ``skipped`` are passed over by all but the dense stream; ``healed`` names the map of a block before them whose
+    in ``skipped`` are passed over by all but the dense stream; ``healed`` names the layer of a block before them whose
     target is what the dense stream is behind them.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        crew: Crew,
+        sample_group: SampleGroup,
         walk: Walk,
         num_counted: int,
-        manner: Manner,
-        maps: Sequence[BlockMaps],
+        options: WalkOptions,
+        linears: Sequence[BlockLayers],
         owned: Mapping[str, bool],
         settle: Settle,
         skipped: Set[int] = frozenset(),
         healed: Mapping[int, str] | None = None,
     ) -> None:
-        self._comm, self._crew, self._walk, self._num_counted = comm, crew, walk, num_counted
-        self._manner, self._maps, self._owned, self._settle = manner, maps, owned, settle
-        self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's maps
+        self._comm, self._sample_group, self._walk, self._num_counted = comm, sample_group, walk, num_counted
+        self._options, self._linears, self._owned, self._settle = options, linears, owned, settle
+        self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's layers
         kept = [index for index in range(len(walk.blocks)) if index not in skipped]
         self._next, self._healed = dict(pairwise([*kept, len(walk.blocks)])), healed or {}
         self._num_dense = 0  # blocks that the dense stream is behind
@@ -103,18 +103,18 @@ class BlockPruner:
 
     def prune(self, index: int) -> BlockReport:
         """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
-        comm, walk, manner = self._comm, self._walk, self._manner
+        comm, walk, options = self._comm, self._walk, self._options
         traffic = comm.traffic.copy()
         seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
         clock = partial(_clock, seconds)
-        name, maps, dense = walk.blocks[index][0], self._maps[index].maps, dict(self._maps[index].dense)
+        name, linears, dense = walk.blocks[index][0], self._linears[index].linears, dict(self._linears[index].dense)
         with clock("forward"):
-            order = self._order(index, maps)
-            targets = self._dense_pass(index, maps, order) if manner.has_targets else None
+            order = self._order(index, linears)
+            targets = self._dense_pass(index, linears, order) if options.has_targets else None
         totals: dict[str, Outcome] = {}
         num_tokens: dict[str, int] = {}
         for stage in order.stages:
-            some = {of_map: maps[of_map] for of_map in stage}
+            some = {of_layer: linears[of_layer] for of_layer in stage}
             with clock("forward"):
                 statistics = self._run(index, some, order, targets)
             with clock("reduce"):
@@ -124,11 +124,12 @@ class BlockPruner:
                     raise type(error)(f"block {name!r}: {error}") from error
             unseen = unreached(name, some, moments)
             dense |= {linear.parameter_path: reason for linear, reason in unseen.values()}
-            some = {of_map: linear for of_map, linear in some.items() if of_map not in unseen}
+            some = {of_layer: linear for of_layer, linear in some.items() if of_layer not in unseen}
             moments = [m for m in moments if m.names[0] in some]
-            num_tokens |= {of_map: m.num_tokens for m in moments for of_map in m.names}
+            num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
             owned = {linear.parameter_path for linear in some.values()}
-            aim = Aim(0.0 if any(f"{name}.{of_map}" in manner.towards_own for of_map in some) else manner.target_share)
+            is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in some)
+            aim = Aim(0.0 if is_own else options.target_share)
             if self._heals(index, order) in some:
                 aim = _HEALING
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
@@ -140,10 +141,10 @@ class BlockPruner:
                 walk.advance(index, comm)
         used = comm.traffic - traffic
         reports = []
-        for of_map in (of_map for of_map in maps if of_map in totals):
-            of, numel = totals[of_map], maps[of_map].num_out * maps[of_map].num_in
-            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_map])
-            reports.append(MapReport(f"{name}.{of_map}", *counts))
+        for of_layer in (of_layer for of_layer in linears if of_layer in totals):
+            of, numel = totals[of_layer], linears[of_layer].num_out * linears[of_layer].num_in
+            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_layer])
+            reports.append(LayerReport(f"{name}.{of_layer}", *counts))
         dense = {f"{name}.{path}": reason for path, reason in dense.items()}
         return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
 
@@ -165,22 +166,22 @@ class BlockPruner:
             walk.advance(index, comm)
         return True
 
-    def _order(self, index: int, maps: Mapping[str, LinearMap]) -> BlockOrder:
-        if not (self._manner.by_map or self._manner.has_targets):
-            return BlockOrder((tuple(maps),), frozenset(), frozenset(), frozenset())
-        everything = linear_maps(self._walk.blocks[index][1])
-        names = tuple(maps), tuple(everything)
+    def _order(self, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
+        if not (self._options.by_layer or self._options.has_targets):
+            return BlockOrder((tuple(linears),), frozenset(), frozenset(), frozenset())
+        everything = linear_layers(self._walk.blocks[index][1])
+        names = tuple(linears), tuple(everything)
         if names not in self._orders:  # blocks are alike
-            order = learn_order(self._comm, self._walk, index, everything).of(maps)
-            self._orders[names] = order if self._manner.by_map else order.at_once()
+            order = learn_order(self._comm, self._walk, index, everything).of(linears)
+            self._orders[names] = order if self._options.by_layer else order.at_once()
         return self._orders[names]
 
-    def _dense_pass(self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder) -> Targets:
+    def _dense_pass(self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder) -> Targets:
         """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
         walk = self._walk
         self._advance_dense(index)
-        targets = Targets(walk, order, linear_maps(walk.blocks[index][1]), self._crew)
-        with listening(maps, targets, targets.adding):
+        targets = Targets(walk, order, linear_layers(walk.blocks[index][1]), self._sample_group)
+        with listening(linears, targets, targets.adding):
             walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
         self._num_dense = index + 1
         self._advance_dense(self._next[index])
@@ -188,33 +189,34 @@ class BlockPruner:
             for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
                 of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
         elif index in self._healed:
-            name, of_map = walk.blocks[index][0], self._healed[index]
+            name, of_layer = walk.blocks[index][0], self._healed[index]
             warnings.warn(
-                f"'{name}.{of_map}' cannot make up for the blocks behind it: what it puts out is not added to hidden "
+                f"'{name}.{of_layer}' cannot make up for the blocks behind it: what it puts out is not added to hidden "
                 "states as it is",
                 stacklevel=2,
             )
         return targets
 
     def _heals(self, index: int, order: BlockOrder) -> str | None:
-        """Return the map of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
+        """Return the layer of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
         healed = self._healed.get(index)
         return healed if healed in order.adding else None
 
     def _advance_dense(self, stop: int) -> None:
         """Run the blocks up to ``stop``, which are dense, on the dense stream, if there is one."""
-        while self._manner.has_targets and self._num_dense < stop:
+        while self._options.has_targets and self._num_dense < stop:
             self._walk.advance(self._num_dense, self._comm, dense=True)
             self._num_dense += 1
 
     def _run(
-        self, index: int, maps: Mapping[str, LinearMap], order: BlockOrder, targets: Targets | None
+        self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder, targets: Targets | None
     ) -> InputStatistics:
-        """Run block ``index``, as far as ``maps`` ask for, on all samples, and return what they are given."""
-        awaited = maps if order.called_once.issuperset(maps) else ()
-        manner = self._manner
-        needs = "pairs" if manner.has_targets else manner.needs
-        statistics = InputStatistics(maps, needs, self._crew, self._comm, targets, awaited, manner.needs_sums)
+        """Run block ``index``, as far as ``linears`` ask for, on all samples, and return what they are given."""
+        awaited = linears if order.called_once.issuperset(linears) else ()
+        options = self._options
+        needs = "pairs" if options.has_targets else options.needs
+        sums = options.needs_sums
+        statistics = InputStatistics(linears, needs, self._sample_group, self._comm, targets, awaited, sums)
         with statistics.listening(), self._walk.block(index) as run:
             for sample in range(self._walk.num_samples):
                 statistics.begin_sample(counts=sample < self._num_counted)

@@ -1,8 +1,8 @@
 """Runs a solver over the ranks: places rows, sends what they need, lets scores compete, and sums what was done.
 
-Rows whose input has a home (see :mod:`distprune.calibration.homes`) are solved there, input after input. Rows whose
+Rows whose input has a owner (see :mod:`distprune.calibration.owners`) are solved there, input after input. Rows whose
 input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
-What they need of their input is prepared by its home, where there are several; a single one by every rank.
+What they need of their input is prepared by its owner, where there are several; a single one by every rank.
 What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
 """
 
@@ -48,7 +48,7 @@ def prune_rows(
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
-    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have homes, those of
+    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
     ``move_rows`` and its ``back()``; where several are spread, or the solver decides, 1 of 64 bytes and 1 for each of
     what is prepared for them; 2 before (see ``sum_gram``) where the solver needs W^T W; and for each stage one choice
     of ``pattern`` for all of them.
@@ -57,20 +57,20 @@ def prune_rows(
         ValueError: on every rank: new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    at_home = [m for m in moments if not m.home.spread]
-    spread = [m for m in moments if m.home.spread]
+    at_owner = [m for m in moments if not m.owner.spread]
+    spread = [m for m in moments if m.owner.spread]
     moments.clear()
     moved = None
-    if at_home:
+    if at_owner:
         with clock("sweep"):
-            moved = move_rows(comm, rows, {name: m.home.rank for m in at_home for name in m.names})
+            moved = move_rows(comm, rows, {name: m.owner.rank for m in at_owner for name in m.names})
             rows = moved.rows
     error = None if moved is None else moved.error
     work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=error)
-    at_home = [m for m in at_home if m.home.rank == comm.rank]
+    at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
     with work.keeping_error():
-        while at_home and work.error is None:  # what is done with is let go of
-            work.solve(Alone(), [work.prepared(work.with_gram(Alone(), work.moved(at_home.pop(0))))])
+        while at_owner and work.error is None:  # what is done with is let go of
+            work.solve(Alone(), [work.prepared(work.with_gram(Alone(), work.moved(at_owner.pop(0))))])
         for i, m in enumerate(spread):
             spread[i] = work.moved(m)
     spread = [work.with_gram(comm, m) for m in spread]
@@ -123,7 +123,7 @@ class _Work:
     def task(self, m: Moments) -> _Task:
         """Return what is to be done with the layers of ``m``."""
         rows = {name: self.rows[name] for name in m.names}
-        return _Task(rows, m.home.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern))
+        return _Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern))
 
     def prepared(self, m: Moments) -> _Task:
         """Return the task of ``m`` with what the solver makes of it."""
@@ -142,7 +142,7 @@ class _Work:
             packed += [torch.empty(numel) for numel in sizes if sends]
             for i, task in enumerate(tasks):
                 m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
-                if self.error is None and (task.home == self.rank or not sends):
+                if self.error is None and (task.owner == self.rank or not sends):
                     tasks[i] = self.prepared(m)
                     if sends:
                         packed[i] = self.solver.pack(tasks[i].prepared)
@@ -151,11 +151,11 @@ class _Work:
         with self.clock("factor"):
             agree(comm, {}, self.error)
             for i, task in enumerate(tasks):
-                packed[i] = broadcast_tensor(comm, packed[i], task.home)
+                packed[i] = broadcast_tensor(comm, packed[i], task.owner)
             with self.keeping_error():
                 for task in tasks:
                     values = packed.pop(0)
-                    if task.home != self.rank:
+                    if task.owner != self.rank:
                         task.prepared = self.solver.unpack(values.to(task.first.weight.device), task.first)
         return tasks
 
@@ -178,7 +178,7 @@ class _Work:
                     self._apply(some, stage, choice)
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
-                    self._note(task.pruning.finish(), task.home == self.rank)
+                    self._note(task.pruning.finish(), task.owner == self.rank)
 
     def _scores(self, tasks: Sequence[_Task], stage: int) -> list[LocalScores]:
         """Return the scores of all layers of ``tasks``, or raise the error kept, on all ranks."""
@@ -201,10 +201,11 @@ class _Work:
         except Exception as error:
             self.error = self.error or error
 
-    def _note(self, solved: Mapping[str, Solved], is_home: bool) -> None:
+    def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
         for name, of in solved.items():
             rows, outcome = self.rows[name], self.outcomes[name]
-            outcome.num_pruned, outcome.error, outcome.damping = of.num_pruned, of.error, of.damping if is_home else 0.0
+            outcome.num_pruned, outcome.error = of.num_pruned, of.error
+            outcome.damping = of.damping if is_owner else 0.0
             outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
             if not all_finite(rows.weight):
                 raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
@@ -222,7 +223,7 @@ class _Task:
     """Layers that share an input. ``prepared`` and ``pruning`` are the solver's, and missing after an error."""
 
     rows: Mapping[str, Rows]
-    home: int
+    owner: int
     stages: Sequence[Stage]
     prepared: Any = None
     pruning: Any = None

@@ -1,4 +1,4 @@
-"""All rows of a map on one rank, for as long as it works on them."""
+"""All rows of a layer on one rank, for as long as it works on them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["MovedRows", "move_rows"]
 
 @dataclass(frozen=True)
 class _Move:
-    """One map's way to its ``home``. ``runs``: of every rank, before; ``sources``: ranks whose rows the home lacks."""
+    """One layer's way to its ``owner``, who lacks the rows of ``sources``; ``runs``: of every rank, before."""
 
-    home: int
+    owner: int
     runs: list[Runs]
     sources: list[int]
     row_bytes: int
@@ -29,7 +29,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class MovedRows:
-    """``rows`` of every map behind :func:`move_rows`; :meth:`back` ends it. ``error``: what kept rows from arriving."""
+    """``rows`` of every layer after :func:`move_rows`; :meth:`back` ends it. ``error``: why rows did not arrive."""
 
     rows: dict[str, Rows]
     error: Exception | None
@@ -40,14 +40,14 @@ class MovedRows:
     def back(self) -> None:
         """Write the rows back to where they came from, to replicas too.
 
-        Every rank must call it: two rounds, in one of which a home hands over what it has for the other ranks.
+        Every rank must call it: two rounds, in one of which a owner hands over what it has for the other ranks.
         """
         comm, moves = self._comm, self._moves
-        ranks, here = range(comm.size), [name for name, move in moves.items() if move.home == comm.rank]
+        ranks, here = range(comm.size), [name for name, move in moves.items() if move.owner == comm.rank]
         going = [here if to != comm.rank else [] for to in ranks]
-        coming = [[n for n, move in moves.items() if move.home == home != comm.rank] for home in ranks]
+        coming = [[n for n, move in moves.items() if move.owner == owner != comm.rank] for owner in ranks]
         sent = [sum(moves[name].size(to) for name in going[to]) for to in ranks]
-        arriving = [sum(moves[name].size(comm.rank) for name in coming[home]) for home in ranks]
+        arriving = [sum(moves[name].size(comm.rank) for name in coming[owner]) for owner in ranks]
 
         def make() -> list[torch.Tensor]:
             return [
@@ -64,36 +64,36 @@ class MovedRows:
                 _write(piece, [self._before[name].weight for name in names])
 
 
-def move_rows(comm: Communicator, rows: Mapping[str, Rows], home: Mapping[str, int]) -> MovedRows:
-    """Return ``rows`` with all of map ``name`` on rank ``home[name]``, which counts them, and none of it elsewhere.
+def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, int]) -> MovedRows:
+    """Return ``rows`` with all of layer ``name`` on rank ``owner[name]``, which counts them, and none of it elsewhere.
 
-    Maps without a home stay as they are. What is written into rows that moved is in ``rows``, wherever they
-    are held, after ``back()``. Every rank must call it, with the same homes: 3 rounds, two of a few bytes for
-    each rank and map and one in which a rank hands over at most what it holds.
+    Layers without a owner stay as they are. What is written into rows that moved is in ``rows``, wherever they
+    are held, after ``back()``. Every rank must call it, with the same owners: 3 rounds, two of a few bytes for
+    each rank and layer and one in which a rank hands over at most what it holds.
     """
-    held = comm.gather([[rows[name].runs, rows[name].owned] for name in home])
+    held = comm.gather([[rows[name].runs, rows[name].owned] for name in owner])
     found, moves = dict(rows), {}
-    for i, (name, to) in enumerate(home.items()):
+    for i, (name, to) in enumerate(owner.items()):
         runs = [tuple((start, stop) for start, stop in of_rank[i][0]) for of_rank in held]
-        # Nothing has to come of what the home holds itself, a replica as it may be.
+        # Nothing has to come of what the owner holds itself, a replica as it may be.
         sources = [rank for rank in range(comm.size) if held[rank][i][1] and runs[rank] != runs[to]]
         moves[name] = _Move(to, runs, sources, rows[name].num_in * rows[name].weight.element_size())
     ranks = range(comm.size)
-    going = [[n for n, move in moves.items() if move.home == to and comm.rank in move.sources] for to in ranks]
-    coming = [[n for n, move in moves.items() if move.home == comm.rank and rank in move.sources] for rank in ranks]
+    going = [[n for n, move in moves.items() if move.owner == to and comm.rank in move.sources] for to in ranks]
+    coming = [[n for n, move in moves.items() if move.owner == comm.rank and rank in move.sources] for rank in ranks]
     sent = [sum(moves[name].size(comm.rank) for name in names) for names in going]
     arriving = [sum(moves[name].size(rank) for name in coming[rank]) for rank in ranks]
 
     def make() -> list[torch.Tensor]:
         for name, move in moves.items():
             before, runs = rows[name], move.runs[comm.rank]
-            whole, is_home = before.weight, comm.rank == move.home
-            if not is_home:
+            whole, is_owner = before.weight, comm.rank == move.owner
+            if not is_owner:
                 whole = whole.new_empty((0, before.num_in))
             elif move.sources:
                 whole = whole.new_empty((before.num_out, before.num_in))
                 _copy(_at(whole, runs), _split(before.weight, runs))
-            found[name] = Rows(whole, ((0, before.num_out),) if is_home else (), before.num_out, is_home, before.name)
+            found[name] = Rows(whole, ((0, before.num_out),) if is_owner else (), before.num_out, is_owner, before.name)
         return [_joined([rows[name].weight for name in names]) for names in going]
 
     error: Exception | None = None

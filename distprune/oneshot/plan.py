@@ -12,10 +12,10 @@ from torch import nn
 
 from distprune.calibration import Axis, check_fit, shared_axis
 from distprune.masks import reset_forward
-from distprune.models import LinearMap, check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models import LinearLayer, check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
-from distprune.oneshot.block import Manner
-from distprune.oneshot.block_maps import BlockMaps, find_maps
+from distprune.oneshot.block import WalkOptions
+from distprune.oneshot.block_layers import BlockLayers, find_layers
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
@@ -24,20 +24,20 @@ from distprune.pruning.agreement import check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, find_flat_parts, local_shard
 
-__all__ = ["OneShotMethod", "Plan", "Sequential", "TargetsOf", "make_manner", "make_plan", "updates_weights"]
+__all__ = ["OneShotMethod", "OneShotPlan", "Sequential", "TargetsOf", "make_plan", "updates_weights", "walk_options"]
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
-Sequential = Literal["block", "map"]
+Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class OneShotPlan:
     """What a call comes to, before anything has changed or was communicated."""
 
     solver: Solver[Any]
     pattern: Pattern
-    maps: list[BlockMaps]  # of each block
+    linears: list[BlockLayers]  # of each block
     shards: list[LocalShard]  # every parameter's part on this rank
     axis: Axis | None
     facts: dict[str, str]  # what ranks must agree on
@@ -79,7 +79,7 @@ def make_plan(
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None,
     seed: int | None,
-) -> Plan:
+) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
     solver = solver_of(method, seed)
@@ -87,17 +87,17 @@ def make_plan(
     pattern = pattern.within("tensor") if pattern.has_scope else pattern
     check_samples(model, samples)
     blocks = blocks_to_walk(model)
-    of_blocks = find_maps(blocks, pattern)
-    maps: dict[str, LinearMap] = {}
-    parameters: dict[str, str] = {}  # by the name of the linear map
+    of_blocks = find_layers(blocks, pattern)
+    linears: dict[str, LinearLayer] = {}
+    parameters: dict[str, str] = {}  # by the name of the linear layer
     for (block_name, _), of_block in zip(blocks, of_blocks, strict=True):
-        maps |= {f"{block_name}.{name}": linear for name, linear in of_block.maps.items()}
-        parameters |= {f"{block_name}.{n}": f"{block_name}.{of.parameter_path}" for n, of in of_block.maps.items()}
-    pattern = pattern.with_shares(  # of linear maps, by their own names or those of their parameters
+        linears |= {f"{block_name}.{name}": linear for name, linear in of_block.linears.items()}
+        parameters |= {f"{block_name}.{n}": f"{block_name}.{of.parameter_path}" for n, of in of_block.linears.items()}
+    pattern = pattern.with_shares(  # of linear layers, by their own names or those of their parameters
         lambda shares: {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
     )
     shards: dict[str, LocalShard] = {}
-    for name, linear in maps.items():
+    for name, linear in linears.items():
         solver.stages(linear.num_in, pattern)
         if parameters[name] not in shards:
             shards[parameters[name]] = local_shard(parameters[name], linear.parameter)
@@ -107,7 +107,7 @@ def make_plan(
         "seed": repr(seed),
         "samples": samples_digest(samples),
     }
-    return Plan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
+    return OneShotPlan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
 
 
 def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
@@ -115,23 +115,23 @@ def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
     return method in ("admm", "sparsegpt") or targets == "dense"
 
 
-def make_manner(
-    plan: Plan,
+def walk_options(
+    plan: OneShotPlan,
     method: OneShotMethod | Score | Solver[Any],
     sequential: Sequential | None,
     targets: TargetsOf | None,
     target_share: float,
-) -> Manner:
+) -> WalkOptions:
     is_admm = method == "admm" or isinstance(method, ADMM)
-    sequential = sequential or ("map" if is_admm else "block")
+    sequential = sequential or ("layer" if is_admm else "block")
     targets = targets or ("dense" if is_admm else "own")
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
-    return Manner(plan.solver.needs, sequential == "map", check_share(targets, target_share))
+    return WalkOptions(plan.solver.needs, sequential == "layer", check_targets(targets, target_share))
 
 
-def check_share(targets: TargetsOf, target_share: float) -> float:
-    """Return the share of the way to ``targets``, 0 where they are maps' own.
+def check_targets(targets: TargetsOf, target_share: float) -> float:
+    """Return the share of the way to ``targets``, 0 where they are layers' own.
 
     Raises:
         ValueError, TypeError: no such targets, or no share.

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import Walk, find_crew
+from distprune.calibration import Walk, find_sample_group
 from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
-from distprune.oneshot.block import BlockPruner, Manner
+from distprune.oneshot.block import BlockPruner, WalkOptions
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import OneShotMethod, Plan, Sequential, TargetsOf, make_manner, make_plan
+from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan, walk_options
 from distprune.oneshot.report import OneShotReport
 from distprune.oneshot.run_blocks import Finished, Meter, OnBlock, run_blocks
 from distprune.oneshot.solver import Solver
@@ -69,9 +69,9 @@ def prune_blocks(
             :func:`distprune.erk` gives them.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
-        sequential: ``"block"``: all layers of a block are pruned at once, as Wanda and SparseGPT do; ``"map"``: one
+        sequential: ``"block"``: all layers of a block are pruned at once, as Wanda and SparseGPT do; ``"layer"``: one
             after the other in the order they run, by what they are given once those before are pruned. Default:
-            ``"map"`` for ``"admm"``, ``"block"`` for the others.
+            ``"layer"`` for ``"admm"``, ``"block"`` for the others.
         targets: what layers are to put out: ``"own"``, what their weights make of what they are given; or ``"dense"``,
             what the model before pruning put out, to which the weights are moved part of the way before any goes
             (see ``oneshot.retarget``). Default: ``"dense"`` for ``"admm"``, ``"own"`` for the others.
@@ -93,7 +93,7 @@ def prune_blocks(
     FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of block, to learn in which order
     it runs its layers, where that is asked for; for a block 1, with dense targets 2, with ``on_block`` 1 more; and for
     the layers that are pruned at once those of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
-    Under tensor parallelism inputs of row-wise maps are gathered, one round a sample each, but for what Wanda needs.
+    Under tensor parallelism inputs of row-wise layers are gathered, one round a sample each, but for what Wanda needs.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
@@ -113,20 +113,20 @@ def prune_blocks(
     comm = communicator(group)
     meter = Meter(comm)
 
-    def look() -> tuple[Found, Facts, Score, tuple[Plan, Manner]]:
+    def look() -> tuple[Found, Facts, Score, tuple[OneShotPlan, WalkOptions]]:
         plan = make_plan(model, samples, method, pattern, sparsity, seed)
         found = Found(plan.shards, [], by_default=False, has_blocks=True)
-        manner = make_manner(plan, method, sequential, targets, target_share)
+        options = walk_options(plan, method, sequential, targets, target_share)
         facts = {
             **plan.facts,
-            "sequential": "map" if manner.by_map else "block",
-            "target_share": repr(manner.target_share),
+            "sequential": "layer" if options.by_layer else "block",
+            "target_share": repr(options.target_share),
             "offload": repr(offload),
             "finished": repr(finished is not None),
         }
-        return found, facts, plan.solver.score, (plan, manner)
+        return found, facts, plan.solver.score, (plan, options)
 
-    agreed, (plan, manner) = agree_on(comm, look)
+    agreed, (plan, options) = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: without_nans(shards))
     owned = {shard.name: bool(shard.owned) for shard in shards}
@@ -136,18 +136,18 @@ def prune_blocks(
         pattern=plan.pattern,
     )
 
-    crew = find_crew(comm, plan.axis)
+    sample_group = find_sample_group(comm, plan.axis)
 
     def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
-        return BlockPruner(comm, crew, walk, num_counted, manner, plan.maps, owned, settle)
+        return BlockPruner(comm, sample_group, walk, num_counted, options, plan.linears, owned, settle)
 
     reports = run_blocks(
         comm,
-        crew,
+        sample_group,
         model,
         samples,
         make_pruner,
-        has_targets=manner.has_targets,
+        has_targets=options.has_targets,
         offload=offload,
         finished=finished,
         on_block=on_block,
@@ -156,8 +156,8 @@ def prune_blocks(
     return OneShotReport(
         plan.facts["method"],
         plan.facts["pattern"],
-        "map" if manner.by_map else "block",
-        manner.target_share,
+        "layer" if options.by_layer else "block",
+        options.target_share,
         agreed.score.seed if isinstance(agreed.score, Random) else None,
         len(samples),
         reports,

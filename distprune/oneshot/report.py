@@ -6,19 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockReport", "Cost", "MapReport", "OneShotReport"]
+__all__ = ["BlockReport", "Cost", "LayerReport", "OneShotReport"]
 
 
 @dataclass(frozen=True)
-class MapReport:
-    """One linear map, counted over all ranks, replicas once.
+class LayerReport:
+    """One linear layer, counted over all ranks, replicas once.
 
-    ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before this map, or its block, is
-    pruned, W the weights, moved towards their target where they have one, W' the new ones): from all of X^T X with
+    ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before this layer, or its block,
+    is pruned, W the weights, moved towards their target where they have one, W' the new ones): from all of X^T X with
     SparseGPT, ADMM and dense targets; otherwise estimated from a sketch of X (see ``Moments.squared_output``).
-    ``None``: the map puts out nothing but zeros. Without tokens (an expert that nothing was routed to) inputs count as
-    white. ``damping`` is the fraction of the mean diagonal that was added to it (SparseGPT; more than 0.01 says that it
-    had to be raised), or to a diagonal of ones (ADMM).
+    ``None``: the layer puts out nothing but zeros. Without tokens (an expert that nothing was routed to) inputs count
+    as white. ``damping`` is the fraction of the mean diagonal that was added to it (SparseGPT; more than 0.01 says that
+    it had to be raised), or to a diagonal of ones (ADMM).
     """
 
     name: str  # in the model
@@ -44,7 +44,7 @@ class BlockReport:
 
     index: int
     name: str
-    maps: tuple[MapReport, ...]
+    layers: tuple[LayerReport, ...]
     dense: dict[str, str]  # other weights, by name: why they are left as they are (a router, a gate)
     seconds: dict[str, float]
     num_rounds: int
@@ -52,13 +52,13 @@ class BlockReport:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """The maps that no token reached: pruned as if their inputs were white."""
-        return tuple(of_map.name for of_map in self.maps if of_map.num_tokens == 0)
+        """The layers that no token reached: pruned as if their inputs were white."""
+        return tuple(of_layer.name for of_layer in self.layers if of_layer.num_tokens == 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
-        maps = [{**dataclasses.asdict(of_map), "sparsity": of_map.sparsity} for of_map in self.maps]
-        return {**dataclasses.asdict(self), "maps": maps, "unseen": list(self.unseen)}
+        layers = [{**dataclasses.asdict(of_layer), "sparsity": of_layer.sparsity} for of_layer in self.layers]
+        return {**dataclasses.asdict(self), "layers": layers, "unseen": list(self.unseen)}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OneShotReport:
     method: str
     pattern: str
     sequential: str
-    target_share: float  # of the way to dense targets; 0: each map's own output is its target
+    target_share: float  # of the way to dense targets; 0: each layer's own output is its target
     seed: int | None
     num_samples: int
     blocks: tuple[BlockReport, ...]

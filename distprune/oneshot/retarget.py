@@ -1,7 +1,7 @@
 """Weights that put out what is wanted, before any of them goes: W + share E (X^T X + lambda D)^-1.
 
 D is the diagonal of X^T X, and E, (rows, in), what is wanted beyond W X: W times the shift of the inputs, or the
-residual of the hidden states that the map adds to (see :mod:`distprune.calibration.targets`). All of it overfits few
+residual of the hidden states that the layer adds to (see :mod:`distprune.calibration.targets`). All of it overfits few
 samples; half of it is the default.
 """
 

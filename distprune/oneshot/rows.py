@@ -1,9 +1,9 @@
-"""The whole rows of a linear map that this rank works on.
+"""The whole rows of a linear layer that this rank works on.
 
-Noun: the *rows* of a map are outputs; a row is all inputs' weights of one output, (in,). What one-shot
-methods do to a row needs all of it and, but for counts, nothing of the other rows. So a map that is cut
+Noun: the *rows* of a layer are outputs; a row is all inputs' weights of one output, (in,). What one-shot
+methods do to a row needs all of it and, but for counts, nothing of the other rows. So a layer that is cut
 along its outputs (or along the experts) is worked on where it lies; one that is cut along its inputs
-(Conv1D under FSDP2, a row-wise map of tensor parallelism) is turned first, and turned back when done.
+(Conv1D under FSDP2, a row-wise layer of tensor parallelism) is turned first, and turned back when done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, exchange
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 from distprune.shards import Geometry, LocalShard, Runs, Split, chunk_runs, in_order, local_shard, splits_of
 
 __all__ = ["Rows", "whole_rows"]
@@ -25,10 +25,10 @@ __all__ = ["Rows", "whole_rows"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one map on this rank. ``weight`` (rows, in) is written to in place.
+    """Rows of one layer on this rank. ``weight`` (rows, in) is written to in place.
 
     ``runs`` says which rows of the ``num_out``; ``owned`` whether this rank counts them, replicas once; ``name`` is the
-    map's in the model.
+    layer's in the model.
     """
 
     weight: torch.Tensor
@@ -60,11 +60,11 @@ class _Turned:
 
 @contextmanager
 def whole_rows(
-    comm: Communicator, maps: Mapping[str, LinearMap], owned: Mapping[str, bool], prefix: str = ""
+    comm: Communicator, linears: Mapping[str, LinearLayer], owned: Mapping[str, bool], prefix: str = ""
 ) -> Iterator[dict[str, Rows]]:
-    """Yield this rank's rows of every map by name; what is written into them is in the parameters afterwards.
+    """Yield this rank's rows of every layer by name; what is written into them is in the parameters afterwards.
 
-    ``owned`` is by parameter path; ``prefix`` is put before names to make them those in the model. A map of which
+    ``owned`` is by parameter path; ``prefix`` is put before names to make them those in the model. A layer of which
     this rank holds nothing has no rows (an expert that is elsewhere, too). Every rank must call it. For a parameter cut
     along its inputs, one round for each mesh axis that cuts them, in which a rank hands over at most its shard, and as
     many back; the others are views. If the body raises, nothing is turned back.
@@ -75,7 +75,7 @@ def whole_rows(
     """
     turned: dict[str, _Turned] = {}
     found: dict[str, Rows] = {}
-    for name, linear in maps.items():
+    for name, linear in linears.items():
         path = linear.parameter_path
         if path not in turned:
             turned[path] = _turn(comm, path, linear)
@@ -92,20 +92,20 @@ def whole_rows(
             weight, runs = weight.new_empty((0, linear.num_in)), ()
         found[name] = Rows(weight, runs, linear.num_out, owned[path] and weight.numel() > 0, f"{prefix}{name}")
     yield found
-    for linear in maps.values():
+    for linear in linears.values():
         if (last := turned.pop(linear.parameter_path, None)) is not None and last.moves:
             _turn_back(comm, linear, last)
 
 
-def _out_dim(linear: LinearMap) -> int:
+def _out_dim(linear: LinearLayer) -> int:
     return (0 if linear.expert is None else 1) + linear.transposed
 
 
-def _in_dim(linear: LinearMap) -> int:
+def _in_dim(linear: LinearLayer) -> int:
     return (0 if linear.expert is None else 1) + (not linear.transposed)
 
 
-def _turn(comm: Communicator, path: str, linear: LinearMap) -> _Turned:
+def _turn(comm: Communicator, path: str, linear: LinearLayer) -> _Turned:
     parameter = linear.parameter.detach()
     shard = local_shard(path, parameter)
     part = _Turned(shard, shard.local, list(shard.geometry.dim_runs), [])
@@ -131,7 +131,7 @@ def _turn(comm: Communicator, path: str, linear: LinearMap) -> _Turned:
     return part
 
 
-def _turn_back(comm: Communicator, linear: LinearMap, part: _Turned) -> None:
+def _turn_back(comm: Communicator, linear: LinearLayer, part: _Turned) -> None:
     for group, out_sizes in reversed(part.moves):
         part.local = exchange(comm, group, part.local, _out_dim(linear), out_sizes, _in_dim(linear))
     part.shard.local.copy_(part.local.view(part.shard.local.shape))

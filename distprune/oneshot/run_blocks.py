@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from distprune.calibration import Crew, Walk, catch_inputs, own_samples
+from distprune.calibration import SampleGroup, Walk, catch_inputs, own_samples
 from distprune.collectives import Communicator, max_together, sum_together, together
 from distprune.models import evaluating
 from distprune.oneshot.block import BlockPruner
@@ -25,7 +25,7 @@ Finished = Callable[[int], bool]
 
 def run_blocks(
     comm: Communicator,
-    crew: Crew,
+    sample_group: SampleGroup,
     model: nn.Module,
     samples: torch.Tensor,
     make_pruner: Callable[[Walk, int], BlockPruner],
@@ -44,9 +44,9 @@ def run_blocks(
     reports = []
     with evaluating(model):
         with together(comm):
-            mine = own_samples(crew, model, samples)
+            mine = own_samples(sample_group, model, samples)
             walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
-            if crew.size > 1:
+            if sample_group.size > 1:
                 _check_whole(walk, samples.shape[1])
             if has_targets:
                 walk.split()

@@ -2,7 +2,7 @@
 
 from distprune.removal.budget import Budget
 from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units
-from distprune.removal.criteria import OBS, Activation, Criterion, CriterionName, Fluctuation, Magnitude, Taylor
+from distprune.removal.criteria import OBS, Activation, Criterion, CriterionName, Fluctuation, UnitMagnitude, UnitTaylor
 from distprune.removal.evidence import UnitEvidence
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, choose_layers, order_layers, skipping
@@ -24,15 +24,15 @@ __all__ = [
     "Fluctuation",
     "Kept",
     "LayerCriterion",
-    "Magnitude",
     "OnBlockUnits",
     "Refit",
     "Removal",
     "Shrunk",
     "Sizes",
-    "Taylor",
     "Trial",
     "UnitEvidence",
+    "UnitMagnitude",
+    "UnitTaylor",
     "check_layers",
     "check_units",
     "choose_experts",

@@ -1,7 +1,8 @@
 """A budget of parameters: which sizes meet it, and which of those cost least. No communication.
 
 A budget is divided over the kinds of which it is not said how much stays: MLP channels, query heads or KV groups (one
-of the two: the same map reads them) and decoder layers. What several cost is expected to be the sum of what each does.
+of the two: the same linear layer reads them) and decoder layers. What several cost is expected to be the sum of what
+each does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from distprune.removal.counts import BlockCounts, can_lose_layers, possible_sizes
 from distprune.removal.sizes import Sizes
 
-__all__ = ["Budget", "Chosen", "Options", "cost_curve"]
+__all__ = ["Budget", "Chosen", "KindOptions", "cost_curve"]
 
 Chosen = dict[str, int | float]  # what stays, by kind; of the others all
 
@@ -30,7 +31,7 @@ _POWERS = (1.0, 2.5)  # the least and the greatest
 
 
 @dataclass(frozen=True)
-class Options:
+class KindOptions:
     """The ``sizes`` of a kind, from the most to the least, and how many parameters of each block ``removed`` are."""
 
     sizes: Sequence[int | float]
@@ -49,7 +50,7 @@ class Budget:
     num_outside: int
     num_inside: Sequence[int]
     num_layers: int
-    options: Mapping[str, Options]
+    options: Mapping[str, KindOptions]
 
     @classmethod
     def of(cls, model: nn.Module, sizes: Sizes) -> Budget:
@@ -64,16 +65,16 @@ class Budget:
         if limit >= num_all:
             raise ValueError(f"parameters: the model has {num_all:,}, not more than {limit:,}: there is none to remove")
         counts, said, num_layers = BlockCounts(model), sizes.of_units, sizes.num_layers(model)
-        inside, options = counts.numels(said), dict[str, Options]()
+        inside, options = counts.numels(said), dict[str, KindOptions]()
         for kind, found in counts.found.items():
             is_out = kind in {*said, "experts"} or (kind in _EXCLUSIVE and _EXCLUSIVE & said.keys())
             if kind == "kv_groups" and "heads" in options and counts.num_units("heads") == counts.num_units(kind):
                 is_out = True  # of one head each: they are the heads
             if not is_out and (possible := possible_sizes(model, kind, found)):
                 left = [counts.numels({**said, kind: size}) for size in possible]
-                options[kind] = Options(possible, [[a - b for a, b in zip(inside, of, strict=True)] for of in left])
+                options[kind] = KindOptions(possible, [[a - b for a, b in zip(inside, of, strict=True)] for of in left])
         if sizes.layers is None and num_layers > 1 and can_lose_layers(model):
-            options["layers"] = Options(range(num_layers - 1, 0, -1))
+            options["layers"] = KindOptions(range(num_layers - 1, 0, -1))
         budget = cls(limit, num_all - sum(counts.numels({})), inside, num_layers, options)
         least = min(budget._alternatives(lambda sizes: sizes[-1:]), key=budget.left)
         if (num := budget.left(least)) > limit:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, Walk, find_crew, measure_sensitivities, own_samples, shared_axis
+from distprune.calibration import Moments, Walk, find_sample_group, measure_sensitivities, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, communicator, together
-from distprune.models import Found, Kind, decoder_blocks
-from distprune.oneshot.block import BlockPruner, Manner
+from distprune.models import Found, UnitKind, decoder_blocks
+from distprune.oneshot.block import BlockPruner, WalkOptions
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import Outcome
-from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_share, samples_digest
+from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_targets, samples_digest
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.retarget import Aim
@@ -53,7 +53,7 @@ class Removal:
 def choose_units(
     model: nn.Module,
     samples: torch.Tensor,
-    keep: Mapping[Kind, int | float],
+    keep: Mapping[UnitKind, int | float],
     *,
     layers: Sequence[int] | None = None,
     criterion: CriterionName | Criterion = "obs",
@@ -67,21 +67,22 @@ def choose_units(
 ) -> Removal:
     """Choose the units that stay in each decoder block of ``model``, zero what reads the others, and return which stay.
 
-    Nothing gets smaller here: the columns of the maps that read units (down, o) become zero where units go, and the
-    columns that stay are refitted, so that the model puts out what it will once they are cut. Blocks are walked, and
-    maps of a block pruned in turn, as by :func:`distprune.prune_blocks`, whose statistics these are.
+    Nothing gets smaller here: the columns of the linear layers that read units (down, o) become zero where units go,
+    and the columns that stay are refitted, so that the model puts out what it will once they are cut. Blocks are
+    walked, and linear layers of a block pruned in turn, as by :func:`distprune.prune_blocks`, whose statistics these
+    are.
 
     Args:
         model, samples, group, offload, finished: as of ``prune_blocks``. Of blocks that ``finished`` restores nothing
             is in what is returned.
         keep: by kind, how many units stay in each place, or which share of them: ``"mlp"`` channels, query ``"heads"``
             (as many of each KV group), ``"kv_groups"`` with their query heads. Empty: only layers go.
-        layers: the decoder layers that stay, ascending; the others are passed over. With dense targets the last map of
-            the layer before a gap is fitted to what the dense model is behind the gap.
+        layers: the decoder layers that stay, ascending; the others are passed over. With dense targets the last linear
+            layer of the layer before a gap is fitted to what the dense model is behind the gap.
         criterion: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"`` (Minitron), ``"magnitude"``, or
             a :class:`Criterion` of one's own.
-        refit: ``"least_squares"``; ``"bias"``, where maps have biases: those alone make up for the mean of what goes
-            (FLAP); or ``"none"``.
+        refit: ``"least_squares"``; ``"bias"``, where linear layers have biases: those alone make up for the mean of
+            what goes (FLAP); or ``"none"``.
         targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and without
             ``"least_squares"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
             first token's large activations, by which a model tells that there is nothing to attend to: SmolLM2-135M
@@ -89,24 +90,24 @@ def choose_units(
         on_block: called after each block with its number, its report, and which of its units stay.
 
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
-    but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is home to twice X^T X in float64.
-    Rounds: those of ``prune_blocks``; for each map 2 more, and 2 of the units that stay; 2 where it has a bias; 1
-    in the end.
+    but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is owner to twice X^T X in float64.
+    Rounds: those of ``prune_blocks``; for each linear layer 2 more, and 2 of the units that stay; 2 where it has a
+    bias; 1 in the end.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, nothing changed: what ``prune_blocks`` refuses; more
-            units than are there, or not as many in each group; two kinds that the same map reads; units that cannot be
-            removed, by name; a map without a bias for ``"bias"``. With the blocks before changed: statistics or scores
-            that are NaN, by block and map; a map that no token reached.
+            units than are there, or not as many in each group; two kinds that the same linear layer reads; units that
+            cannot be removed, by name; a linear layer without a bias for ``"bias"``. With the blocks before changed:
+            statistics or scores that are NaN, by block and linear layer; a linear layer that no token reached.
     """
     comm = communicator(group)
     meter = Meter(comm)
 
-    def look() -> tuple[Found, Facts, Score, tuple[Readers, Manner, Criterion, list[tuple[str, nn.Module]]]]:
+    def look() -> tuple[Found, Facts, Score, tuple[Readers, WalkOptions, Criterion, list[tuple[str, nn.Module]]]]:
         chosen = criterion_of(criterion)
         if refit not in _REFITS:
             raise ValueError(f"{refit=} is none of {', '.join(_REFITS)}")
-        share = check_share(targets or ("dense" if refit == "least_squares" else "own"), target_share)
+        share = check_targets(targets or ("dense" if refit == "least_squares" else "own"), target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)
@@ -116,7 +117,7 @@ def choose_units(
         if refit == "bias" and (without := [name for name, of in plan.asked.items() if not of.has_bias]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        manner = Manner("pairs", by_map=True, target_share=share, needs_sums=True, towards_own=own)
+        options = WalkOptions("pairs", by_layer=True, target_share=share, needs_sums=True, towards_own=own)
         facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
@@ -128,32 +129,34 @@ def choose_units(
             "samples": samples_digest(samples),
         }
         shards = _shards(model, plan, with_cuts="norms" in chosen.needs)
-        return Found(shards, [], by_default=False, has_blocks=True), facts, Magnitude(), (plan, manner, chosen, blocks)
+        return Found(shards, [], by_default=False, has_blocks=True), facts, Magnitude(), (plan, options, chosen, blocks)
 
-    agreed, (plan, manner, chosen, blocks) = agree_on(comm, look)
+    agreed, (plan, options, chosen, blocks) = agree_on(comm, look)
     shards = {shard.name: shard for shard in agreed.shards()}
     check_parts(comm, agreed.roster, lambda: without_nans(list(shards.values())))
     with together(comm):
         axis = shared_axis(model)
-    crew = find_crew(comm, axis)
+    sample_group = find_sample_group(comm, axis)
     asked = dict(plan.asked)
     if "norms" in chosen.needs and asked:
         norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
         asked = {name: dataclasses.replace(of, norms=n) for (name, of), n in zip(asked.items(), norms, strict=True)}
     if "gradients" in chosen.needs:
         with together(comm):
-            mine = own_samples(crew, model, samples)
+            mine = own_samples(sample_group, model, samples)
         readers = [
-            (block, {f"{name}.{reader}": linear for reader, linear in of_block.maps.items()})
-            for (name, block), of_block in zip(blocks, plan.maps, strict=True)
+            (block, {f"{name}.{reader}": linear for reader, linear in of_block.linears.items()})
+            for (name, block), of_block in zip(blocks, plan.linears, strict=True)
         ]
-        found = measure_sensitivities(comm, crew, model, readers, mine)
+        found = measure_sensitivities(comm, sample_group, model, readers, mine)
         asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
     settle = _Settle(asked, chosen, refit)
     owned = {name: bool(shard.owned) for name, shard in shards.items()}
 
     def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
-        return BlockPruner(comm, crew, walk, num_counted, manner, plan.maps, owned, settle, plan.skipped, plan.healed)
+        return BlockPruner(
+            comm, sample_group, walk, num_counted, options, plan.linears, owned, settle, plan.skipped, plan.healed
+        )
 
     def kept_of(block: str) -> Kept:
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in plan.kinds}
@@ -168,24 +171,24 @@ def choose_units(
 
     reports = run_blocks(
         comm,
-        crew,
+        sample_group,
         model,
         samples,
         make_pruner,
-        has_targets=manner.has_targets,
+        has_targets=options.has_targets,
         offload=offload,
         finished=finished,
         on_block=call_back,
     )
-    kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     with together(comm):
         for of_block in reports:
             kept |= kept_of(of_block.name)
     report = OneShotReport(
         chosen.name,
         ", ".join(f"{kind} {share}" for kind, share in keep.items()),
-        "map",
-        manner.target_share,
+        "layer",
+        options.target_share,
         None,
         len(samples),
         reports,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from distprune.models import KINDS, Kind, Units, decoder_blocks, find_all_units
+from distprune.models import UNIT_KINDS, UnitKind, Units, decoder_blocks, find_all_units
 from distprune.removal.plan import step_of
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
@@ -23,26 +23,26 @@ class BlockCounts:
     """Counts the parameters of each decoder block, of whatever sizes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.found = {kind: found for kind in KINDS if (found := _find(model, kind))}
-        self._blocks: list[list[tuple[torch.Size, dict[tuple[int, Kind], tuple[Units, int]]]]] = []
+        self.found = {kind: found for kind in UNIT_KINDS if (found := _find(model, kind))}
+        self._blocks: list[list[tuple[torch.Size, dict[tuple[int, UnitKind], tuple[Units, int]]]]] = []
         for index, (_, block) in enumerate(decoder_blocks(model)):
-            cuts: dict[str, dict[tuple[int, Kind], tuple[Units, int]]] = {}
+            cuts: dict[str, dict[tuple[int, UnitKind], tuple[Units, int]]] = {}
             for kind, of_kind in self.found.items():
                 for units in of_kind[index][1]:
                     for cut in units.cuts:  # each slice of 3-D weights gets as small as the others
                         cuts.setdefault(cut.parameter, {})[cut.dim, kind] = units, cut.index.shape[1]
             self._blocks.append([(p.shape, cuts.get(name, {})) for name, p in block.named_parameters()])
 
-    def num_units(self, kind: Kind) -> list[int]:
+    def num_units(self, kind: UnitKind) -> list[int]:
         """Return how many units each place has."""
         return [units.num_units for _, of in self.found.get(kind, ()) for units in of]
 
-    def numels(self, sizes: Mapping[Kind, int | float]) -> list[int]:
+    def numels(self, sizes: Mapping[UnitKind, int | float]) -> list[int]:
         """Return how many parameters each block has when ``sizes`` stay, of other kinds all."""
         return [sum(_numel(*part, sizes) for part in block) for block in self._blocks]
 
 
-def possible_sizes(model: nn.Module, kind: Kind, found: Sequence[tuple[str, Sequence[Units]]]) -> list[int | float]:
+def possible_sizes(model: nn.Module, kind: UnitKind, found: Sequence[tuple[str, Sequence[Units]]]) -> list[int | float]:
     """Return the sizes that the units ``found`` of ``kind`` can have in this layout, from the most to the least.
 
     Numbers; where places have unequal numbers, shares. An MLP width is a multiple of 16, as far as the one before is.
@@ -69,14 +69,14 @@ def can_lose_layers(model: nn.Module) -> bool:
     return True
 
 
-def _find(model: nn.Module, kind: Kind) -> list[tuple[str, list[Units]]]:
+def _find(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Units]]]:
     try:
         return find_all_units(model, kind)
     except NotImplementedError:
         return []
 
 
-def _is_possible(model: nn.Module, kind: Kind, size: int | float) -> bool:
+def _is_possible(model: nn.Module, kind: UnitKind, size: int | float) -> bool:
     try:
         Sizes(**{kind: size}).check(model)
     except (ValueError, NotImplementedError):
@@ -85,7 +85,7 @@ def _is_possible(model: nn.Module, kind: Kind, size: int | float) -> bool:
 
 
 def _numel(
-    shape: torch.Size, cuts: Mapping[tuple[int, Kind], tuple[Units, int]], sizes: Mapping[Kind, int | float]
+    shape: torch.Size, cuts: Mapping[tuple[int, UnitKind], tuple[Units, int]], sizes: Mapping[UnitKind, int | float]
 ) -> int:
     left = list(shape)
     for (dim, kind), (units, width) in cuts.items():

@@ -15,7 +15,16 @@ from typing_extensions import override
 
 from distprune.removal.evidence import UnitEvidence
 
-__all__ = ["OBS", "Activation", "Criterion", "CriterionName", "Fluctuation", "Magnitude", "Taylor", "criterion_of"]
+__all__ = [
+    "OBS",
+    "Activation",
+    "Criterion",
+    "CriterionName",
+    "Fluctuation",
+    "UnitMagnitude",
+    "UnitTaylor",
+    "criterion_of",
+]
 
 CriterionName = Literal["obs", "taylor", "fluctuation", "activation", "magnitude"]
 Need = Literal["norms", "gradients"]
@@ -35,7 +44,7 @@ class Criterion(ABC):
     @property
     def name(self) -> str:
         """What reports call it."""
-        return type(self).__name__.lower()
+        return type(self).__name__.lower().removeprefix("unit")
 
     @abstractmethod
     def scores(self, evidence: UnitEvidence) -> torch.Tensor:
@@ -63,7 +72,7 @@ class OBS(Criterion):
 
 
 @dataclass(frozen=True)
-class Taylor(Criterion):
+class UnitTaylor(Criterion):
     """What the loss feels of a unit that goes, to second order: the sum of r_i W_ij^2 A_jj.
 
     r_i are the squared gradients of the outputs (LeCun et al., 1989; Molchanov et al., arXiv 1906.10771).
@@ -96,7 +105,7 @@ class Activation(Criterion):
 
 
 @dataclass(frozen=True)
-class Magnitude(Criterion):
+class UnitMagnitude(Criterion):
     """The sum of squares of all weights that leave with a unit."""
 
     needs: ClassVar[tuple[Need, ...]] = ("norms",)
@@ -116,7 +125,7 @@ def criterion_of(name: CriterionName | Criterion) -> Criterion:
     if isinstance(name, Criterion):
         return name
     known: dict[str, Criterion] = dict(
-        zip(get_args(CriterionName), (OBS(), Taylor(), Fluctuation(), Activation(), Magnitude()), strict=True)
+        zip(get_args(CriterionName), (OBS(), UnitTaylor(), Fluctuation(), Activation(), UnitMagnitude()), strict=True)
     )
     if name not in known:
         raise ValueError(f"criterion={name!r} is none of {', '.join(known)}, or a Criterion")

@@ -16,7 +16,7 @@ _LEAST = 1e-9  # of the mean diagonal, for an input that is always 0
 
 @dataclass
 class UnitEvidence:
-    """Of the units of a map W (out, in) that reads them. A criterion may look at all of it.
+    """Of the units of a linear layer W (out, in) that reads them. A criterion may look at all of it.
 
     ``features`` (num_units, width) are the inputs of W that each unit owns. ``products`` (in, in) is X^T X of what W is
     given, over all tokens, about their mean where W has a bias, which takes that up. ``gram`` (in, in) is W^T W, or

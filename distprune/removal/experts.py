@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration import catch_inputs, find_crew, own_samples, shared_axis
+from distprune.calibration import catch_inputs, find_sample_group, own_samples, shared_axis
 from distprune.collectives import Group, agree, communicator, sum_together, together
-from distprune.models import Units, evaluating, expert_inputs, expert_weights, find_all_units, linear_maps
+from distprune.models import Units, evaluating, expert_inputs, expert_weights, find_all_units, linear_layers
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
@@ -65,16 +65,16 @@ def choose_experts(
         }
         axis, digest = shared_axis(model), samples_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
-    crew = find_crew(comm, axis)
+    sample_group = find_sample_group(comm, axis)
     kept: dict[Any, torch.Tensor] = {}
     with evaluating(model):
         with together(comm):
-            mine = own_samples(crew, model, samples)
+            mine = own_samples(sample_group, model, samples)
             walk = catch_inputs(model, mine.batches, comm=comm)
         for index, (name, block) in enumerate(walk.blocks):
             units_here = found[index][1]
             heard = [_Heard(block, units, criterion) for units in units_here]
-            counts = [sample < mine.num_counted and crew.place == 0 for sample in range(walk.num_samples)]
+            counts = [sample < mine.num_counted and sample_group.rank == 0 for sample in range(walk.num_samples)]
 
             def begin(sample: int, heard: Sequence[_Heard] = heard, counts: Sequence[bool] = counts) -> None:
                 for of_units in heard:
@@ -103,7 +103,7 @@ class _Heard:
         last = expert_weights(self.module)[-1]
         self._readers = {
             linear.expert: linear
-            for linear in linear_maps(block).values()
+            for linear in linear_layers(block).values()
             if linear.module is self.module and linear.parameter_name == last
         }
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration import catch_inputs, find_crew, own_samples, shared_axis
+from distprune.calibration import catch_inputs, find_sample_group, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, agree, communicator, sum_together, together
 from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, evaluating
@@ -143,11 +143,11 @@ def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, pro
     """Return 1 - cos of what each layer is given and puts out, the mean over tokens."""
     with together(comm):
         axis = shared_axis(model)
-    crew = find_crew(comm, axis)
+    sample_group = find_sample_group(comm, axis)
     influences: list[float] = []
     with evaluating(model):
         with together(comm):
-            mine = own_samples(crew, model, samples)
+            mine = own_samples(sample_group, model, samples)
             walk = catch_inputs(model, mine.batches, comm=comm)
         for index in range(len(walk.blocks)):
             with together(comm):
@@ -158,7 +158,7 @@ def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, pro
                 for given, put_out in zip(before[: mine.num_counted], walk.hidden, strict=False):
                     cosines = nn.functional.cosine_similarity(given.double(), put_out.double(), dim=-1)
                     # An addend of float32, of a sample: float64 adds them without error, in any order.
-                    total += float((1 - cosines).mean().float()) if crew.place == 0 else 0.0
+                    total += float((1 - cosines).mean().float()) if sample_group.rank == 0 else 0.0
 
             influences.append(float(sum_together(comm, (1,), fill, torch.float64)[0]) / len(samples))
             if progress is not None:

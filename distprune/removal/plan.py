@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 from distprune.masks import Fsdp2Params, even_parts
-from distprune.models import KINDS, Cut, Kind, Units, decoder_blocks, find_units, head_dim
+from distprune.models import UNIT_KINDS, Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
 from distprune.removal.select import Selection
-from distprune.removal.smaller_config import Change, Smaller, smaller_config
+from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config
 from distprune.shards import find_flat_parts
 
-__all__ = ["Kept", "Plan", "check_ascending", "check_layout", "plan_units", "step_of"]
+__all__ = ["Kept", "UnitPlan", "check_ascending", "check_layout", "plan_units", "step_of"]
 
 # By block, kind and Units.name: the units that stay, ascending.
-Kept = Mapping[tuple[str, Kind, str], torch.Tensor]
+Kept = Mapping[tuple[str, UnitKind, str], torch.Tensor]
 
-_WORDS: dict[Kind, tuple[str, ...]] = {
+_WORDS: dict[UnitKind, tuple[str, ...]] = {
     "mlp": ("inter", "inner", "ffn", "d_ff", "ff_dim", "mlp_dim"),
     "heads": ("head",),
     "kv_groups": ("head",),
     "experts": ("expert",),
 }
-_WITHOUT: dict[Kind, tuple[str, ...]] = {
+_WITHOUT: dict[UnitKind, tuple[str, ...]] = {
     "mlp": (),
     "heads": ("dim", "size"),
     "kv_groups": ("dim", "size"),
@@ -39,7 +39,7 @@ _GROUPED_BYTES = 16  # strides of what torch's grouped_mm takes
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnitPlan:
     """``selections``: by full name of a parameter or buffer, what stays of it, dim after dim."""
 
     selections: Mapping[str, list[Selection]]
@@ -143,7 +143,7 @@ def step_of(model: nn.Module, found: Sequence[tuple[str, Sequence[Units]]]) -> i
     return math.lcm(*(cutting.parts(*of)[1] for of in cuts), *(cutting.aligned(*of) for of in cuts))
 
 
-def plan_units(model: nn.Module, kept: Kept) -> Plan:
+def plan_units(model: nn.Module, kept: Kept) -> UnitPlan:
     """Return what becomes of ``model`` when only ``kept`` stay of the units it names. Local; nothing is changed.
 
     Raises:
@@ -153,7 +153,7 @@ def plan_units(model: nn.Module, kept: Kept) -> Plan:
     """
     check_layout(model)
     blocks = dict(decoder_blocks(model))
-    cutting, changes = _Cutting(model, Fsdp2Params()), dict[Change, None]()
+    cutting, changes = _Cutting(model, Fsdp2Params()), dict[SizeChange, None]()
     for name in dict.fromkeys(block for block, _, _ in kept):
         if name not in blocks:
             raise ValueError(f"{name!r} is no block of the model; they are {', '.join(map(repr, blocks))}")
@@ -167,17 +167,17 @@ def plan_units(model: nn.Module, kept: Kept) -> Plan:
         for selection in of_name:
             shape[selection.dim] = selection.index.shape[-1]
         shapes[name] = tuple(shape)
-    return Plan(selections, smaller_config(model, list(changes), shapes))
+    return UnitPlan(selections, smaller_config(model, list(changes), shapes))
 
 
 def _plan_block(
     cutting: _Cutting,
-    changes: dict[Change, None],
+    changes: dict[SizeChange, None],
     name: str,
     block: nn.Module,
-    kept: Mapping[tuple[Kind, str], torch.Tensor],
+    kept: Mapping[tuple[UnitKind, str], torch.Tensor],
 ) -> None:
-    for kind in KINDS:
+    for kind in UNIT_KINDS:
         places = {place: index for (of_kind, place), index in kept.items() if of_kind == kind}
         found = {units.name: units for units in find_units(block, kind)} if places else {}
         for place, index in places.items():
@@ -190,12 +190,13 @@ def _plan_block(
             for cut in units.cuts:
                 cutting.cut(name, cut, gone.nonzero()[:, 0], units)
             if kind in ("mlp", "experts"):
-                changes[Change(kind, units.num_units, len(index), _WORDS[kind], _WITHOUT[kind], kind == "mlp")] = None
+                number = units.num_units, len(index)
+                changes[SizeChange(kind, *number, _WORDS[kind], _WITHOUT[kind], kind == "mlp")] = None
     for place in dict.fromkeys(place for kind, place in kept if kind in ("heads", "kv_groups")):
         changes |= dict.fromkeys(_heads(cutting, name, block, place))
 
 
-def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[Change]:
+def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[SizeChange]:
     """Return how the numbers of query heads and of key and value heads change in the attention at ``place``."""
     size = head_dim(block.get_submodule(place))
     groups = next(units for units in find_units(block, "kv_groups") if units.name == place)
@@ -210,7 +211,7 @@ def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[C
     }
     fixed = (("head_dim", size),)
     return [
-        Change(what, *number, _WORDS["heads"], _WITHOUT["heads"], fixed=fixed)
+        SizeChange(what, *number, _WORDS["heads"], _WITHOUT["heads"], fixed=fixed)
         for what, number in numbers.items()
         if number[0] != number[1]
     ]

@@ -1,4 +1,4 @@
-"""What is asked of each map that reads units, the *readers*: checked before anything changes. Local."""
+"""What is asked of each linear layer that reads units, the *readers*: checked before anything changes. Local."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from distprune.models import Kind, Units, find_all_units, find_units, linear_maps
-from distprune.oneshot.block_maps import BlockMaps
+from distprune.models import UnitKind, Units, find_all_units, find_units, linear_layers
+from distprune.oneshot.block_layers import BlockLayers
 from distprune.removal.plan import check_ascending
 from distprune.removal.remover import Asked
 
@@ -19,22 +19,22 @@ __all__ = ["Readers", "find_readers", "layers_left", "num_to_keep"]
 
 @dataclass(frozen=True)
 class Readers:
-    """``asked`` by the reader's name in the model; ``maps`` are the readers of each block; ``skipped`` blocks go.
+    """``asked`` by the reader's name in the model; ``linears`` are the readers of each block; ``skipped`` blocks go.
 
-    ``healed`` names, by block, the map that makes up for the blocks that go behind it.
+    ``healed`` names, by block, the linear layer that makes up for the blocks that go behind it.
     """
 
     asked: dict[str, Asked]
-    maps: list[BlockMaps]
+    linears: list[BlockLayers]
     skipped: frozenset[int]
     healed: dict[int, str]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[UnitKind, ...]
 
 
 def find_readers(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    keep: Mapping[Kind, int | float],
+    keep: Mapping[UnitKind, int | float],
     layers: Sequence[int] | None,
     *,
     heals: bool,
@@ -50,10 +50,10 @@ def find_readers(
     of_kinds = {kind: dict(find_all_units(model, kind)) for kind in keep}
     asked: dict[str, Asked] = {}
     healed: dict[int, str] = {}
-    maps: list[BlockMaps] = []
+    of_blocks: list[BlockLayers] = []
     following = dict(pairwise([*kept, len(blocks)]))
     for index, (name, block) in enumerate(blocks):
-        linears = linear_maps(block)
+        linears = linear_layers(block)
         of_block: dict[str, Asked] = {}
         for kind, share in keep.items() if index in following else ():
             for units in of_kinds[kind][name]:
@@ -71,8 +71,8 @@ def find_readers(
                 healed[index] = reader.reader
                 of_block.setdefault(reader.reader, Asked(name, reader, reader.num_units, linears[reader.reader]))
         asked |= {f"{name}.{reader}": of for reader, of in of_block.items()}
-        maps.append(BlockMaps({reader: of.linear for reader, of in of_block.items()}, {}))
-    return Readers(asked, maps, frozenset(range(len(blocks))) - following.keys(), healed, tuple(keep))
+        of_blocks.append(BlockLayers({reader: of.linear for reader, of in of_block.items()}, {}))
+    return Readers(asked, of_blocks, frozenset(range(len(blocks))) - following.keys(), healed, tuple(keep))
 
 
 def layers_left(layers: Sequence[int] | None, num_layers: int) -> list[int]:
@@ -113,12 +113,12 @@ def num_to_keep(units: Units, share: int | float, name: str) -> int:
 def _healer(block: nn.Module, name: str) -> Units | None:
     """Return the units of the MLP whose outputs are the last to be added to hidden states."""
     try:
-        found = [units for units in find_units(block, "mlp") if units.reader in linear_maps(block)]
+        found = [units for units in find_units(block, "mlp") if units.reader in linear_layers(block)]
     except NotImplementedError:
         found = []
     if len(found) != 1:
         warnings.warn(
-            f"block {name!r} has no one map that could make up for the layers that go behind it", stacklevel=2
+            f"block {name!r} has no one linear layer that could make up for the layers that go behind it", stacklevel=2
         )
         return None
     return found[0]

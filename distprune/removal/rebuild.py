@@ -19,7 +19,7 @@ from distprune.masks import Fsdp2Params, drop_modules, resize
 from distprune.models import decoder_blocks
 from distprune.removal.plan import Kept, check_ascending, check_layout, plan_units
 from distprune.removal.select import Selection, select
-from distprune.removal.smaller_config import Change, Smaller, smaller_config, text_config
+from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config, text_config
 from distprune.shards import local_shard
 
 __all__ = ["check_layers", "check_units", "remove_layers", "remove_units"]
@@ -79,13 +79,13 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
         return f"{prefix}.{place[key]}{dot}{rest}" if key in place else None
 
     text = text_config(model)
-    changes = [Change("layers", num_blocks, len(kept), ("layer", "block", "depth"))]
+    changes = [SizeChange("layers", num_blocks, len(kept), ("layer", "block", "depth"))]
     for name, value in vars(text).items():
         if isinstance(value, list) and not name.startswith("_"):
             if len(value) == num_blocks and any(word in name for word in ("layer", "type", "pattern", "block")):
-                changes.append(Change(name, value, [value[i] for i in kept], (name,)))
+                changes.append(SizeChange(name, value, [value[i] for i in kept], (name,)))
             if name.endswith("layers") and all(isinstance(v, int) and v in range(num_blocks) for v in value):
-                changes.append(Change(name, value, [kept.index(v) for v in value if v in kept], (name,)))
+                changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept], (name,)))
     shapes = {
         new_name: tuple(tensor.shape)
         for of in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

@@ -2,7 +2,7 @@
 
 With A = X^T X of the inputs of W, K those that stay and P those that go, W_K <- W_K + W_P A_PK (A_KK + lambda D)^-1:
 the least squares fit to what W put out before, D the diagonal of A. Where W has a bias A is taken about the mean, and
-the bias takes up what the mean loses. All of it is arithmetic of one rank, the input's home, but for the rows of W,
+the bias takes up what the mean loses. All of it is arithmetic of one rank, the input's owner, but for the rows of W,
 which each rank changes where they lie.
 """
 
@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf
-from distprune.models import LinearMap, Units
+from distprune.models import LinearLayer, Units
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
@@ -40,7 +40,7 @@ class Asked:
     block: str
     units: Units
     num_kept: int
-    linear: LinearMap
+    linear: LinearLayer
     norms: torch.Tensor | None = None
     gradients: torch.Tensor | None = None
 
@@ -76,8 +76,9 @@ class Fitted:
 class UnitRemover(Solver[Fitted]):
     """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
 
-    ``kept`` are the units that stay, by reader, on its home alone; ``offsets``, by the map's name in the block, rows
-    of this rank and what their biases gain. ``num_steps``: criteria that are rescored are so at most that often.
+    ``kept`` are the units that stay, by reader, on its owner alone; ``offsets``, by the linear layer's name in the
+    block, rows of this rank and what their biases gain. ``num_steps``: criteria that are rescored are so at most that
+    often.
     """
 
     needs: ClassVar[MomentsOf] = "pairs"

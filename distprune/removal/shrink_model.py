@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distprune.collectives import Group, communicator, together
-from distprune.models import Kind, decoder_blocks
+from distprune.models import UnitKind, decoder_blocks
 from distprune.oneshot import OneShotReport, TargetsOf
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, CriterionName
@@ -96,7 +96,7 @@ def shrink_model(
         sizes.check(model)
         budget = find_budget(model, samples, sizes)
         num_all = len(decoder_blocks(model))
-    kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     if experts is not None:  # which cannot be zeroed
         kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm)
         remove_units(model, kept, group=comm)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import Kind, decoder_blocks, find_all_units
+from distprune.models import UnitKind, decoder_blocks, find_all_units
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers, check_units
 
@@ -36,14 +36,14 @@ class Sizes:
         return ", ".join(f"{kind} {size}" for kind, size in vars(self).items() if size is not None)
 
     @property
-    def of_units(self) -> dict[Kind, int | float]:
+    def of_units(self) -> dict[UnitKind, int | float]:
         """What is said of units, by kind."""
         return self.in_walk | ({} if self.experts is None else {"experts": self.experts})
 
     @property
-    def in_walk(self) -> dict[Kind, int | float]:
+    def in_walk(self) -> dict[UnitKind, int | float]:
         """What is chosen block after block, by kind."""
-        kinds: dict[Kind, int | float | None] = {"mlp": self.mlp, "heads": self.heads, "kv_groups": self.kv_groups}
+        kinds: dict[UnitKind, int | float | None] = {"mlp": self.mlp, "heads": self.heads, "kv_groups": self.kv_groups}
         return {kind: size for kind, size in kinds.items() if size is not None}
 
     def check_asked(self) -> None:
@@ -51,7 +51,7 @@ class Sizes:
         if all(size is None for size in vars(self).values()):
             raise ValueError(f"there is nothing to remove: say how many of {', '.join(vars(self))} stay")
         if self.heads is not None and self.kv_groups is not None:
-            raise ValueError("heads and kv_groups are inputs of one map: remove one of them, then the other")
+            raise ValueError("heads and kv_groups are inputs of one linear layer: remove one of them, then the other")
         most = 1 if isinstance(self.parameters, float) else inf
         if self.parameters is not None and not 0 < self.parameters <= most:
             raise ValueError(f"parameters: {self.parameters} is neither a number from 1 on nor a share in (0, 1]")
@@ -80,7 +80,7 @@ class Sizes:
             NotImplementedError: units that cannot be removed from this model, or a layout in which they cannot.
         """
         self.check_asked()
-        kept: dict[tuple[str, Kind, str], torch.Tensor] = {}
+        kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
         for kind, size in self.of_units.items():
             for name, of_block in find_all_units(model, kind):
                 for units in of_block:

@@ -19,7 +19,7 @@ from torch import nn
 
 from distprune.checkpoint.meta_model import build_like
 
-__all__ = ["Change", "Smaller", "smaller_config", "text_config"]
+__all__ = ["SizeChange", "Smaller", "smaller_config", "text_config"]
 
 Shape = tuple[int, ...]
 
@@ -30,7 +30,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
-class Change:
+class SizeChange:
     """``what`` goes from ``before`` to ``after``, which a field says whose name has one of ``words`` and none of
     ``without``. ``is_default``: also one that is ``None``. ``fixed``: fields that must be set besides."""
 
@@ -53,7 +53,7 @@ class Smaller:
 
 def smaller_config(
     model: nn.Module,
-    changes: Sequence[Change],
+    changes: Sequence[SizeChange],
     shapes: Mapping[str, Shape],
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> Smaller:
@@ -118,7 +118,7 @@ def _made_of(config: Any, fields: Mapping[str, Any]) -> Any:
     return made
 
 
-def _tries(text: Any, changes: Sequence[Change]) -> Iterator[dict[str, Any]]:
+def _tries(text: Any, changes: Sequence[SizeChange]) -> Iterator[dict[str, Any]]:
     """Yield fields that may say ``changes``: at first all that can, then fewer."""
     fixed = {name: value for change in changes for name, value in change.fixed}
     options: dict[str, list[Any]] = {}
@@ -134,7 +134,7 @@ def _tries(text: Any, changes: Sequence[Change]) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in zip(options, values, strict=True) if value is not unchanged} | fixed
 
 
-def _possible(config: Any, changes: Sequence[Change]) -> str:
+def _possible(config: Any, changes: Sequence[SizeChange]) -> str:
     """Return which sizes transformers allows instead, in the same proportion where several change."""
     if not all(type(change.before) is int and change.before <= _MAX_TRIED for change in changes):
         return ""

@@ -29,7 +29,7 @@ from typing_extensions import override
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
 from distprune.masks import reset_forward
-from distprune.models import LinearMap, decoder_blocks, find_units, linear_maps
+from distprune.models import LinearLayer, decoder_blocks, find_units, linear_layers
 from distprune.oneshot.plan import check_samples
 from distprune.removal.budget import Budget, Chosen, cost_curve
 from distprune.removal.choose_units import Removal
@@ -251,34 +251,34 @@ def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tenso
 
 @contextmanager
 def _put_back(comm: Communicator, model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
-    """Give the maps that read units of ``kinds``, and their biases, the weights back that they had before."""
+    """Give the linear layers that read units of ``kinds``, and their biases, the weights back that they had before."""
     with together(comm):
         reset_forward(model)
         # An MLP makes up for the layers that go behind it.
-        maps = _readers(model, {"mlp" if kind == "layers" else kind for kind in kinds})
-        before = [shard.local.to("cpu", copy=True) for shard in _shards(maps)]
+        linears = _readers(model, {"mlp" if kind == "layers" else kind for kind in kinds})
+        before = [shard.local.to("cpu", copy=True) for shard in _shards(linears)]
     try:
         yield
     finally:
         reset_forward(model)
-        for shard, values in zip(_shards(maps), before, strict=True):
+        for shard, values in zip(_shards(linears), before, strict=True):
             shard.local.copy_(values)
 
 
-def _readers(model: nn.Module, kinds: Iterable[Any]) -> list[LinearMap]:
-    found: dict[int, LinearMap] = {}
+def _readers(model: nn.Module, kinds: Iterable[Any]) -> list[LinearLayer]:
+    found: dict[int, LinearLayer] = {}
     for _, block in decoder_blocks(model):
-        maps = linear_maps(block)
+        linears = linear_layers(block)
         for kind in sorted(kinds):
             with suppress(NotImplementedError):  # then nothing makes up for layers
-                read = [maps[units.reader] for units in find_units(block, kind) if units.reader in maps]
+                read = [linears[units.reader] for units in find_units(block, kind) if units.reader in linears]
                 found |= {id(linear.parameter): linear for linear in read}
     return list(found.values())
 
 
-def _shards(maps: Iterable[LinearMap]) -> Iterator[LocalShard]:
-    """Yield this rank's part of each map's weight and bias."""
-    for linear in maps:
+def _shards(linears: Iterable[LinearLayer]) -> Iterator[LocalShard]:
+    """Yield this rank's part of each linear layer's weight and bias."""
+    for linear in linears:
         bias = None if linear.expert is not None else getattr(linear.module, "bias", None)
         for parameter in (linear.parameter, bias):
             if parameter is not None:

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, spread
-from distprune.calibration.crew import Crew
-from distprune.calibration.homes import Home
+from distprune.calibration.owner_ranks import OwnerRank
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.collectives import Alone, Communicator, communicator
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import linears, listening, prune_model
@@ -35,7 +35,7 @@ def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> li
     walk = catch_inputs(model, mine.batches)
     found = []
     for index, (_, block) in enumerate(walk.blocks):
-        statistics = InputStatistics(linear_maps(block), of, Crew(comm.rank, comm.size))
+        statistics = InputStatistics(linear_layers(block), of, SampleGroup(comm.rank, comm.size))
         with statistics.listening(), walk.block(index) as run:
             for i in range(walk.num_samples):
                 statistics.begin_sample(counts=i < mine.num_counted)
@@ -106,7 +106,7 @@ def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, ar
             assert by_name.keys() == {m.names for m in wanted_of_block}
             for m in wanted_of_block:
                 assert by_name[m.names].num_tokens == m.num_tokens
-                is_here = by_name[m.names].home.spread or by_name[m.names].home.rank == rank
+                is_here = by_name[m.names].owner.spread or by_name[m.names].owner.rank == rank
                 assert torch.equal(by_name[m.names].values, m.values if is_here else m.values[:0])
                 if of == "features":
                     assert m.sketch is not None
@@ -119,8 +119,8 @@ def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str
     walk = catch_inputs(model, mine.batches)
     masks: dict[str, torch.Tensor] = {}
     for index, (block_name, block) in enumerate(walk.blocks):
-        maps = linear_maps(block)
-        statistics = InputStatistics(maps, "features")
+        linears = linear_layers(block)
+        statistics = InputStatistics(linears, "features")
         with statistics.listening(), walk.block(index) as run:
             for i in range(walk.num_samples):
                 statistics.begin_sample(counts=i < mine.num_counted)
@@ -128,7 +128,7 @@ def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str
         for moments in statistics.reduce(comm):
             norms = moments.square_sums.sqrt() if moments.num_tokens else torch.ones_like(moments.square_sums)
             for name in moments.names:
-                linear = maps[name]
+                linear = linears[name]
                 weight = linear.parameter.detach()
                 weight = weight if linear.expert is None else weight[linear.expert]
                 weight = weight.t() if linear.transposed else weight
@@ -175,41 +175,41 @@ def test_one_triangle_travels(size: int) -> None:
     assert torch.equal(unpack_triangle(pack_triangle(lopsided)), whole.float())  # the upper one
 
 
-def pairs_of(x: torch.Tensor, crew: Crew, comm: Communicator, homes: list[Home]) -> list[Moments]:
+def pairs_of(x: torch.Tensor, sample_group: SampleGroup, comm: Communicator, owners: list[OwnerRank]) -> list[Moments]:
     with drawing(0):
-        block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in homes))
-    statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
+        block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in owners))
+    statistics = InputStatistics(linear_layers(block), "pairs", sample_group, comm)
     with statistics.listening(), torch.no_grad():
         for sample in torch.split(x, 2):
             statistics.begin_sample()
             for linear in block:
                 linear(sample.clone())
-    return statistics.reduce(comm, lambda *_: homes)
+    return statistics.reduce(comm, lambda *_: owners)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_in", [1, 127, 128, 129, 300])
 def test_products_of_many_features(num_in: int, num_ranks: int) -> None:
     """Computed strip by strip, of ranks that share out the features, too. Whole numbers: every sum is exact."""
-    homes = [Home(0, spread=True), Home(num_ranks - 1), Home(0)]
+    owners = [OwnerRank(0, spread=True), OwnerRank(num_ranks - 1), OwnerRank(0)]
     x = torch.randint(-9, 10, (6, num_in), generator=torch.Generator().manual_seed(num_in)).float()
 
     def of_rank(rank: int) -> list[Moments]:
-        return pairs_of(x, Crew(place=rank, size=num_ranks), communicator(), homes)
+        return pairs_of(x, SampleGroup(rank=rank, size=num_ranks), communicator(), owners)
 
     for rank, found in enumerate(run_threads(num_ranks, of_rank)):
-        for moments, home in zip(found, homes, strict=True):
-            is_here = home.spread or home.rank == rank
+        for moments, owner in zip(found, owners, strict=True):
+            is_here = owner.spread or owner.rank == rank
             assert torch.equal(moments.values, (x.t() @ x)[: None if is_here else 0])
 
 
 def many_inputs(rank: int) -> tuple[int, list[Moments]]:
-    """Six inputs of 4 features, the home of all but one of them rank 1."""
+    """Six inputs of 4 features, the owner of all but one of them rank 1."""
     comm = communicator()
     x = torch.arange(8.0).view(2, 4) + rank
-    homes = [Home(0), *[Home(1)] * 5]
+    owners = [OwnerRank(0), *[OwnerRank(1)] * 5]
     before = comm.traffic.copy()
-    found = pairs_of(x, Crew(rank, 2), comm, homes)
+    found = pairs_of(x, SampleGroup(rank, 2), comm, owners)
     return (comm.traffic - before).num_rounds, found
 
 
@@ -227,12 +227,12 @@ def test_large_sums_do_not_all_arrive_at_once(monkeypatch: pytest.MonkeyPatch) -
 def test_rounds_and_bytes(of: MomentsOf) -> None:
     comm, linear = Alone(), nn.Linear(10, 3, bias=False)
     block = nn.Sequential(linear, nn.Linear(3, 2))
-    statistics = InputStatistics(linear_maps(block), of)
+    statistics = InputStatistics(linear_layers(block), of)
     with statistics.listening():
         statistics.begin_sample()
         block(torch.ones(2, 10))
     before = comm.traffic.copy()
-    statistics.reduce(comm, lambda inputs, _: [Home(0, spread=True)] * len(inputs))
+    statistics.reduce(comm, lambda inputs, _: [OwnerRank(0, spread=True)] * len(inputs))
     used = comm.traffic - before
     assert used.num_rounds == (5 if of == "features" else 6)
     numbers = 13 * 33 if of == "features" else 6 * 10 + 2 * 3
@@ -247,7 +247,7 @@ def test_squared_output(num_tokens: int) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(40, 30, bias=False)
     torch.nn.init.uniform_(linear.weight)
-    statistics = InputStatistics({"m": linear_maps(nn.Sequential(linear))["0"]}, "features")
+    statistics = InputStatistics({"m": linear_layers(nn.Sequential(linear))["0"]}, "features")
     total = 0.0
     with statistics.listening(), torch.no_grad():
         for _ in range(3 if num_tokens else 0):
@@ -264,7 +264,7 @@ def test_squared_output(num_tokens: int) -> None:
 
 
 class Twice(nn.Module):
-    """Two maps whose inputs are the same tensor or not, as it is told."""
+    """Two layers whose inputs are the same tensor or not, as it is told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Twice(nn.Module):
 
 
 def listen(block: Twice, *hows: str) -> list[Moments]:
-    statistics = InputStatistics(linear_maps(block), "features")
+    statistics = InputStatistics(linear_layers(block), "features")
     with statistics.listening(), torch.no_grad():
         for how in hows:
             statistics.begin_sample()
@@ -306,7 +306,7 @@ def test_what_is_the_same_input() -> None:
 
 def test_samples_that_do_not_count() -> None:
     block = Twice()
-    statistics = InputStatistics(linear_maps(block), "features")
+    statistics = InputStatistics(linear_layers(block), "features")
     with statistics.listening():
         block(torch.ones(1, 4))  # before any sample
         statistics.begin_sample()
@@ -321,7 +321,7 @@ def test_samples_that_do_not_count() -> None:
 def with_nan(rank: int) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(4, 4))
-    statistics = InputStatistics(linear_maps(block), "pairs")
+    statistics = InputStatistics(linear_layers(block), "pairs")
     with statistics.listening():
         statistics.begin_sample()
         block(torch.full((1, 4), torch.inf if rank == 1 else 1.0))
@@ -329,7 +329,7 @@ def with_nan(rank: int) -> None:
 
 
 def unlike_on_ranks(rank: int) -> None:
-    statistics = InputStatistics(linear_maps(block := Twice()), "pairs")
+    statistics = InputStatistics(linear_layers(block := Twice()), "pairs")
     block.how = "copy" if rank == 1 else "same"
     with statistics.listening():
         statistics.begin_sample()
@@ -343,13 +343,13 @@ def test_errors_are_heard_on_all_ranks() -> None:
         assert "NaN or Inf in the inputs of '0'" in str(error)
     for error in run_threads(2, unlike_on_ranks, catch=True):
         assert isinstance(error, NotImplementedError)
-        assert "'b' has the input of other maps on one rank than on another" in str(error)
+        assert "'b' has the input of other layers on one rank than on another" in str(error)
 
 
 def test_a_part_of_the_features() -> None:
-    """As tensor parallelism hands its row-wise maps, on a rank that shares its samples with nobody."""
+    """As tensor parallelism hands its row-wise layers, on a rank that shares its samples with nobody."""
     block = nn.Sequential(nn.Linear(4, 4))
-    statistics = InputStatistics(linear_maps(block), "features")
+    statistics = InputStatistics(linear_layers(block), "features")
     block[0].weight = nn.Parameter(torch.ones(4, 2))
     with statistics.listening():
         statistics.begin_sample()

@@ -1,4 +1,4 @@
-"""The order in which blocks run their maps, what they add to, and what the dense stream leaves behind."""
+"""The order in which blocks run their layers, what they add to, and what the dense stream leaves behind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from distprune import Unstructured, prune_blocks
 from distprune.calibration import BlockOrder, InputStatistics, Targets, catch_inputs, learn_order, listening
-from distprune.calibration.crew import Crew
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Walk
 from distprune.collectives import Alone, communicator
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from tests.architectures import samples, tiny_model
 from tests.worlds import run_threads
 
@@ -45,7 +45,7 @@ def model_of(architecture: str) -> Any:
 
 def order_of(model: Any) -> BlockOrder:
     walk = catch_inputs(model, [{"input_ids": tokens[None], "use_cache": False} for tokens in TOKENS])
-    return learn_order(Alone(), walk, 0, linear_maps(walk.blocks[0][1]))
+    return learn_order(Alone(), walk, 0, linear_layers(walk.blocks[0][1]))
 
 
 @pytest.mark.parametrize("architecture", ORDERS)
@@ -62,7 +62,7 @@ def test_order(architecture: str) -> None:
 
 
 def test_a_stage_runs_no_further_than_it_has_to() -> None:
-    """Of the four stages of a block, the last alone runs the last map; so do the dense and the final run."""
+    """Of the four stages of a block, the last alone runs the last layer; so do the dense and the final run."""
     model = tiny_model("llama", num_hidden_layers=2)
     num_runs = {"q_proj": 0, "down_proj": 0}
     for name, module in model.named_modules():
@@ -77,13 +77,13 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
 
 def nan_in_one_stream(rank: int, stream: str) -> None:
     model: Any = tiny_model("llama")
-    maps = linear_maps(decoder_blocks(model)[0][1])
+    linears = linear_layers(decoder_blocks(model)[0][1])
     walk = catch_inputs(model, [{"input_ids": TOKENS[:1], "use_cache": False}])
-    targets = Targets(walk, learn_order(Alone(), walk, 0, maps), maps, Crew())
+    targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears, SampleGroup())
     walk.split()
     spoiled = walk.dense if stream == "dense" else walk.hidden
-    statistics = InputStatistics(maps, "pairs", targets=targets)
-    with listening(maps, targets, targets.adding):
+    statistics = InputStatistics(linears, "pairs", targets=targets)
+    with listening(linears, targets, targets.adding):
         targets.begin_sample()
         walk.blocks[0][1](walk.dense[0], **walk.calls[0][0].kwargs)
     if rank == 1 and stream == "dense":

@@ -48,9 +48,9 @@ def test_the_report_and_its_table(
     for of_block in blocks:
         assert of_block["name"] in shown.out
         assert f"{mean_error(of_block):.4f}" in shown.out
-        for of_map in of_block["maps"]:
-            assert of_map["name"].removeprefix(f"{of_block['name']}.") in shown.out
-            assert f"{of_map['relative_error']:.4f}" in shown.out
+        for of_layer in of_block["layers"]:
+            assert of_layer["name"].removeprefix(f"{of_block['name']}.") in shown.out
+            assert f"{of_layer['relative_error']:.4f}" in shown.out
     assert all(f"{stage} s" in shown.out for stage in STAGES)
     (before,), (after,) = (report[f"perplexity_{when}"].values() for when in ("before", "after"))
     assert re.search(rf"perplexity on text.txt\W+{before:.2f} -> {after:.2f}", shown.out)

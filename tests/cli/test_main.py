@@ -104,12 +104,12 @@ def test_every_option_arrives() -> None:
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
     assert asked(f"prune {line}{in_place}") == [Request(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
-    one_shot += " --sequential map --targets dense --target-share 0.25"
+    one_shot += " --sequential layer --targets dense --target-share 0.25"
     one_shot += " --allocation gradients"
     calibrated = OneShotJob(
         **common,
         method="wanda",
-        sequential="map",
+        sequential="layer",
         targets="dense",
         target_share=0.25,
         sparsity=0.5,

@@ -78,9 +78,9 @@ def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     assert len(blocks) == 14
     if isinstance(pattern, NByM):
         assert all("2:4" in tensor.patterns for tensor in blocks)
-    maps = {of_map["name"]: of_map for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    linears = {of_layer["name"]: of_layer for block in report["pruning"]["blocks"] for of_layer in block["layers"]}
     for tensor in blocks:
-        assert maps[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
+        assert linears[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
 
 
@@ -95,7 +95,7 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     job = dataclasses.replace(job, model=str(model), method=method, pattern=pattern)
     assert pool.run(2, run_on_rank, job, None) == ["", ""]
     report = json.loads((Path(job.output) / REPORT_NAME).read_text())
-    pruned = {f"{of_map['name']}.weight" for block in report["pruning"]["blocks"] for of_map in block["maps"]}
+    pruned = {f"{of_layer['name']}.weight" for block in report["pruning"]["blocks"] for of_layer in block["layers"]}
     assert len(pruned) == 14
     shown = CliRunner().invoke(main.app, ["inspect", job.output, "--json"])
     assert shown.exit_code == 0
@@ -154,17 +154,17 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern, allocation=allocation))
     assert report["pruning"]["allocation"] == by
     assert "0.weight" not in report["pruning"]["pattern"]  # as asked for
-    maps = [of_map for block in report["pruning"]["blocks"] for of_map in block["maps"]]
-    shares = [of_map["num_pruned"] / of_map["num_elements"] for of_map in maps]
+    linears = [of_layer for block in report["pruning"]["blocks"] for of_layer in block["layers"]]
+    shares = [of_layer["num_pruned"] / of_layer["num_elements"] for of_layer in linears]
     card = (Path(job.output) / "README.md").read_text()
     if by == "uniform":
         assert max(shares) - min(shares) < 0.05  # whole weights of a row
         assert "allocated" not in card
         return
     assert max(shares) - min(shares) > 0.1
-    total = round(pattern.sparsity * sum(of_map["num_elements"] for of_map in maps))
-    assert abs(sum(of_map["num_pruned"] for of_map in maps) - total) <= 5
-    of_q = [share for share, of_map in zip(shares, maps, strict=True) if "q_proj" in of_map["name"]]
+    total = round(pattern.sparsity * sum(of_layer["num_elements"] for of_layer in linears))
+    assert abs(sum(of_layer["num_pruned"] for of_layer in linears) - total) <= 5
+    of_q = [share for share, of_layer in zip(shares, linears, strict=True) if "q_proj" in of_layer["name"]]
     assert f"self_attn.q_proj {min(of_q):.1%}" in card
 
 

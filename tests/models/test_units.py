@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import Kind, decoder_blocks, find_all_units, find_units, linear_maps
+from distprune.models import UnitKind, decoder_blocks, find_all_units, find_units, linear_layers
 from tests.architectures import samples, tiny_model
 from tests.removal.sliced import SCRIPTS, kept_units, sliced
 
@@ -32,7 +32,7 @@ def test_readers_that_read_zeros_are_smaller_ones(name: str) -> None:
         assert (units.num_units, units.num_groups) == script.units[kind, place][:2]
         if units.reader is None:
             continue
-        linear = linear_maps(block)[units.reader]
+        linear = linear_layers(block)[units.reader]
         weight: torch.Tensor = linear.parameter
         weight = weight if linear.expert is None else weight[linear.expert]
         gone = torch.ones(units.num_units, dtype=torch.bool)
@@ -149,7 +149,7 @@ QKV = {"q": nn.Linear(6, 8), "k": nn.Linear(6, 4), "v": nn.Linear(6, 4), "out": 
         ),
     ],
 )
-def test_what_cannot_be_removed_says_why(kind: Kind, block: nn.Module, message: str | None) -> None:
+def test_what_cannot_be_removed_says_why(kind: UnitKind, block: nn.Module, message: str | None) -> None:
     if message is None:
         block.mlp.experts._apply_gate = lambda x: x.flip(-1)[..., :5] * x[..., :5]  # type: ignore[union-attr]
         message = "mixes gates and ups in an order"

@@ -30,8 +30,8 @@ __all__ = [
     "Pruned",
     "check_counts",
     "check_ranks",
-    "manner",
     "matrices",
+    "options",
     "pruned",
     "sharded",
     "share_alike",
@@ -61,10 +61,10 @@ CASES: list[Case] = [
     ("random", BLOCKS),
 ]
 TARGETS: list[Case] = [
-    ("map dense wanda", HALF),
-    ("map dense sparsegpt", NByM(2, 4)),
+    ("layer dense wanda", HALF),
+    ("layer dense sparsegpt", NByM(2, 4)),
     ("block dense sparsegpt", HALF),
-    ("map own sparsegpt", BLOCKS),
+    ("layer own sparsegpt", BLOCKS),
     ("block own admm", HALF),
     ("admm", PerRow(0.3)),
     ("admm", BLOCKS),
@@ -74,7 +74,7 @@ FEW: list[Case] = [("wanda", HALF), ("sparsegpt", HALF), ("admm", HALF)]
 
 
 def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every linear map of the blocks as (out, in)."""
+    """Every linear layer of the blocks as (out, in)."""
     return {
         f"{block_name}.{name}": linear.weight
         for block_name, block in decoder_blocks(model)
@@ -89,7 +89,7 @@ def share_alike(model: nn.Module, masks: dict[str, torch.Tensor]) -> float:
     return alike / sum(keep.numel() for keep in masks.values())
 
 
-def manner(method: str) -> dict[str, Any]:
+def options(method: str) -> dict[str, Any]:
     """Return the arguments of ``prune_blocks`` that a case's text stands for."""
     *how, method = method.split()
     return {"method": method, **dict(zip(("sequential", "targets"), how, strict=False))}
@@ -97,17 +97,17 @@ def manner(method: str) -> dict[str, Any]:
 
 def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: Any) -> None:
     """To the element: per matrix, per row, per group, per block of columns."""
-    method = manner(method)["method"]
+    method = options(method)["method"]
     found = matrices(model)
-    maps = {of_map.name: of_map for block in report.blocks for of_map in block.maps}
-    assert found.keys() == maps.keys()
+    linears = {of_layer.name: of_layer for block in report.blocks for of_layer in block.layers}
+    assert found.keys() == linears.keys()
     for name, weight in found.items():
         zeros = weight == 0
         num_in = weight.shape[1]
-        of_map = maps[name]
-        assert of_map.num_elements == weight.numel()
-        assert of_map.num_zeros == int(zeros.sum())
-        if of_map.num_zeros != of_map.num_pruned:
+        of_layer = linears[name]
+        assert of_layer.num_elements == weight.numel()
+        assert of_layer.num_zeros == int(zeros.sum())
+        if of_layer.num_zeros != of_layer.num_pruned:
             continue  # dead inputs: zero without being pruned
         own = pattern.of(name)
         if isinstance(own, NByM):
@@ -120,20 +120,20 @@ def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: 
             assert isinstance(own.sparsity, float)
             wanted = [round(own.sparsity * some.numel()) for some in torch.split(of_block, width, dim=1)]
             assert num_gone == sum(wanted)
-            assert num_gone * size * size == of_map.num_pruned
+            assert num_gone * size * size == of_layer.num_pruned
         elif isinstance(own, PerRow) or method in ("wanda", "admm"):
             assert (zeros.sum(1) == round(own.sparsity * num_in)).all()
         elif method == "sparsegpt":
             for columns in torch.split(zeros, 128, dim=1):
                 assert int(columns.sum()) == round(own.sparsity * columns.numel())
         else:
-            assert of_map.num_pruned == round(own.sparsity * weight.numel())
+            assert of_layer.num_pruned == round(own.sparsity * weight.numel())
 
 
 def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Pruned:
     """Prune ``model`` and return its weights, whole. Every rank must call it."""
     method, pattern = case
-    report = prune_blocks(model, tokens, **manner(method), pattern=pattern, seed=3)
+    report = prune_blocks(model, tokens, **options(method), pattern=pattern, seed=3)
     return {name: whole(p) for name, p in model.named_parameters()}, report
 
 
@@ -160,7 +160,7 @@ def check_ranks(
     """
     for index, (method, pattern) in enumerate(cases):
         alone = make()
-        report = prune_blocks(alone, tokens, **manner(method), pattern=pattern, seed=3)
+        report = prune_blocks(alone, tokens, **options(method), pattern=pattern, seed=3)
         check_counts(alone, report, method, pattern)
         weights, of_ranks = everywhere[0][index]
         together: Any = make()
@@ -175,11 +175,11 @@ def check_ranks(
             assert float((weight - wanted).norm() / wanted.norm()) < 0.02
         for of_rank in everywhere[1:]:
             assert all(torch.equal(weight, weights[name]) for name, weight in of_rank[index][0].items())
-            assert [block.maps for block in of_rank[index][1].blocks] == [block.maps for block in of_ranks.blocks]
+            assert [block.layers for block in of_rank[index][1].blocks] == [block.layers for block in of_ranks.blocks]
         for block, wanted_block in zip(of_ranks.blocks, report.blocks, strict=True):
-            for of_map, one in zip(block.maps, wanted_block.maps, strict=True):
-                assert (of_map.name, of_map.num_tokens, of_map.damping) == (one.name, one.num_tokens, one.damping)
-                assert of_map.relative_error == pytest.approx(one.relative_error, rel=0.02)
+            for of_layer, one in zip(block.layers, wanted_block.layers, strict=True):
+                assert (of_layer.name, of_layer.num_tokens, of_layer.damping) == (one.name, one.num_tokens, one.damping)
+                assert of_layer.relative_error == pytest.approx(one.relative_error, rel=0.02)
 
 
 def perplexity(model: Any) -> float:

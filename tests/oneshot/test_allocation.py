@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration import Crew, Sensitivity, measure_sensitivities, spread
+from distprune.calibration import SampleGroup, Sensitivity, measure_sensitivities, spread
 from distprune.collectives import Alone
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
 from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
@@ -26,8 +26,8 @@ from tests.worlds import ProcessPool, run_threads
 SHARE = 0.6
 
 
-def check_shares(model: nn.Module, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Each within one weight a row; all together within half the rows of the smallest map."""
+def check_targetss(model: nn.Module, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Each within one weight a row; all together within half the rows of the smallest layer."""
     shapes = {name: weight.shape for name, weight in matrices(model).items()}
     assert found.keys() == expected.keys() == shapes.keys()
     for name, (_, num_in) in shapes.items():
@@ -58,16 +58,16 @@ def test_equals_the_oracle(architecture: str) -> None:
         found = allocate(model, TOKENS, SHARE)
     assert state_of(model)[:3] == before[:3]
     assert torch.equal(others[0].grad, torch.ones_like(others[0]))
-    check_shares(model, found, expected)
+    check_targetss(model, found, expected)
     assert len(set(found.values())) > 2
     report = prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity=found)
-    for of_map in (of_map for block in report.blocks for of_map in block.maps):
-        assert of_map.num_pruned == round(found[of_map.name] * of_map.num_elements)
+    for of_layer in (of_layer for block in report.blocks for of_layer in block.layers):
+        assert of_layer.num_pruned == round(found[of_layer.name] * of_layer.num_elements)
 
 
 def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
-    blocks = [(b, {f"{at}.{name}": of for name, of in linear_maps(b).items()}) for at, b in decoder_blocks(model)]
-    return measure_sensitivities(Alone(), Crew(), model, blocks, spread(tokens, 0, 1))
+    blocks = [(b, {f"{at}.{name}": of for name, of in linear_layers(b).items()}) for at, b in decoder_blocks(model)]
+    return measure_sensitivities(Alone(), SampleGroup(), model, blocks, spread(tokens, 0, 1))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
@@ -105,12 +105,12 @@ def test_experts_that_are_called_otherwise() -> None:
 def test_experts_without_tokens_have_the_uniform_share() -> None:
     model, tokens = tiny_model("mixtral"), samples(1, 2)
     found = allocate(model, tokens, SHARE)
-    check_shares(model, found, oracle.allocate(model, tokens, SHARE))
+    check_targetss(model, found, oracle.allocate(model, tokens, SHARE))
     report = prune_blocks(model, tokens, method="wanda", pattern="row", sparsity=found)
-    unseen = [of_map for block in report.blocks for of_map in block.maps if not of_map.num_tokens]
+    unseen = [of_layer for block in report.blocks for of_layer in block.layers if not of_layer.num_tokens]
     assert unseen
-    for of_map in unseen:
-        assert of_map.num_pruned / of_map.num_elements == found[of_map.name] == pytest.approx(SHARE, abs=0.03)
+    for of_layer in unseen:
+        assert of_layer.num_pruned / of_layer.num_elements == found[of_layer.name] == pytest.approx(SHARE, abs=0.03)
 
 
 def on_rank(_: int, layout: str, architecture: str, tokens: torch.Tensor) -> dict[str, float]:
@@ -147,7 +147,7 @@ def test_ranks_come_to_what_one_does(pool: ProcessPool, world_size: int, layout:
     assert all(other == first for other in others)
     model = make(architecture) if "tp" in layout else tiny_model(architecture)
     expected = allocate(model, TOKENS, SHARE)
-    check_shares(model, first, expected)
+    check_targetss(model, first, expected)
     assert sum(first[name] == expected[name] for name in first) >= 0.9 * len(first)
 
 
@@ -208,7 +208,7 @@ def fails_and_goes_on(_: int) -> dict[str, float]:
 
 def test_a_sharded_model_goes_on_after_an_error() -> None:
     for found in run_threads(2, fails_and_goes_on):
-        check_shares(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
+        check_targetss(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
 
 
 def arguments_differ(rank: int) -> None:

@@ -52,7 +52,7 @@ def boom_at(num_calls: int, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Failing(SparseGPT):
-    """Fails on rank 1, preparing an input or at some step of a sweep: of one that has a home, or is ``spread``."""
+    """Fails on rank 1, preparing an input or at some step of a sweep: of one that has a owner, or is ``spread``."""
 
     rank: int
     where: str
@@ -60,7 +60,7 @@ class Failing(SparseGPT):
 
     @override
     def prepare(self, moments: Moments) -> Factor:
-        if self.where == "prepare" and moments.home.spread == self.spread and self.rank == 1:
+        if self.where == "prepare" and moments.owner.spread == self.spread and self.rank == 1:
             raise Boom("boom")
         return super().prepare(moments)
 

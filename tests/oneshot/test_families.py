@@ -33,7 +33,7 @@ SAMPLE = (
     "xlnet",  # no limit to positions; parameters that are no linear layer's weight
     "zamba",  # two blocks share their weights
     "zaya",  # blocks that hand over more than hidden states
-    "prophetnet",  # runs a map several times in a block
+    "prophetnet",  # runs a layer several times in a block
 )
 TOKENS = tokens()
 WARNED = ("does not fit", "that this library knows", "in groups", "no token reached")
@@ -108,9 +108,10 @@ def pruned_weights(model: nn.Module, block: BlockReport) -> dict[str, int]:
     """Return by parameter how many of its matrices were pruned."""
     found: dict[str, int] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for of_map in block.maps:
-        name = f"{of_map.name}.weight" if f"{of_map.name}.weight" in parameters else of_map.name.rpartition(".")[0]
-        assert of_map.num_elements <= parameters[name].numel()
+    for of_layer in block.layers:
+        weight = f"{of_layer.name}.weight"
+        name = weight if weight in parameters else of_layer.name.rpartition(".")[0]
+        assert of_layer.num_elements <= parameters[name].numel()
         found[name] = found.get(name, 0) + 1
     return found
 
@@ -146,7 +147,7 @@ def check_untouched(model: nn.Module, dense: nn.Module, pruned: set[str]) -> Non
 
 def check_zeros(seen: Seen, model: nn.Module, report: OneShotReport, pattern: str) -> None:
     for block in report.blocks:
-        assert all(2 * of_map.num_pruned == of_map.num_elements for of_map in block.maps)
+        assert all(2 * of_layer.num_pruned == of_layer.num_elements for of_layer in block.layers)
         for name in pruned_weights(model, block):
             in_dim = seen.products.in_dim.get(name, -1)
             zeros = model.get_parameter(name).transpose(in_dim, -1) == 0

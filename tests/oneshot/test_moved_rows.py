@@ -1,4 +1,4 @@
-"""All rows of a map on its home, from every layout, and back."""
+"""All rows of a layer on its owner, from every layout, and back."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement
 
 from distprune.collectives import Alone, communicator
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.shards import cut, local_shard
 from tests.oneshot.test_rows import LAYOUTS, laid_out
 from tests.worlds import run_threads
 
-# Maps of different shapes and dtypes, one of one byte an element and odd lengths; the first one goes nowhere.
+# Layers of different shapes and dtypes, one of one byte an element and odd lengths; the first one goes nowhere.
 SHAPES = [((3, 4), torch.float32), ((7, 12), torch.float32), ((12, 5), torch.int8), ((2, 3), torch.bfloat16)]
 
 
@@ -24,24 +24,24 @@ def on_rank(rank: int, mesh_shape: tuple[int, ...], placements: tuple[Placement,
     mesh, comm = init_device_mesh("cpu", mesh_shape), communicator()
     modules = [nn.Module() for _ in SHAPES]
     wholes = [torch.arange(shape[0] * shape[1]).view(shape).to(dtype) for shape, dtype in SHAPES]
-    maps = {}
+    linears = {}
     for i, (module, whole) in enumerate(zip(modules, wholes, strict=True)):
         module.weight = nn.Parameter(laid_out(whole, mesh, placements), requires_grad=False)
         num_out, num_in = whole.shape[::-1] if transposed else whole.shape
-        maps[str(i)] = LinearMap(str(i), module, "weight", num_out, num_in, transposed)
-    originals = [local_shard("a", linear.parameter) for linear in maps.values()]
+        linears[str(i)] = LinearLayer(str(i), module, "weight", num_out, num_in, transposed)
+    originals = [local_shard("a", linear.parameter) for linear in linears.values()]
     owned = {f"{i}.weight": bool(of.owned) for i, of in enumerate(originals)}
-    home = {str(i): (i + 1) % comm.size for i in range(1, len(SHAPES))}
-    with whole_rows(comm, maps, owned) as rows:
+    owner = {str(i): (i + 1) % comm.size for i in range(1, len(SHAPES))}
+    with whole_rows(comm, linears, owned) as rows:
         before = comm.traffic.copy()
-        moved = move_rows(comm, rows, home)
+        moved = move_rows(comm, rows, owner)
         assert (comm.traffic - before).num_rounds == 3
         assert moved.rows["0"] is rows["0"]
         for i, whole in enumerate(wholes[1:], 1):
             found = moved.rows[str(i)]
             wanted = whole.t() if transposed else whole
             assert found.num_out == len(wanted)
-            assert found.owned == (rank == home[str(i)])
+            assert found.owned == (rank == owner[str(i)])
             assert torch.equal(found.weight, wanted if found.owned else wanted[:0])
             assert found.runs == (((0, len(wanted)),) if found.owned else ())
             found.weight.neg_()
@@ -50,7 +50,7 @@ def on_rank(rank: int, mesh_shape: tuple[int, ...], placements: tuple[Placement,
         assert (comm.traffic - before).num_rounds == 2
     for i, (original, whole) in enumerate(zip(originals, wholes, strict=True)):
         assert torch.equal(
-            local_shard("a", maps[str(i)].parameter).local, cut(-whole if i else whole, original.geometry)
+            local_shard("a", linears[str(i)].parameter).local, cut(-whole if i else whole, original.geometry)
         )
 
 
@@ -61,7 +61,7 @@ def test_every_layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, 
 
 
 def replicated(rank: int) -> None:
-    """Whole on every rank, as DDP has it: nothing moves there, and what the home writes is everywhere afterwards."""
+    """Whole on every rank, as DDP has it: nothing moves there, and what the owner writes is everywhere afterwards."""
     comm = communicator()
     weight = torch.arange(12.0).view(4, 3)
     rows = {"a": Rows(weight, ((0, 4),), 4, owned=rank == 0)}
@@ -99,6 +99,6 @@ def with_shards(rank: int) -> int:
 
 
 def test_a_rank_hands_over_what_it_holds() -> None:
-    """Of two maps of 4 x 20,000 bytes: a home gets 60,000 and hands on 20,000; then the other way round."""
+    """Of two layers of 4 x 20,000 bytes: a owner gets 60,000 and hands on 20,000; then the other way round."""
     for rank, num_bytes in enumerate(run_threads(4, with_shards)):
         assert 0 <= num_bytes - 2 * (60_000 if rank < 2 else 40_000) < 500

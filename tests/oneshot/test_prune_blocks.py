@@ -30,8 +30,8 @@ from tests.oneshot.alike import (
     Pruned,
     check_counts,
     check_ranks,
-    manner,
     matrices,
+    options,
     pruned,
     sharded,
     share_alike,
@@ -61,16 +61,16 @@ def test_wanda_is_the_papers(architecture: str, patterns: list[Pattern]) -> None
 
 
 PAPERS = [  # of the manners in which weights that stay move, those that are the defaults
-    *itertools.product(("block own sparsegpt", "map dense admm"), PATTERNS)
+    *itertools.product(("block own sparsegpt", "layer dense admm"), PATTERNS)
 ]
 OTHERS = [
-    ("map own sparsegpt", Unstructured(0.5)),
+    ("layer own sparsegpt", Unstructured(0.5)),
     ("block dense sparsegpt", NByM(2, 4)),
-    ("map dense sparsegpt", Unstructured(0.5)),
+    ("layer dense sparsegpt", Unstructured(0.5)),
     ("block own admm", NByM(2, 4)),
-    ("map own admm", NByM(4, 8)),
+    ("layer own admm", NByM(4, 8)),
     ("block dense admm", Unstructured(0.5)),
-    ("map dense wanda", NByM(2, 4)),
+    ("layer dense wanda", NByM(2, 4)),
     ("block dense wanda", Block(4, 0.4)),
 ]
 
@@ -80,7 +80,7 @@ PAIRS = [
     *(
         (architecture, manner, pattern)
         for architecture, pattern, manner in all_pairs(
-            list(ONE_SHOT_ARCHITECTURES), list(PATTERNS), ("block own sparsegpt", "map dense admm")
+            list(ONE_SHOT_ARCHITECTURES), list(PATTERNS), ("block own sparsegpt", "layer dense admm")
         )
     ),
     *((ARCHITECTURES_OF_OTHERS[i % 3], *other) for i, other in enumerate(OTHERS)),
@@ -98,8 +98,8 @@ PRODUCT = [
 )
 def test_updated_weights_are_the_papers(architecture: str, method: str, pattern: Pattern) -> None:
     model, plain = tiny_model(architecture), tiny_model(architecture)
-    oracle.prune_model(plain, TOKENS, pattern=PATTERNS[pattern], **manner(method))
-    report = prune_blocks(model, TOKENS, pattern=pattern, **manner(method))
+    oracle.prune_model(plain, TOKENS, pattern=PATTERNS[pattern], **options(method))
+    report = prune_blocks(model, TOKENS, pattern=pattern, **options(method))
     wanted = matrices(plain)
     # By the weights, not the masks: of a dead input all weights are zero, also in blocks that stay.
     assert share_alike(model, {name: weight != 0 for name, weight in wanted.items()}) >= 0.999

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distprune import Block, NByM, PerRow, Unstructured
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import BlockReport, OneShotMethod, prune_blocks
 from distprune.oneshot.sparsegpt import factor
 from tests.architectures import samples, tiny_model
@@ -43,7 +43,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
     ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_proj'"),
     ({"seed": "7"}, TypeError, "seed must be an int"),
-    ({"sequential": "layer"}, ValueError, "sequential='layer' is none of block, map"),
+    ({"sequential": "map"}, ValueError, "sequential='map' is none of block, layer"),
     ({"targets": "sparse"}, ValueError, "targets='sparse' is none of own, dense"),
     ({"targets": "dense", "target_share": 1.5}, ValueError, r"target_share=1.5 is not in \(0, 1\]"),
     ({"target_share": "half"}, TypeError, "target_share must be a number, not 'half'"),
@@ -92,7 +92,7 @@ def test_ranks_that_disagree(pool: ProcessPool) -> None:
     assert "no space left" in message_on(pool, with_failing_callback)
 
 
-def test_nan_in_activations_names_block_and_map() -> None:
+def test_nan_in_activations_names_block_and_layer() -> None:
     model: Any = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[3] = torch.nan
@@ -124,7 +124,7 @@ def with_new_weights_that_overflow(_: int) -> None:
 
 
 def test_new_weights_that_overflow_on_one_rank_are_refused_on_all() -> None:
-    """Only the home of the map sees them; nobody has taken anything over."""
+    """Only the owner of the layer sees them; nobody has taken anything over."""
     errors = run_threads(2, with_new_weights_that_overflow, catch=True)
     assert all(
         "the new weights of 'model.layers.0.mlp.down_proj' are NaN or infinite" in str(error) for error in errors
@@ -138,11 +138,11 @@ def sweep_in_rounds(_: int, architecture: str) -> list[int]:
 
 
 def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None for blocks of columns where homes sweep; 4 or more for each, and those of the factor, where they do not."""
+    """None for blocks of columns where owners sweep; 4 or more for each, and those of the factor, where they do not."""
     for columns in (128, 8):
         monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", columns)
         assert run_threads(2, sweep_in_rounds, "llama") == [[12, 12, 11]] * 2
-    (few, *_), _ = run_threads(2, sweep_in_rounds, "bloom")  # its widest map is spread
+    (few, *_), _ = run_threads(2, sweep_in_rounds, "bloom")  # its widest layer is spread
     assert few >= 12 + 12 * 4
 
 
@@ -151,7 +151,7 @@ def admm_in_rounds(_: int, num_blocks: int, width: int) -> list[int]:
     return [block.num_rounds for block in prune_blocks(model, TOKENS, method="admm", pattern=HALF).blocks]
 
 
-def test_rounds_map_by_map() -> None:
+def test_rounds_layer_by_layer() -> None:
     """As many for every block, but that the first learns the order, and however wide; no more than 13 a stage."""
     (first, *others), _ = run_threads(2, admm_in_rounds, 4, 40)
     assert first - 3 == others[0] == others[1] == others[2] + 1  # behind the last, nothing is run
@@ -190,7 +190,7 @@ def test_going_on_after_a_block(method: OneShotMethod) -> None:
         return index == 0
 
     rest = prune_blocks(part, TOKENS, method=method, pattern=HALF, seed=5, finished=finished)
-    assert [block.maps for block in rest.blocks] == [block.maps for block in full.blocks[1:]]
+    assert [block.layers for block in rest.blocks] == [block.layers for block in full.blocks[1:]]
     for name, value in part.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
 
@@ -216,21 +216,21 @@ def test_error_is_that_of_the_outputs(method: OneShotMethod, dead: bool, within:
     block = decoder_blocks(model)[0][1]
     handles = [
         linear.module.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0][0]))
-        for name, linear in linear_maps(block).items()
+        for name, linear in linear_layers(block).items()
     ]
     with torch.no_grad():
         for tokens in TOKENS:
             model(input_ids=tokens[None])
     for handle in handles:
         handle.remove()
-    before = {name: linear.parameter.detach().clone() for name, linear in linear_maps(block).items()}
+    before = {name: linear.parameter.detach().clone() for name, linear in linear_layers(block).items()}
     report = prune_blocks(model, TOKENS, method=method, pattern=HALF, seed=1)
-    for of_map, (name, linear) in zip(report.blocks[0].maps, linear_maps(block).items(), strict=True):
+    for of_layer, (name, linear) in zip(report.blocks[0].layers, linear_layers(block).items(), strict=True):
         x = torch.cat(inputs[name]).double()
         change = x @ (before[name] - linear.parameter.detach()).double().t()
         wanted = float(change.norm() / (x @ before[name].double().t()).norm())
-        assert of_map.relative_error == pytest.approx(wanted, rel=within)
-        assert of_map.num_tokens == len(x)
+        assert of_layer.relative_error == pytest.approx(wanted, rel=within)
+        assert of_layer.num_tokens == len(x)
 
 
 def test_damping_is_raised_until_it_helps() -> None:
@@ -251,9 +251,9 @@ def test_an_expert_without_tokens_is_reported() -> None:
         model.model.layers[0].mlp.gate.weight.zero_()  # the first two experts win everywhere
     report = prune_blocks(model, TOKENS, method="sparsegpt", pattern=NByM(2, 4))
     assert len(report.blocks[0].unseen) == 4
-    for of_map in report.blocks[0].maps:
-        assert of_map.num_pruned * 2 == of_map.num_elements
-        assert (of_map.num_tokens == 0) == (of_map.name in report.blocks[0].unseen)
+    for of_layer in report.blocks[0].layers:
+        assert of_layer.num_pruned * 2 == of_layer.num_elements
+        assert (of_layer.num_tokens == 0) == (of_layer.name in report.blocks[0].unseen)
     assert report.to_dict()["blocks"][0]["unseen"] == list(report.blocks[0].unseen)
 
 

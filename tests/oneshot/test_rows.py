@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from distprune.collectives import broadcast_tensor, communicator
-from distprune.models import LinearMap
+from distprune.models import LinearLayer
 from distprune.oneshot.rows import whole_rows
 from distprune.shards import Geometry, Split, cut, local_shard, runs_of_splits
 from tests.worlds import run_threads
@@ -53,7 +53,7 @@ def on_rank(_: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ..
         module = nn.Module()
         module.weight = nn.Parameter(laid_out(whole, mesh, placements))
         num_out, num_in = shape[::-1] if transposed else shape
-        linear = LinearMap("a", module, "weight", num_out, num_in, transposed)
+        linear = LinearLayer("a", module, "weight", num_out, num_in, transposed)
         original = local_shard("a", module.weight)
         before = comm.traffic.copy()
         with whole_rows(comm, {"a": linear}, {"a.weight": bool(original.owned)}) as rows, torch.no_grad():
@@ -82,8 +82,9 @@ def experts_on_rank(rank: int, placement: Placement) -> None:
     whole = torch.arange(4 * 6 * 10).view(4, 6, 10).float()
     module = nn.Module()
     module.down_proj = nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement], src_data_rank=None))
-    maps = {f"x.down_proj.{e}": LinearMap(f"x.down_proj.{e}", module, "down_proj", 6, 10, False, e) for e in range(4)}
-    with whole_rows(comm, maps, {"x.down_proj": True}) as rows, torch.no_grad():
+    names = [f"x.down_proj.{expert}" for expert in range(4)]
+    linears = {name: LinearLayer(name, module, "down_proj", 6, 10, False, e) for e, name in enumerate(names)}
+    with whole_rows(comm, linears, {"x.down_proj": True}) as rows, torch.no_grad():
         for e in range(4):
             mine = rows[f"x.down_proj.{e}"]
             place = [row for start, stop in mine.runs for row in range(start, stop)]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
-from distprune.models import Units, linear_maps
+from distprune.models import Units, linear_layers
 from distprune.oneshot import Pruning, Solved, Solver, SparseGPT, prune_blocks
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
@@ -70,7 +70,9 @@ def on_rank(_: int, make: Any) -> tuple[dict[str, torch.Tensor], list[float | No
     model: nn.Module = make()
     report = prune_blocks(model, TOKENS, method=Refitted(), pattern=PerRow(0.5))
     assert report.method == "Refitted"
-    return {n: whole(p) for n, p in model.named_parameters()}, [m.relative_error for b in report.blocks for m in b.maps]
+    return {n: whole(p) for n, p in model.named_parameters()}, [
+        m.relative_error for b in report.blocks for m in b.layers
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])  # of bloom's inputs the widest is spread
@@ -78,12 +80,14 @@ def test_ranks_do_what_one_does(architecture: str) -> None:
     make = partial(tiny_model, architecture)
     alone = make()
     report = prune_blocks(alone, TOKENS, method=Refitted(), pattern=PerRow(0.5))
-    assert all(of_map.num_pruned == of_map.num_elements // 2 for block in report.blocks for of_map in block.maps)
+    assert all(
+        of_layer.num_pruned == of_layer.num_elements // 2 for block in report.blocks for of_layer in block.layers
+    )
     assert all((weight == 0).sum(1).eq(weight.shape[1] // 2).all() for weight in matrices(alone).values())
     for weights, errors in run_threads(2, on_rank, lambda: sharded(make())):
         for name, weight in alone.named_parameters():
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
-        assert errors == pytest.approx([m.relative_error for b in report.blocks for m in b.maps], rel=1e-3)
+        assert errors == pytest.approx([m.relative_error for b in report.blocks for m in b.layers], rel=1e-3)
 
 
 class Squared(Score):
@@ -126,7 +130,7 @@ def test_what_is_sent_is_what_was_prepared(solver: Solver[Any], num_in: int) -> 
 
 def remover(num_kept: int) -> UnitRemover:
     """Return what removes all but ``num_kept`` of three inputs of ``up``."""
-    linear = linear_maps(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
+    linear = linear_layers(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
     units = Units("mlp", "", 3, 1, (), "up", torch.arange(3)[:, None])
     return UnitRemover({"up": Asked("", units, num_kept, linear)}, "", OBS(), "least_squares", 0.1, 1)
 

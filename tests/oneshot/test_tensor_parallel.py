@@ -71,7 +71,7 @@ def wrapped(layout: str, plan: str) -> nn.Module:
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
-    """Along the inputs, which row-wise maps are cut along already."""
+    """Along the inputs, which row-wise layers are cut along already."""
     return Shard(1) if parameter.ndim == 2 else None
 
 

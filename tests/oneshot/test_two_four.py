@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distprune import NByM
-from distprune.models import decoder_blocks, linear_maps
+from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import OneShotMethod, prune_blocks
 from tests.worlds import drawing
 
@@ -19,7 +19,7 @@ VOCABULARY = 64
 
 @pytest.fixture(scope="module", params=["wanda", "sparsegpt"])
 def linears(request: pytest.FixtureRequest) -> dict[str, nn.Linear]:
-    """The linear maps of a float16 model after pruning to 2:4, of sizes that both kernels take."""
+    """The linear layers of a float16 model after pruning to 2:4, of sizes that both kernels take."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -38,7 +38,7 @@ def linears(request: pytest.FixtureRequest) -> dict[str, nn.Linear]:
     prune_blocks(model, samples, method=method, pattern=NByM(2, 4))
     found: dict[str, nn.Linear] = {}
     for block_name, block in decoder_blocks(model):
-        for name, linear in linear_maps(block).items():
+        for name, linear in linear_layers(block).items():
             assert isinstance(linear.module, nn.Linear)
             found[f"{block_name}.{name}"] = linear.module
     assert len(found) == 14

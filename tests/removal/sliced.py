@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distprune.models import Kind  # a type alone
+from distprune.models import UnitKind  # a type alone
 from tests.architectures import tiny_model
 
 __all__ = ["SCRIPTS", "Script", "kept_units", "sliced"]
 
-Place = tuple[Kind, str]
-Indices = dict[tuple[str, Kind, str], torch.Tensor]
+Place = tuple[UnitKind, str]
+Indices = dict[tuple[str, UnitKind, str], torch.Tensor]
 State = dict[str, torch.Tensor]
 
 _GROUPED = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}

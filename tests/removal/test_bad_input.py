@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from distprune import l1_unstructured
-from distprune.models import Kind, decoder_blocks, find_all_units
+from distprune.models import UnitKind, decoder_blocks, find_all_units
 from distprune.removal import Kept, check_layers, check_units, remove_layers, remove_units
 from tests.architectures import tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
 
 
-def all_of(model: nn.Module, kind: Kind, *indices: int) -> dict[tuple[str, Kind, str], torch.Tensor]:
+def all_of(model: nn.Module, kind: UnitKind, *indices: int) -> dict[tuple[str, UnitKind, str], torch.Tensor]:
     return {
         (name, kind, of.name): torch.tensor(indices, dtype=torch.int64)
         for name, units in find_all_units(model, kind)
@@ -27,11 +27,11 @@ def all_of(model: nn.Module, kind: Kind, *indices: int) -> dict[tuple[str, Kind,
     }
 
 
-def first(kind: Kind, *indices: int, place: str = "self_attn") -> Callable[[nn.Module], Kept]:
+def first(kind: UnitKind, *indices: int, place: str = "self_attn") -> Callable[[nn.Module], Kept]:
     return lambda _: {("model.layers.0", kind, place): torch.tensor(indices, dtype=torch.int64)}
 
 
-def everywhere(kind: Kind, num: int) -> Callable[[nn.Module], Kept]:
+def everywhere(kind: UnitKind, num: int) -> Callable[[nn.Module], Kept]:
     return lambda model: all_of(model, kind, *range(num))
 
 
@@ -123,7 +123,7 @@ def test_bad_input_changes_nothing(
 
 
 def refuse_layout(
-    _: int, architecture: str, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
+    _: int, architecture: str, layout: str, sizes: dict[str, Any], kind: UnitKind, num: int, message: str
 ) -> None:
     model = LAYOUTS[layout](tiny_model(architecture, **sizes))
     with pytest.raises((ValueError, NotImplementedError), match=message):
@@ -148,7 +148,7 @@ def refuse_layout(
     ],
 )
 def test_sizes_that_a_layout_cannot_have(
-    architecture: str, layout: str, sizes: dict[str, Any], kind: Kind, num: int, message: str
+    architecture: str, layout: str, sizes: dict[str, Any], kind: UnitKind, num: int, message: str
 ) -> None:
     run_threads(2, refuse_layout, architecture, layout, sizes, kind, num, message)
 

@@ -14,7 +14,7 @@ import torch
 
 from distprune import shrink_model
 from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget, trials
-from distprune.removal.budget import Options, cost_curve
+from distprune.removal.budget import KindOptions, cost_curve
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
@@ -34,7 +34,7 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
     divided = [kind for kind in sizes if chance.random() < 0.8] or ["mlp"]
     possible = {kind: range(sizes[kind] - step[kind], 0, -step[kind]) for kind in divided}
     options = {
-        kind: Options(of, [[(sizes[kind] - size) * n for n in of_unit[kind]] for size in of if kind != "layers"])
+        kind: KindOptions(of, [[(sizes[kind] - size) * n for n in of_unit[kind]] for size in of if kind != "layers"])
         for kind, of in possible.items()
     }
     costs = {kind: sorted(chance.randint(0, 6) for _ in of) for kind, of in possible.items()}

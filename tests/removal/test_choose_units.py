@@ -243,8 +243,8 @@ def test_what_is_cut_puts_out_what_is_zeroed(case: tuple[str, Any]) -> None:
     assert float((cut - zeroed).abs().max()) < 1e-4 * float(zeroed.abs().max())
 
 
-def test_a_norm_behind_the_map_before_a_gap() -> None:
-    """What the map puts out is not added as it is: it is left, and a warning says so."""
+def test_a_norm_behind_the_layer_before_a_gap() -> None:
+    """What the linear layer puts out is not added as it is: it is left, and a warning says so."""
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1}
     model: Any = tiny_model("gemma2", num_hidden_layers=3, head_dim=12, **sizes)
     before = model.model.layers[0].mlp.down_proj.weight.clone()

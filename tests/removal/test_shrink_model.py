@@ -77,7 +77,7 @@ def test_what_is_refused_changes_nothing(folder: Path, asked: dict[str, Any], me
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no one map that could make up")
+@pytest.mark.filterwarnings("ignore:.*has no one linear layer that could make up")
 @pytest.mark.parametrize("criterion", ["output", "usage"])
 def test_experts_leave_before_their_channels(criterion: Any) -> None:
     model: Any = tiny_model("mixtral", num_hidden_layers=3)

@@ -1,9 +1,9 @@
 """Which ranks run the same samples.
 
-Noun: a *crew* is the ranks that need each other to run one sample, since each holds a part of every matrix:
-one tensor-parallel group. Crews share the samples out among themselves; the ranks of a crew run the same
-ones and share out their statistics, each taking some of the input features. Without tensor parallelism
-every rank is a crew.
+Noun: a *sample group* is the ranks that need each other to run one sample, since each holds a part of every matrix:
+one tensor-parallel group. Sample groups share the samples out among themselves; the ranks of a sample group run the
+same ones and share out their statistics, each taking some of the input features. Without tensor parallelism
+every rank is a sample group.
 
 It is read off the layout. FSDP2 gathers a parameter over its own mesh before it is used, so the ranks of that
 mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathered, so its ranks share them.
@@ -24,7 +24,7 @@ from distprune.collectives import Communicator, gather_features
 from distprune.masks import Fsdp2Params
 from distprune.models import expert_weights
 
-__all__ = ["Axis", "Crew", "find_crew", "shared_axis"]
+__all__ = ["Axis", "SampleGroup", "find_sample_group", "shared_axis"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Crew:
-    """This rank's crew, the ``number``-th of ``num_crews``; this rank has the ``place``-th of ``size`` places."""
+class SampleGroup:
+    """This rank's sample group, the ``number``-th of ``num_groups``; this rank is the ``rank``-th of its ``size``."""
 
     number: int = 0
-    num_crews: int = 1
-    place: int = 0
+    num_groups: int = 1
+    rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # None: a crew of one
+    group: dist.ProcessGroup | None = None  # None: a sample group of one
 
     def features(self, num_in: int) -> tuple[int, int]:
         """Return the features, first and one past the last, that this rank takes of an input of ``num_in``.
@@ -51,14 +51,14 @@ class Crew:
         They are those that tensor parallelism gives it of an input that is cut, as ``torch.chunk`` does. Local.
         """
         step = -(-num_in // self.size)
-        return min(self.place * step, num_in), min((self.place + 1) * step, num_in)
+        return min(self.rank * step, num_in), min((self.rank + 1) * step, num_in)
 
     def gather(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
         """Return the whole input (tokens, ``num_in``), of which ``x`` are this rank's features.
 
-        Every rank of the crew must call it: one round, of the input's bytes.
+        Every rank of the sample group must call it: one round, of the input's bytes.
         """
-        assert self.group is not None  # a crew of one holds all features
+        assert self.group is not None  # a sample group of one holds all features
         return gather_features(comm, self.group, x, num_in)
 
 
@@ -104,32 +104,35 @@ def shared_axis(model: nn.Module) -> Axis | None:
     return found
 
 
-def find_crew(comm: Communicator, axis: Axis | None) -> Crew:
-    """Return this rank's crew in ``comm``; ``axis`` is its :func:`shared_axis`.
+def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
+    """Return this rank's sample group in ``comm``; ``axis`` is its :func:`shared_axis`.
 
-    Every rank must call it: two rounds, of a few bytes for each rank of a crew.
+    Every rank must call it: two rounds, of a few bytes for each rank of a sample group.
 
     Raises:
-        ValueError: on every rank: ranks disagree on who shares samples, or ``comm`` does not span a crew.
+        ValueError: on every rank: ranks disagree on who shares samples, or ``comm`` does not span a sample group.
     """
     ids = [comm.global_rank(rank) for rank in range(comm.size)]
     said = comm.gather([ids[comm.rank]] if axis is None else list(axis.ranks))
     # From here on every rank works on the same lists, so every rank raises the same error.
-    crew_of = dict(zip(ids, said, strict=True))
-    for rank, crew in crew_of.items():
-        for other in crew:
-            if crew_of.get(other) != crew:
-                heard = (
-                    f"rank {other} shares with {crew_of[other]}" if other in crew_of else f"{other} is not in the group"
-                )
+    group_of = dict(zip(ids, said, strict=True))
+    for rank, sample_group in group_of.items():
+        for other in sample_group:
+            if group_of.get(other) != sample_group:
+                shares = f"shares with {group_of[other]}" if other in group_of else "is not in the group"
                 raise ValueError(
-                    f"ranks disagree on who runs the same samples: rank {rank} shares with {crew}, {heard}; lay out "
-                    "the model alike on every rank, and pass a group that spans all of them"
+                    f"ranks disagree on who runs the same samples: rank {rank} shares with {sample_group}, rank "
+                    f"{other} {shares}; lay out the model alike on every rank, and pass a group that spans all of them"
                 )
-    crews = sorted({tuple(crew) for crew in said})
+    groups = sorted({tuple(sample_group) for sample_group in said})
     own: Sequence[int] = said[comm.rank]
-    place = list(own).index(ids[comm.rank])
-    return Crew(crews.index(tuple(own)), len(crews), place, len(own), None if axis is None else axis.group)
+    return SampleGroup(
+        groups.index(tuple(own)),
+        len(groups),
+        list(own).index(ids[comm.rank]),
+        len(own),
+        None if axis is None else axis.group,
+    )
 
 
 def _axes_beyond(data_ranks: frozenset[int], mesh: DeviceMesh) -> list[Axis]:

@@ -1,4 +1,4 @@
-"""Which matrices of a block count as linear maps, and which only choose where tokens go."""
+"""Which matrices of a block count as linear layers, and which only choose where tokens go."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models import dense_weights, linear_maps
+from distprune.models import dense_weights, linear_layers
 from tests.architectures import tiny_model
 
 
 def of_block(architecture: str, index: int = 0) -> set[str]:
     model: Any = tiny_model(architecture)
-    return {name.rstrip(".0123456789") for name in linear_maps(model.model.layers[index])}
+    return {name.rstrip(".0123456789") for name in linear_layers(model.model.layers[index])}
 
 
 def test_gates_and_routers_of_real_models_stay_whole() -> None:
@@ -47,7 +47,7 @@ def test_routers_are_told_by_where_they_stand(make: Any) -> None:
     block.scale = nn.Linear(8, 1)  # a gate
     block.other = nn.Linear(8, 5)  # beside the experts, of another size
     block.shared = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))  # an MLP that happens to be as wide
-    names = {name for name in linear_maps(block) if not name.startswith("experts")}
+    names = {name for name in linear_layers(block) if not name.startswith("experts")}
     assert names == {"other", "shared.0", "shared.1"}
 
 
@@ -55,7 +55,7 @@ def test_only_experts_may_be_out_of_reach() -> None:
     block = nn.Module()
     block.experts, block.gate = listed(4), nn.Linear(8, 4)
     block.halves = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])  # no router beside them chooses between two
-    assert {name.split(".")[0] for name, linear in linear_maps(block).items() if linear.is_routed} == {"experts"}
+    assert {name.split(".")[0] for name, linear in linear_layers(block).items() if linear.is_routed} == {"experts"}
     bare = nn.Module()
     bare.experts, bare.gate = stacked(4), nn.Module()
     bare.gate.weight = nn.Parameter(torch.ones(4, 8))
@@ -64,7 +64,7 @@ def test_only_experts_may_be_out_of_reach() -> None:
 
 def test_without_experts_nothing_is_a_router() -> None:
     block = nn.ModuleDict({"a": nn.Linear(8, 4), "one": nn.Linear(8, 1), "list": nn.ModuleList([nn.Linear(8, 8)])})
-    assert list(linear_maps(block)) == ["a", "list.0"]
+    assert list(linear_layers(block)) == ["a", "list.0"]
 
 
 def test_why_others_stay_dense() -> None:
@@ -88,4 +88,4 @@ def test_why_others_stay_dense() -> None:
         "conv.weight": "a convolution",
         "adapted.lora_A.weight": "an adapter",
     }
-    assert "adapted.base_layer" in linear_maps(block)
+    assert "adapted.base_layer" in linear_layers(block)

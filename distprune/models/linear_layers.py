@@ -1,6 +1,6 @@
-"""The linear maps of a decoder block: whatever multiplies its input by a weight matrix.
+"""The linear layers of a decoder block: whatever multiplies its input by a weight matrix.
 
-Noun: a *linear map* is one matrix (out, in) and where it lives: the weight of an ``nn.Linear``, that of
+Noun: a *linear layer* is one matrix (out, in) and where it lives: the weight of an ``nn.Linear``, that of
 transformers' ``Conv1D`` (GPT-2), which is kept as (in, out), or one expert's slice of the 3-D weights
 into which transformers 5 puts all experts of a block. Read off the modules; no table of architectures.
 
@@ -8,7 +8,7 @@ Routers and gates, which choose the expert of a token, are not pruned: they are 
 picks a wrong expert. Two rules, both by structure. A matrix with one output is a gate (``shared_expert_gate`` of
 Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and holds one matrix
 alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``). The
-routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter, which is no linear map.
+routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter, which is no linear layer.
 Adapters (``lora_*``) are not pruned either, what they adapt is.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
 
-__all__ = ["UNUSUAL", "LinearMap", "dense_weights", "find_routers", "linear_maps"]
+__all__ = ["UNUSUAL", "LinearLayer", "dense_weights", "find_routers", "linear_layers"]
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"
@@ -29,7 +29,7 @@ UNUSUAL = (_UNKNOWN, _GROUPED)  # why weights stay dense that one may expect to 
 
 
 @dataclass(frozen=True)
-class LinearMap:
+class LinearLayer:
     """One matrix of a block. ``name`` is the parameter's within the block, without ``.weight``, plus ``.e`` of an
     expert ``e``; ``transposed`` says that it is kept as (in, out), ``is_routed`` that only some tokens reach it."""
 
@@ -58,12 +58,12 @@ class LinearMap:
         return parameter
 
 
-def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
-    """Return the linear maps of ``block`` by name, in the order of its modules, but routers, gates, adapters (above).
+def linear_layers(block: nn.Module) -> dict[str, LinearLayer]:
+    """Return the linear layers of ``block`` by name, in the order of its modules, but routers, gates, adapters (above).
 
     Global shapes; no communication.
     """
-    dense = _dense_maps(block)
+    dense = _dense_layers(block)
     routed = find_routers(block)[1]
     return {
         name: dataclasses.replace(linear, is_routed=linear.expert is not None or linear.module in routed)
@@ -74,8 +74,8 @@ def linear_maps(block: nn.Module) -> dict[str, LinearMap]:
 
 def dense_weights(block: nn.Module) -> dict[str, str]:
     """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
-    maps, dense, routers = _matrices(block), _dense_maps(block), find_routers(block)[0]
-    found = {linear.parameter_path: dense.get(name, "") for name, linear in maps.items()}
+    linears, dense, routers = _matrices(block), _dense_layers(block), find_routers(block)[0]
+    found = {linear.parameter_path: dense.get(name, "") for name, linear in linears.items()}
     for module_name, module in block.named_modules():
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             if parameter.ndim > 1 and name not in found:
@@ -84,7 +84,7 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
 
 
 def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    """Return why a parameter of ``module`` that is the weight of no linear map stays dense."""
+    """Return why a parameter of ``module`` that is the weight of no linear layer stays dense."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return "a convolution"
     if isinstance(module, nn.Embedding):
@@ -96,16 +96,16 @@ def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
     return "a vector" if sum(size > 1 for size in parameter.shape) < 2 else _UNKNOWN
 
 
-def _dense_maps(block: nn.Module) -> dict[str, str]:
-    maps, routers = _matrices(block), find_routers(block)[0]
-    found = {name: "a router" for name, linear in maps.items() if linear.module in routers}
-    gates = [name for name, linear in maps.items() if linear.num_out == 1 and linear.expert is None]
-    adapters = [name for name in maps if is_adapter(name)]
+def _dense_layers(block: nn.Module) -> dict[str, str]:
+    linears, routers = _matrices(block), find_routers(block)[0]
+    found = {name: "a router" for name, linear in linears.items() if linear.module in routers}
+    gates = [name for name, linear in linears.items() if linear.num_out == 1 and linear.expert is None]
+    adapters = [name for name in linears if is_adapter(name)]
     return found | dict.fromkeys(gates, "a gate: it has one output") | dict.fromkeys(adapters, "an adapter")
 
 
-def _matrices(block: nn.Module) -> dict[str, LinearMap]:
-    found: dict[str, LinearMap] = {}
+def _matrices(block: nn.Module) -> dict[str, LinearLayer]:
+    found: dict[str, LinearLayer] = {}
     for module_name, module in block.named_modules():
         experts = expert_weights(module)
         for name, parameter in module.named_parameters(recurse=False):
@@ -115,7 +115,7 @@ def _matrices(block: nn.Module) -> dict[str, LinearMap]:
             matrix = matrix_of_weight(module, name, parameter.shape, path)
             for expert in range(matrix.num_matrices) if experts else (None,):
                 key = module_name if expert is None else f"{path}.{expert}"
-                found[key] = LinearMap(key, module, name, matrix.num_out, matrix.num_in, matrix.transposed, expert)
+                found[key] = LinearLayer(key, module, name, matrix.num_out, matrix.num_in, matrix.transposed, expert)
     return found
 
 

@@ -9,42 +9,42 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune.calibration import Moments
-from distprune.models import UNUSUAL, LinearMap, check_experts, dense_weights, linear_maps
+from distprune.models import UNUSUAL, LinearLayer, check_experts, dense_weights, linear_layers
 from distprune.patterns import Pattern
 from distprune.shards import Matrix
 
-__all__ = ["BlockMaps", "find_maps", "unreached"]
+__all__ = ["BlockLayers", "find_layers", "unreached"]
 
 _NUM_NAMED = 3  # weights that a warning names for each reason
 
 
 @dataclass(frozen=True)
-class BlockMaps:
-    """Of one block: its linear maps to prune, by name, and why other weights stay dense, by the parameter's name."""
+class BlockLayers:
+    """Of one block: its linear layers to prune, by name, and why other weights stay dense, by the parameter's name."""
 
-    maps: Mapping[str, LinearMap]
+    linears: Mapping[str, LinearLayer]
     dense: Mapping[str, str]
 
 
-def find_maps(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> list[BlockMaps]:
-    """Return what is pruned of each block; warn of what stays dense although it may be a linear map. Local.
+def find_layers(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> list[BlockLayers]:
+    """Return what is pruned of each block; warn of what stays dense although it may be a linear layer. Local.
 
-    A map stays dense that ``pattern`` does not fit, or whose weight an earlier map has: that one's inputs count.
+    A layer stays dense that ``pattern`` does not fit, or whose weight an earlier layer has: that one's inputs count.
 
     Raises:
-        ValueError: a block without linear maps, or with none that the pattern fits.
+        ValueError: a block without linear layers, or with none that the pattern fits.
         NotImplementedError: experts that this library does not know.
     """
-    found: list[BlockMaps] = []
-    holders: dict[int, str] = {}  # the map that is pruned, by the identity of its parameter
+    found: list[BlockLayers] = []
+    holders: dict[int, str] = {}  # the layer that is pruned, by the identity of its parameter
     unusual: dict[str, list[str]] = {}
     for block_name, block in blocks:
         check_experts(block, block_name)
-        maps, dense, misfit = linear_maps(block), dense_weights(block), None
-        if not maps:
-            raise ValueError(f"block {block_name!r} holds no linear map")
-        fit: dict[str, LinearMap] = {}
-        for name, linear in maps.items():
+        linears, dense, misfit = linear_layers(block), dense_weights(block), None
+        if not linears:
+            raise ValueError(f"block {block_name!r} holds no linear layer")
+        fit: dict[str, LinearLayer] = {}
+        for name, linear in linears.items():
             full_name, path = f"{block_name}.{name}", linear.parameter_path
             pattern.check_shape((linear.num_out, linear.num_in))
             holder = holders.setdefault(id(linear.parameter), f"{block_name}.{path}")
@@ -64,21 +64,21 @@ def find_maps(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> list
         for path, reason in dense.items():
             if reason in UNUSUAL:
                 unusual.setdefault(reason, []).append(f"{block_name}.{path}")
-        found.append(BlockMaps(fit, dense))
+        found.append(BlockLayers(fit, dense))
     _warn(unusual)
     return found
 
 
 def unreached(
-    block_name: str, maps: Mapping[str, LinearMap], moments: Sequence[Moments]
-) -> dict[str, tuple[LinearMap, str]]:
-    """Return those of ``maps`` that no token reached, experts apart, with why they stay dense; warn of them. Local.
+    block_name: str, linears: Mapping[str, LinearLayer], moments: Sequence[Moments]
+) -> dict[str, tuple[LinearLayer, str]]:
+    """Return those of ``linears`` that no token reached, experts apart, with why they stay dense; warn of them. Local.
 
     Some models multiply by a weight without calling its module (Mamba's ``dt_proj``); some have layers that wait for
     another input than tokens (cross-attention without an encoder).
     """
-    unseen = {name for of in moments if not of.num_tokens for name in of.names if not maps[name].is_routed}
-    found = {name: (linear, "no token reached it") for name, linear in maps.items() if name in unseen}
+    unseen = {name for of in moments if not of.num_tokens for name in of.names if not linears[name].is_routed}
+    found = {name: (linear, "no token reached it") for name, linear in linears.items() if name in unseen}
     _warn({reason: [f"{block_name}.{linear.parameter_path}"] for linear, reason in found.values()})
     return found
 

@@ -1,7 +1,7 @@
-"""Which rank does the work on an input: factors its second moments, and sweeps the rows of the maps it is given to.
+"""Which rank does the work on an input: factors its second moments, and sweeps the rows of the layers it is given to.
 
-Nouns: the *home* of an input is the rank that factors its X^T X. Where homes alone share the work out well, a
-home also sweeps all rows of the input's maps: then nothing has to be agreed on, and no other rank needs X^T X or
+Nouns: the *owner* of an input is the rank that factors its X^T X. Where owners alone share the work out well, a
+owner also sweeps all rows of the input's layers: then nothing has to be agreed on, and no other rank needs X^T X or
 its factor. What is too large for that is *spread*: every rank sweeps the rows that it holds.
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Home", "SharedInput", "find_homes"]
+__all__ = ["OwnerRank", "SharedInput", "find_owners"]
 
 _FACTOR = 4  # multiplications of a factorization that take as long as one of a sweep
-_WORTH = 1.25  # what homes may take longer than the best way to spread: rounds cost more than that
-_MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as a home: it has them in memory
+_WORTH = 1.25  # what owners may take longer than the best way to spread: rounds cost more than that
+_MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as a owner: it has them in memory
 
 
 @dataclass(frozen=True)
 class SharedInput:
-    """What the maps ``names``, of ``num_out`` rows in all, are given: ``num_tokens`` times ``num_in`` features."""
+    """What the layers ``names``, of ``num_out`` rows in all, are given: ``num_tokens`` times ``num_in`` features."""
 
     names: tuple[str, ...]
     num_in: int
@@ -30,42 +30,42 @@ class SharedInput:
 
 
 @dataclass(frozen=True)
-class Home:
+class OwnerRank:
     """``rank`` factors; it also sweeps, unless that is ``spread`` over all ranks."""
 
     rank: int
     spread: bool = False
 
 
-def find_homes(inputs: Sequence[SharedInput], num_ranks: int) -> list[Home]:
-    """Return the home of every input, the same on every rank.
+def find_owners(inputs: Sequence[SharedInput], num_ranks: int) -> list[OwnerRank]:
+    """Return the owner of every input, the same on every rank.
 
     As few inputs are spread, the largest first, as keep the busiest rank within a quarter of the best there is,
     by number of multiplications (in^2 for each row, and in^3 for the factor, which go faster), and leave no rank
     with more than twice its share of the weights.
     """
-    return list(_find_homes(tuple((of.num_in, of.num_out) for of in inputs), num_ranks))
+    return list(_find_owners(tuple((of.num_in, of.num_out) for of in inputs), num_ranks))
 
 
 @lru_cache(maxsize=16)  # blocks are alike
-def _find_homes(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[Home, ...]:
+def _find_owners(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[OwnerRank, ...]:
     sweeps = [num_out * num_in**2 for num_in, num_out in shapes]
     factors = [num_in**3 // _FACTOR for num_in, _ in shapes]
     weights = [num_out * num_in for num_in, num_out in shapes]
     by_size = sorted(range(len(shapes)), key=lambda i: -sweeps[i])
-    plans: list[tuple[float, tuple[Home, ...]]] = []
+    plans: list[tuple[float, tuple[OwnerRank, ...]]] = []
     for num_spread in range(len(shapes) + 1):
         spread = set(by_size[:num_spread])
         jobs = [factors[i] + (0 if i in spread else sweeps[i]) for i in range(len(shapes))]
-        homes = tuple(Home(rank, i in spread) for i, rank in enumerate(_share_out(jobs, num_ranks)))
+        owners = tuple(OwnerRank(rank, i in spread) for i, rank in enumerate(_share_out(jobs, num_ranks)))
         loads, swept = [0] * num_ranks, [0] * num_ranks
-        for i, home in enumerate(homes):
-            loads[home.rank] += jobs[i]
-            swept[home.rank] += 0 if home.spread else weights[i]
+        for i, owner in enumerate(owners):
+            loads[owner.rank] += jobs[i]
+            swept[owner.rank] += 0 if owner.spread else weights[i]
         if max(swept) * num_ranks <= _MOST_WEIGHTS * sum(weights):
-            plans.append((max(loads) + sum(sweeps[i] for i in spread) / num_ranks, homes))
+            plans.append((max(loads) + sum(sweeps[i] for i in spread) / num_ranks, owners))
     best = min(time for time, _ in plans)
-    return next(homes for time, homes in plans if time <= _WORTH * best)
+    return next(owners for time, owners in plans if time <= _WORTH * best)
 
 
 def _share_out(jobs: Sequence[int], num_ranks: int) -> list[int]:

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distprune import Unstructured
 from distprune.calibration import InputStatistics, MomentsOf
-from distprune.calibration.crew import Axis, Crew, find_crew, shared_axis
+from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.collectives import Alone, communicator, gather_features
-from distprune.models import linear_maps
+from distprune.models import linear_layers
 from distprune.oneshot import prune_blocks
 from tests.architectures import samples, tiny_model
 from tests.worlds import ProcessPool, RankError, drawing, run_threads
@@ -31,39 +31,39 @@ def two_layers() -> nn.Module:
 PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 
-def crews_on_rank(_: int, shape: tuple[int, ...], shards: bool) -> Crew:
+def groups_on_rank(_: int, shape: tuple[int, ...], shards: bool) -> SampleGroup:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
     model = two_layers()
     if shape[-1] > 1:
         parallelize_module(model, mesh["tp"], {name: style() for name, style in PLAN.items()})
     if shards:
         fully_shard(model, mesh=mesh["dp"])
-    crew = find_crew(communicator(), shared_axis(model))
-    assert (crew.group is None) == (crew.size == 1)
-    return Crew(crew.number, crew.num_crews, crew.place, crew.size)
+    sample_group = find_sample_group(communicator(), shared_axis(model))
+    assert (sample_group.group is None) == (sample_group.size == 1)
+    return SampleGroup(sample_group.number, sample_group.num_groups, sample_group.rank, sample_group.size)
 
 
 def test_who_shares_samples(pool: ProcessPool) -> None:
-    one_each = [Crew(rank, 4) for rank in range(4)]
-    assert pool.run(4, crews_on_rank, (4, 1), True) == one_each  # FSDP2
-    assert pool.run(4, crews_on_rank, (4, 1), False) == one_each  # plain
-    assert pool.run(4, crews_on_rank, (4,), False) == [Crew(0, 1, place, 4) for place in range(4)]
-    two_by_two = [Crew(rank // 2, 2, rank % 2, 2) for rank in range(4)]
-    assert pool.run(4, crews_on_rank, (2, 2), True) == two_by_two
-    assert pool.run(4, crews_on_rank, (2, 2), False) == two_by_two  # as many copies of the model
-    assert find_crew(Alone(), None) == Crew()
+    one_each = [SampleGroup(rank, 4) for rank in range(4)]
+    assert pool.run(4, groups_on_rank, (4, 1), True) == one_each  # FSDP2
+    assert pool.run(4, groups_on_rank, (4, 1), False) == one_each  # plain
+    assert pool.run(4, groups_on_rank, (4,), False) == [SampleGroup(0, 1, place, 4) for place in range(4)]
+    two_by_two = [SampleGroup(rank // 2, 2, rank % 2, 2) for rank in range(4)]
+    assert pool.run(4, groups_on_rank, (2, 2), True) == two_by_two
+    assert pool.run(4, groups_on_rank, (2, 2), False) == two_by_two  # as many copies of the model
+    assert find_sample_group(Alone(), None) == SampleGroup()
 
 
 def test_features_of_each_place() -> None:
-    assert [Crew(place=place, size=3).features(7) for place in range(3)] == [(0, 3), (3, 6), (6, 7)]
-    assert [Crew(place=place, size=3).features(4) for place in range(3)] == [(0, 2), (2, 4), (4, 4)]
-    assert Crew().features(5) == (0, 5)
+    assert [SampleGroup(rank=place, size=3).features(7) for place in range(3)] == [(0, 3), (3, 6), (6, 7)]
+    assert [SampleGroup(rank=place, size=3).features(4) for place in range(3)] == [(0, 2), (2, 4), (4, 4)]
+    assert SampleGroup().features(5) == (0, 5)
 
 
 def disagree(rank: int, said: list[list[int] | None]) -> None:
     ranks = said[rank]
     group: Any = dist.group.WORLD
-    find_crew(communicator(), None if ranks is None else Axis(tuple(ranks), group))
+    find_sample_group(communicator(), None if ranks is None else Axis(tuple(ranks), group))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def disagree(rank: int, said: list[list[int] | None]) -> None:
     [
         ([[0, 1], None, None], r"rank 0 shares with \[0, 1\], rank 1 shares with \[1\]"),
         ([[0, 1], [0, 1], [1, 2]], r"rank 2 shares with \[1, 2\], rank 1 shares with \[0, 1\]"),
-        ([None, None, [2, 3]], r"rank 2 shares with \[2, 3\], 3 is not in the group"),
+        ([None, None, [2, 3]], r"rank 2 shares with \[2, 3\], rank 3 is not in the group"),
     ],
 )
 def test_ranks_that_disagree(said: list[list[int] | None], message: str) -> None:
@@ -100,14 +100,14 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(7, 4, bias=False))
     inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    wanted = InputStatistics(linear_maps(block), of)
+    wanted = InputStatistics(linear_layers(block), of)
     wanted.begin_sample()
     for x in inputs:
         wanted.given("0", x, None, "0")
     comm, mesh = communicator(), init_device_mesh("cpu", (3,))
-    crew = Crew(0, 1, rank, 3, mesh.get_group())
-    start, stop = crew.features(7)
-    statistics = InputStatistics(linear_maps(block), of, crew, comm)
+    sample_group = SampleGroup(0, 1, rank, 3, mesh.get_group())
+    start, stop = sample_group.features(7)
+    statistics = InputStatistics(linear_layers(block), of, sample_group, comm)
     statistics.begin_sample()
     for x in inputs:
         if how == "plain":
@@ -131,16 +131,16 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "whole", "cut", "replicated"])
 @pytest.mark.parametrize("of", ["features", "pairs"])
-def test_a_crew_counts_its_samples_once(of: MomentsOf, how: str) -> None:
+def test_a_sample_group_counts_its_samples_once(of: MomentsOf, how: str) -> None:
     run_threads(3, moments_on_rank, of, how)
 
 
 def wrong_inputs_on_rank(_: int, how: str) -> None:
     comm, mesh = communicator(), init_device_mesh("cpu", (2,))
-    crew = Crew(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
+    sample_group = SampleGroup(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
     with drawing(0):
         block = nn.Sequential(nn.Linear(8, 4))
-    statistics = InputStatistics(linear_maps(block), "pairs", crew, comm)
+    statistics = InputStatistics(linear_layers(block), "pairs", sample_group, comm)
     statistics.begin_sample()
     x = torch.ones(4, 8)
     statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None, "0")
