@@ -13,8 +13,8 @@ from torch import nn
 
 from distprune.calibration import check_fit, find_sample_group, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, sum_together, together
-from distprune.masks import reset_forward
 from distprune.models import evaluating, keeping_weights
+from distprune.shards import reset_forward
 
 __all__ = ["Continuation", "log_likelihoods", "perplexities", "perplexity", "tokenize_file"]
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from distprune.masks import fsdp2, fsdp2_resize
-from distprune.shards import Inside, flat_param, private
-from distprune.shards.torch_private import attributes_of
+import distprune
+from distprune.shards import own_params, private
+from distprune.shards.torch_private import FSDP1, FSDP2, Inside
+from tests.worlds import run_threads
 
-INSIDES = {"fsdp2": fsdp2._INSIDE, "fsdp1": flat_param._INSIDE}
+INSIDES = {"fsdp2": FSDP2, "fsdp1": FSDP1}
 # What else is looked up, and what then cannot be done.
 OTHERS = {
     ("torch.distributed.tensor.placement_types", "_StridedShard"): "strided",
@@ -27,51 +30,48 @@ OTHERS = {
 }
 
 
-class Base:
-    annotated: int
+def test_this_torch_has_all() -> None:
+    """The attributes of real objects are looked at, and nothing in the table is without one."""
+    looked: set[str] = set()
 
-    @functools.lru_cache  # noqa: B019
-    def wrapped(self) -> None:
-        self.set_in_wrapped = 1
+    def look(_: int) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        models: list[Any] = [
+            fully_shard(nn.Linear(4, 4), mesh=mesh),
+            FullyShardedDataParallel(
+                nn.Linear(4, 4),
+                use_orig_params=True,
+                device_id=torch.device("cpu"),
+                sharding_strategy=ShardingStrategy.NO_SHARD,
+            ),
+        ]
+        for model in models:
+            model(torch.ones(1, 4))
+            distprune.prune_model(model, 0.5)
+            own_params(model)
+        looked.update(part.__name__ for of in (FSDP1, FSDP2) for known in of._known for part in known.__mro__)
+
+    run_threads(1, look)
+    assert {feature: inside.missing for feature, inside in INSIDES.items()} == {feature: [] for feature in INSIDES}
+    assert looked >= {*FSDP1.attributes, *FSDP2.attributes}
 
 
-class Inner(Base):
-    """It only mentions read, moved and mentioned."""
-
-    def __init__(self, other: Any) -> None:
-        self.set_here: list[int] = []  # not moved
-        self.set_here.append(other.read)
-        self.other = "mentioned"
+class Moved:
+    def __init__(self) -> None:
+        self.set_here = 1
 
     @property
     def shown(self) -> int:
-        return len(self.set_here)
+        raise AssertionError("a property is looked at, not run")
 
 
-class Fields(NamedTuple):
-    field: int
-
-
-KNOWN = {Base: ("annotated", "wrapped", "set_in_wrapped"), Fields: ("field",)}
-KNOWN[Inner] = (*KNOWN[Base], "set_here", "other", "shown")
-
-
-@pytest.mark.parametrize("owner", KNOWN)
-def test_attributes_are_there_and_not_only_mentioned(owner: type) -> None:
-    names = KNOWN[owner]
-    assert attributes_of(owner) >= {*names}
-    key = (__name__, owner.__name__)
-    assert Inside("it", {key: names}, "").missing == []
-    inside = Inside("it", {key: (*names, "read", "moved", "mentioned")}, "do something else")
-    assert inside.missing == [f"{owner.__name__}.{name}" for name in ("read", "moved", "mentioned")]
-    text = rf"torch {re.escape(torch.__version__)} has no {owner.__name__}.read,.* for it; .*or do something else"
-    with pytest.raises(NotImplementedError, match=text):
-        inside.check()
-
-
-def test_this_torch_has_all() -> None:
-    insides = {**INSIDES, "resized": fsdp2_resize._INSIDE}
-    assert {feature: inside.missing for feature, inside in insides.items()} == {feature: [] for feature in insides}
+def test_attributes_that_are_not_there() -> None:
+    inside = Inside("it", [], {"Moved": ("set_here", "shown", "moved")}, "do something else")
+    text = rf"torch {re.escape(torch.__version__)} has no Moved.moved, on .* for it; .*or do something else"
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=text):
+            inside.check(Moved())
+    Inside("it", [], {"Moved": ("set_here", "shown")}, "").check(Moved(), object())
 
 
 @pytest.mark.parametrize("names", [("torch", "is_no_name"), ("torch.is_no_module", "name")], ids=str)
@@ -80,7 +80,7 @@ def test_a_stand_in(names: tuple[str, str]) -> None:
     assert not isinstance(torch.ones(1), absent)
     with pytest.raises(NotImplementedError, match=f"has no {'.'.join(names)}"):
         absent(1, strict=True)
-    assert Inside("it", {names: ()}, "").missing == [".".join(names)]
+    assert Inside("it", [names], {}, "").missing == [".".join(names)]
 
 
 PROGRAM = """

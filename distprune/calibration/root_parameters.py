@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from distprune.collectives import Communicator, lookup_rows, whole_tensor
-from distprune.masks import own_params
-from distprune.shards import private
+from distprune.masks import is_masked
+from distprune.shards import own_params, private
 
 __all__ = ["RootParameters"]
 
@@ -33,7 +33,7 @@ _ASK_FOR_NO_VALUES = ("__get__", "size", "dim", "numel", "is_floating_point")  #
 class RootParameters(TorchFunctionMode):
     """While it lasts, functions called with a parameter of the root in its shards work as if it were gathered.
 
-    FSDP2 must know its roots (``masks.take_roots``), and every rank must run the same functions, with inputs of its
+    FSDP2 must know its roots (``shards.take_roots``), and every rank must run the same functions, with inputs of its
     own. Rounds: 3 for a look-up (8 bytes and the row for every different index), counted in the traffic of
     ``comm``; 1 for any other parameter, which is kept.
     """
@@ -41,7 +41,7 @@ class RootParameters(TorchFunctionMode):
     def __init__(self, comm: Communicator, model: nn.Module) -> None:
         super().__init__()
         self._comm = comm
-        self._dtypes = {id(of.sharded): of.dtype for of in own_params(model)}
+        self._dtypes = {id(of.sharded): of.compute_dtype for of in own_params(model)}
         self._whole: dict[int, torch.Tensor] = {}
 
     @staticmethod
@@ -52,7 +52,7 @@ class RootParameters(TorchFunctionMode):
         if len(model._forward_pre_hooks) > 1:  # FSDP2's and somebody else's, which may matter
             return False
         return all(
-            not of.is_masked and of.ranks == frozenset(of.sharded.device_mesh.mesh.flatten().tolist())
+            not is_masked(of) and of.ranks == frozenset(of.sharded.device_mesh.mesh.flatten().tolist())
             for of in own_params(model)
         )
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, gather_features
-from distprune.masks import Fsdp2Params
 from distprune.models import expert_weights
+from distprune.shards import Fsdp2Params
 
 __all__ = ["Axis", "SampleGroup", "find_sample_group", "shared_axis"]
 

@@ -28,9 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import Samples
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, sum_together
-from distprune.masks import reset_forward
 from distprune.models import LinearLayer, bare_model, evaluating, expert_gradients, keeping_weights
-from distprune.shards import local_of
+from distprune.shards import local_of, reset_forward
 
 __all__ = ["Sensitivity", "measure_sensitivities"]
 

@@ -25,9 +25,8 @@ from typing_extensions import override
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
 from distprune.collectives import Alone, Communicator, together
-from distprune.masks import kept_gathered, reset_forward, take_roots
 from distprune.models import decoder_blocks, keeping_weights
-from distprune.shards import all_finite
+from distprune.shards import all_finite, kept_gathered, reset_forward, take_roots
 
 __all__ = ["Call", "Walk", "catch_inputs", "fitting"]
 

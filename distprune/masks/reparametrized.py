@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.masks.fsdp2 import Fsdp2Params, Managed
+from distprune.masks.fsdp2 import is_masked, rename
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.plain_keys import local_mask, take_plain_key, write_plain_keys
 from distprune.masks.savers import watch_savers
 from distprune.masks.writable import writable
-from distprune.shards import LocalShard, dtensor_like, is_laid_out_like, local_part
+from distprune.shards import Fsdp2Params, LocalShard, Managed, dtensor_like, is_laid_out_like, local_part
 
 __all__ = ["mask_of", "product", "product_of_hook", "reparametrize", "snapshot", "undo_reparametrization"]
 
@@ -214,7 +214,7 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
     if DropProduct(name) not in module._forward_hooks.values():
         module.register_forward_hook(DropProduct(name), always_call=True)
     if managed is not None:
-        managed.rename(original, masked=isinstance(mask, DTensor))
+        rename(managed, original, masked=isinstance(mask, DTensor))
     if isinstance(module, nn.RNNBase):
         # Its own list of weights must not keep the original.
         module._flat_weights[module._flat_weights_names.index(name)] = product(module, name)
@@ -234,7 +234,7 @@ def undo_reparametrization(module: nn.Module, name: str) -> None:
     module._non_persistent_buffers_set.discard(name + "_mask")
     _forget_product(module, name)
     if managed is not None:
-        managed.rename(name, masked=False)
+        rename(managed, name, masked=False)
     setattr(module, name, parameter)
 
 
@@ -252,7 +252,7 @@ def snapshot(module: nn.Module, managed: Managed | None) -> Callable[[], None]:
     cls, attributes = type(module), dict(module.__dict__)
     registries = {name: attributes[name].copy() for name in _REGISTRIES}
     flat_weights = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
-    name, is_masked = ("", False) if managed is None else (managed.name, managed.is_masked)
+    name, masked = ("", False) if managed is None else (managed.name, is_masked(managed))
 
     def put_back() -> None:
         module.__class__ = cls
@@ -264,7 +264,7 @@ def snapshot(module: nn.Module, managed: Managed | None) -> Callable[[], None]:
         if flat_weights is not None:
             cast(nn.RNNBase, module)._flat_weights[:] = flat_weights
         if managed is not None:
-            managed.rename(name, masked=is_masked)
+            rename(managed, name, masked=masked)
 
     return put_back
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from distprune.calibration import Axis, check_fit, shared_axis
-from distprune.masks import reset_forward
 from distprune.models import LinearLayer, check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
@@ -22,7 +21,7 @@ from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns import Pattern, as_pattern, own_share
 from distprune.pruning.agreement import check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
-from distprune.shards import LocalShard, find_flat_parts, local_shard
+from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
 
 __all__ = ["OneShotMethod", "OneShotPlan", "Sequential", "TargetsOf", "make_plan", "updates_weights", "walk_options"]
 

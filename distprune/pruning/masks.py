@@ -13,12 +13,21 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, Roster, communicator, max_together, sum_together, together
-from distprune.masks import Fsdp2Params, mask_of, zero_where_pruned
+from distprune.masks import mask_of, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on_model
 from distprune.pruning.torch_api.functions import put_masks
-from distprune.shards import LocalShard, count_zeros, dtensor_like, flat_chunks, is_laid_out_like, local_of, local_shard
+from distprune.shards import (
+    Fsdp2Params,
+    LocalShard,
+    count_zeros,
+    dtensor_like,
+    flat_chunks,
+    is_laid_out_like,
+    local_of,
+    local_shard,
+)
 
 __all__ = ["Masks", "sparsity"]
 

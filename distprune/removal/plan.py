@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.masks import Fsdp2Params, even_parts
 from distprune.models import UNIT_KINDS, Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
 from distprune.removal.select import Selection
 from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config
-from distprune.shards import find_flat_parts
+from distprune.shards import Fsdp2Params, even_parts, find_flat_parts
 
 __all__ = ["Kept", "UnitPlan", "check_ascending", "check_layout", "plan_units", "step_of"]
 

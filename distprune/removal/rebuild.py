@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, Group, communicator, together
-from distprune.masks import Fsdp2Params, drop_modules, resize
 from distprune.models import decoder_blocks
 from distprune.removal.plan import Kept, check_ascending, check_layout, plan_units
 from distprune.removal.select import Selection, select
 from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config, text_config
-from distprune.shards import local_shard
+from distprune.shards import Fsdp2Params, drop_modules, local_shard, resize
 
 __all__ = ["check_layers", "check_units", "remove_layers", "remove_units"]
 

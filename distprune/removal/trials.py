@@ -28,14 +28,13 @@ from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.masks import reset_forward
 from distprune.models import LinearLayer, decoder_blocks, find_units, linear_layers
 from distprune.oneshot.plan import check_samples
 from distprune.removal.budget import Budget, Chosen, cost_curve
 from distprune.removal.choose_units import Removal
 from distprune.removal.layers import LayerCriterion, order_layers, skipping
 from distprune.removal.sizes import Sizes
-from distprune.shards import LocalShard, local_shard
+from distprune.shards import LocalShard, local_shard, reset_forward
 
 __all__ = ["Division", "Trial", "divide_budget", "find_budget"]
 

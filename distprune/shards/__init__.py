@@ -1,8 +1,11 @@
-"""Where this rank's elements sit: every layout reduced to flat indices. No communication."""
+"""Where this rank's elements sit: every layout reduced to flat indices. No communication, but to gather (FSDP2)."""
 
 from distprune.shards.checksum import checksum
 from distprune.shards.device import all_finite, chunk_size, count_true, fetched, is_zero, on_host, sent
 from distprune.shards.flat_param import find_flat_parts, is_flattened
+from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
+from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
+from distprune.shards.fsdp2_resize import drop_modules, even_parts, resize
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
 from distprune.shards.layouts import (
     dtensor_like,
@@ -17,13 +20,14 @@ from distprune.shards.local_shard import LocalShard, as_array, bytes_of, count_z
 from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.place import Place, gradients_of, places_of
-from distprune.shards.torch_private import Inside, private
+from distprune.shards.torch_private import private
 
 __all__ = [
+    "Fsdp2Params",
     "Geometry",
-    "Inside",
     "LocalMatrix",
     "LocalShard",
+    "Managed",
     "Matrix",
     "Place",
     "Runs",
@@ -37,7 +41,9 @@ __all__ = [
     "count_true",
     "count_zeros",
     "cut",
+    "drop_modules",
     "dtensor_like",
+    "even_parts",
     "fetched",
     "find_flat_parts",
     "flat_chunk",
@@ -49,16 +55,21 @@ __all__ = [
     "is_held",
     "is_laid_out_like",
     "is_zero",
+    "kept_gathered",
     "local_of",
     "local_part",
     "local_shard",
     "on_host",
+    "own_params",
     "pieces_of",
     "places_of",
     "private",
+    "reset_forward",
+    "resize",
     "runs_of_splits",
     "sent",
     "share_of",
     "splits_of",
+    "take_roots",
     "within",
 ]

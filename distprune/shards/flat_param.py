@@ -16,38 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
-from distprune.shards.torch_private import Inside, private
+from distprune.shards.torch_private import FSDP1, private
 
 __all__ = ["find_flat_parts", "is_flattened"]
 
-_FSDP1 = "torch.distributed.fsdp."
-_reshard = private(_FSDP1 + "_runtime_utils", "_reshard")
-_INSIDE = Inside(
-    "FSDP1",
-    {
-        (_FSDP1 + "_runtime_utils", "_reshard"): (),
-        (_FSDP1 + "_common_utils", "FSDP_FLATTENED"): (),  # "_fsdp_flattened"
-        ("torch.distributed.fsdp", "FullyShardedDataParallel"): ("_handle",),
-        (_FSDP1 + "_flat_param", "FlatParamHandle"): ("flat_param", "uses_sharded_strategy", "process_group"),
-        (_FSDP1 + "_flat_param", "FlatParameter"): (
-            "_local_shard",
-            "_param_infos",
-            "_shapes",
-            "_numels",
-            "_shard_param_infos",
-            "_shared_param_infos",
-        ),
-        (_FSDP1 + "_flat_param", "ParamInfo"): ("param_name", "module"),
-        (_FSDP1 + "_flat_param", "SharedParamInfo"): ("param_name", "module", "prim_param_name", "prim_module"),
-        (_FSDP1 + "_flat_param", "_ShardParamInfo"): (
-            "in_shard",
-            "offset_in_shard",
-            "intra_param_start_idx",
-            "intra_param_end_idx",
-        ),
-    },
-    "shard the model with fully_shard (FSDP2)",
-)
+_reshard = private("torch.distributed.fsdp._runtime_utils", "_reshard")
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
@@ -68,10 +41,11 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
     for wrapped in model.modules():
         if not isinstance(wrapped, FullyShardedDataParallel):
             continue
-        _INSIDE.check()
+        FSDP1.check(wrapped)
         if wrapped._handle is None:
             continue
         handle: Any = wrapped._handle
+        FSDP1.check(handle, handle.flat_param)
         flat: Any = handle.flat_param
         is_sharded = handle.uses_sharded_strategy
         if is_sharded and "_local_shard" in flat.__dict__:  # set up by the first forward

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["Inside", "StridedShard", "private"]
+__all__ = ["FSDP1", "FSDP2", "FSDPParam", "FSDPState", "Inside", "StridedShard", "private"]
 
 
 def _find(module: str, name: str) -> Any:
@@ -35,52 +34,146 @@ def private(module: str, name: str) -> Any:
     return type(name, (), {"__new__": raises}) if found is None else found
 
 
+_FSDP1, _FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 else:
+    FSDPParam = private(_FSDP2 + "_fsdp_param", "FSDPParam")
+    FSDPState = private(_FSDP2 + "_fsdp_state", "FSDPState")
     StridedShard = private("torch.distributed.tensor.placement_types", "_StridedShard")
 
 
 @dataclass(frozen=True)
 class Inside:
-    """Private names of one of torch's features: by (module, name), the attributes of it that are used here."""
+    """Private names of one of torch's features: (module, name), and the attributes of objects by their class's name."""
 
     feature: str
-    names: Mapping[tuple[str, str], Sequence[str]]
+    names: Sequence[tuple[str, str]]
+    attributes: Mapping[str, Sequence[str]]
     advice: str
+    _known: set[type] = field(default_factory=set)  # that have all their attributes
 
     @cached_property
     def missing(self) -> list[str]:
         """The names that this torch does not have."""
-        found: list[str] = []
-        for (module, name), attributes in self.names.items():
-            owner = _find(module, name)
-            if owner is None:
-                found.append(f"{module}.{name}")
-            elif isinstance(owner, type):
-                there = attributes_of(owner)
-                found += [f"{name}.{attribute}" for attribute in attributes if attribute not in there]
-        return found
+        return [f"{module}.{name}" for module, name in self.names if _find(module, name) is None]
 
-    def check(self) -> None:
-        """Check that this torch has all the names.
+    def check(self, *objects: object) -> None:
+        """Check that this torch has all the names, and ``objects`` their attributes.
 
         Raises:
             NotImplementedError: it names what is missing and the version of torch.
         """
-        if self.missing:
-            raise _moved(", ".join(self.missing), f" for {self.feature}", f", or {self.advice}")
+        missing = [*self.missing]
+        for thing in objects if not missing else ():
+            if type(thing) not in self._known:
+                names = [name for part in type(thing).__mro__ for name in self.attributes.get(part.__name__, ())]
+                # Not hasattr: properties would be run.
+                missing += [f"{type(thing).__name__}.{name}" for name in names if not _has(thing, name)]
+                self._known.update([] if missing else [type(thing)])
+        if missing:
+            raise _moved(", ".join(missing), f" for {self.feature}", f", or {self.advice}")
 
 
-def attributes_of(owner: type) -> set[str]:
-    """Return the names that instances of ``owner`` have: its own and its bases', annotated, or set by its methods."""
-    names: set[str] = set()
-    for part in owner.__mro__[:-1]:
-        names.update(vars(part), inspect.get_annotations(part))
-        for value in vars(part).values():
-            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
-            names.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR") if code else None
-    return names
+def _has(thing: object, name: str) -> bool:
+    return inspect.getattr_static(thing, name, Inside) is not Inside
+
+
+FSDP1 = Inside(
+    "FSDP1",
+    [
+        (_FSDP1 + "_runtime_utils", "_reshard"),
+        (_FSDP1 + "_common_utils", "FSDP_FLATTENED"),  # "_fsdp_flattened"
+    ],
+    {
+        "FullyShardedDataParallel": ("_handle",),
+        "FlatParamHandle": ("flat_param", "uses_sharded_strategy", "process_group"),
+        "Parameter": (  # a FlatParameter
+            "_param_infos",
+            "_shapes",
+            "_numels",
+            "_shard_param_infos",
+            "_shared_param_infos",
+        ),
+    },
+    "shard the model with fully_shard (FSDP2)",
+)
+# torch 2.13 has public calls that come near, and do other things: FSDPModule.set_reshard_after_forward does not say how
+# it was before, and takes no replicated groups; reset_iter_state is for roots alone, and drops gradients that are being
+# accumulated.
+FSDP2 = Inside(
+    "FSDP2",
+    [
+        ("torch.distributed._composable_state", "_module_state_mapping"),
+        (_FSDP2 + "_fsdp_collectives", "DefaultAllGather"),
+        (_FSDP2 + "_fsdp_common", "FSDPMeshInfo"),
+        (_FSDP2 + "_fsdp_common", "ShardPlacementResult"),
+        (_FSDP2 + "_fsdp_common", "TrainingState"),
+        (_FSDP2 + "_fsdp_param", "FSDPParam"),
+        (_FSDP2 + "_fsdp_state", "FSDPState"),
+    ],
+    {
+        "FSDPModule": ("_get_fsdp_state",),
+        "FSDPState": (
+            "_fsdp_param_groups",
+            "_lazy_init",
+            "_modules",
+            "_modules_to_run_forward",
+            "_state_ctx",
+            "_states_to_backward_prefetch",
+            "_states_to_forward_prefetch",
+            "_training_state",
+        ),
+        "FSDPStateContext": ("all_states", "iter_forward_root"),
+        "FSDPParamGroup": (
+            "_all_gather_comm",
+            "_all_gather_process_group",
+            "_all_gather_result",
+            "_module_to_pre_load_state_dict_hook_handle",
+            "_module_to_pre_save_state_dict_hook_handle",
+            "_reset_sharded_params",
+            "_to_unsharded",
+            "_training_state",
+            "device",
+            "fsdp_params",
+            "is_sharded",
+            "mesh_info",
+            "post_forward_mesh_info",
+            "reshard",
+        ),
+        "FSDPParam": (
+            "_module_info",
+            "_orig_size",
+            "_param_fqn",
+            "_post_load_hook_handle",
+            "_setattr_on_modules",
+            "_sharded_local_tensor",
+            "_sharded_param_data",
+            "_sharding_spec",
+            "_unsharded_dtensor_spec",
+            "all_gather_inputs",
+            "all_gather_outputs",
+            "alloc_all_gather_outputs",
+            "device",
+            "fsdp_placement",
+            "init_all_gather_outputs",
+            "init_dtype_attrs",
+            "init_unsharded_param",
+            "mesh_info",
+            "mp_policy",
+            "offload_to_cpu",
+            "pin_memory",
+            "post_forward_mesh_info",
+            "reset_sharded_param",
+            "sharded_param",
+        ),
+        "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
+        "DTensor": ("_local_tensor", "_post_accumulate_grad_hooks", "_spec"),
+    },
+    "prune in place with distprune.prune_model",
+)
 
 
 def _moved(names: str, feature: str = "", advice: str = "") -> NotImplementedError:

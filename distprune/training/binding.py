@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from distprune.masks import Fsdp2Params
 from distprune.models import NamePattern, find_shards
-from distprune.shards import LocalShard, Place, is_flattened, local_of, local_shard, places_of, private
+from distprune.shards import Fsdp2Params, LocalShard, Place, is_flattened, local_of, local_shard, places_of, private
 from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 

@@ -17,9 +17,9 @@ from typing_extensions import override
 from distprune import Unstructured
 from distprune.calibration import catch_inputs, spread
 from distprune.collectives import communicator
-from distprune.masks import reset_forward
 from distprune.models import decoder_blocks
 from distprune.oneshot import prune_blocks
+from distprune.shards import reset_forward
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.calibration.test_walk import block_outputs
 from tests.worlds import ProcessPool

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from typing_extensions import override
 
 import distprune
-import distprune.masks.fsdp2
 from distprune.collectives import Alone
-from distprune.masks import Fsdp2Params, reparametrize
+from distprune.masks import reparametrize
+from distprune.shards import Fsdp2Params, torch_private
 from tests import layouts
 from tests.worlds import ProcessPool, drawing, run_threads
 
@@ -325,7 +325,7 @@ def call_on_shards(_: int, call: str) -> None:
 @pytest.mark.parametrize("layout", UNSUITABLE)
 def test_unsuitable_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if layout == "fsdp2":
-        monkeypatch.setitem(vars(distprune.masks.fsdp2._INSIDE), "missing", ["FSDPParam._sharded_param_data"])
+        monkeypatch.setitem(vars(torch_private.FSDP2), "missing", ["FSDPParam._sharded_param_data"])
     # Without the names all objects there are have to be looked through, which takes long here.
     for call in CALLS if layout != "fsdp2" else ("l1", "mask"):
         failing((2, layout), partial(call_on, call), NotImplementedError, UNSUITABLE[layout])

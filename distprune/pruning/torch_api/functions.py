@@ -16,7 +16,7 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator
-from distprune.masks import Fsdp2Params, pruning_hooks, undo_reparametrization
+from distprune.masks import pruning_hooks, undo_reparametrization
 from distprune.patterns import Pattern
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
 from distprune.pruning.torch_api.commit import Decision
@@ -33,7 +33,7 @@ from distprune.pruning.torch_api.methods import (
 from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
 from distprune.scores import Norm
 from distprune.selection import Chosen
-from distprune.shards import LocalShard
+from distprune.shards import Fsdp2Params, LocalShard
 
 __all__ = [
     "custom_from_mask",

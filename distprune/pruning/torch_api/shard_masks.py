@@ -7,14 +7,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from distprune.collectives import Group, communicator
-from distprune.masks import Fsdp2Params, pruning_hooks
+from distprune.masks import pruning_hooks
 from distprune.models import Found
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
 from distprune.pruning.torch_api.commit import Change, Decision
 from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets
 from distprune.scores import Magnitude, Score
-from distprune.shards import checksum, dtensor_like, fetched, local_of
+from distprune.shards import Fsdp2Params, checksum, dtensor_like, fetched, local_of
 
 __all__ = ["shard_masks"]
 

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator
-from distprune.masks import Fsdp2Params, Managed, as_numbers, product_of_hook, pruning_hooks
+from distprune.masks import as_numbers, product_of_hook, pruning_hooks
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score
 from distprune.selection import Chosen
 from distprune.shards import (
+    Fsdp2Params,
     LocalShard,
+    Managed,
     checksum,
     dtensor_like,
     fetched,

@@ -14,59 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from distprune.masks.fsdp2 import FSDPParam, Managed
-from distprune.shards import Inside, private
+from distprune.shards.fsdp2 import Managed, groups_of, state_of
+from distprune.shards.torch_private import FSDPParam, private
 
 __all__ = ["drop_modules", "even_parts", "resize"]
 
-_FSDP2 = "torch.distributed.fsdp._fully_shard."
-_ShardPlacementResult = private(_FSDP2 + "_fsdp_common", "ShardPlacementResult")
-
-_INSIDE = Inside(
-    "parameters of FSDP2 that get another size",
-    {
-        (_FSDP2 + "_fsdp_common", "ShardPlacementResult"): (),
-        (_FSDP2 + "_fsdp_param", "FSDPParam"): (
-            "_module_info",
-            "_orig_size",
-            "_unsharded_dtensor_spec",
-            "_sharding_spec",
-            "_setattr_on_modules",
-            "_post_load_hook_handle",
-            "_param_fqn",
-            "fsdp_placement",
-            "init_dtype_attrs",
-            "mesh_info",
-            "mp_policy",
-            "offload_to_cpu",
-            "pin_memory",
-            "post_forward_mesh_info",
-            "reset_sharded_param",
-            "sharded_param",
-            "device",
-        ),
-        (_FSDP2 + "_fsdp_param_group", "FSDPParamGroup"): (
-            "fsdp_params",
-            "_module_to_pre_load_state_dict_hook_handle",
-            "_module_to_pre_save_state_dict_hook_handle",
-            "_reset_sharded_params",
-        ),
-        (_FSDP2 + "_fsdp_state", "FSDPState"): (
-            "_fsdp_param_groups",
-            "_modules",
-            "_state_ctx",
-            "_states_to_backward_prefetch",
-            "_states_to_forward_prefetch",
-        ),
-        (_FSDP2 + "_fsdp_state", "FSDPStateContext"): ("all_states",),
-        ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
-        ("torch.distributed.tensor", "DTensor"): ("_spec",),
-    },
-    "remove units of a model that is not wrapped by FSDP2",
-)
+_ShardPlacementResult = private("torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult")
 
 
 def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tuple[int, int]:
@@ -77,7 +33,6 @@ def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tu
     if managed is None:
         num = _num_parts(parameter._spec, dim) if isinstance(parameter, DTensor) else 1
         return num, num
-    _INSIDE.check()
     spec = managed.param._unsharded_dtensor_spec
     num = 1 if spec is None else _num_parts(spec, dim)
     return _num_parts(managed.sharded._spec, dim) if dim > 0 else num, num
@@ -94,7 +49,6 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
 
     It is sharded as before. The parameter must not be gathered. Local.
     """
-    _INSIDE.check()
     before, size = managed.param, torch.Size(shape)
     spec = before._unsharded_dtensor_spec  # of tensor parallelism
     stride = torch.empty(size, device="meta").stride()
@@ -140,10 +94,7 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
     Raises:
         NotImplementedError: one is sharded in one group with modules that stay; nothing is changed.
     """
-    states = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
-    if not states:
-        return
-    _INSIDE.check()
+    states: dict[Any, None] = {state: None for m in model.modules() if (state := state_of(m)) is not None}
     inside = {part for module in dropped for part in module.modules()}
     for state in states:
         leaving = [module in inside for module in state._modules]
@@ -154,7 +105,7 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
             )
     left = [state for state in states if not all(module in inside for module in state._modules)]
     for state in left:
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             group.fsdp_params = [of for of in group.fsdp_params if of._module_info.module not in inside]
             for hooks in (
                 group._module_to_pre_save_state_dict_hook_handle,

@@ -1,0 +1,150 @@
+"""FSDP2 from inside: which parameters it manages. No communication.
+
+Nouns are torch's (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): the *sharded parameter* is
+the DTensor an optimizer holds, the *sharded data* its padded local values, from which every all-gather
+is filled.
+
+Where torch has moved a private name, what needs one of a module that FSDP2 manages raises an error; importing this
+file does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from distprune.shards.torch_private import FSDP2, FSDPState, private
+
+_module_state_mapping = private("torch.distributed._composable_state", "_module_state_mapping")
+
+__all__ = ["Fsdp2Params", "Managed", "own_params"]
+
+
+@dataclass(frozen=True)
+class Managed:
+    """One parameter that FSDP2 manages."""
+
+    param: Any  # FSDPParam
+    group: Any  # FSDPParamGroup
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that it is gathered in, which mixed precision may say."""
+        dtype: torch.dtype = self.param.mp_policy.param_dtype or self.sharded.dtype
+        return dtype
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several modules use this one parameter (tied weights)."""
+        return bool(self.param._module_info.shared_modules)
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in its module."""
+        return str(self.param._module_info.param_name)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The global ranks over which FSDP2 shards and replicates it: data-parallel, each with samples of its own."""
+        return frozenset(int(rank) for rank in self.param.mesh_info.mesh.mesh.flatten())
+
+    @property
+    def sharded(self) -> DTensor:
+        """What an optimizer holds."""
+        return cast(DTensor, self.param.sharded_param)
+
+
+def _instances_of(cls: type[Any]) -> Iterator[nn.Module]:
+    """Yield all modules of classes below ``cls``, each by what refers to its class.
+
+    ``gc.get_objects`` would hold a reference to everything: then a tuple that another thread is building breaks.
+    """
+    for subclass in cls.__subclasses__():
+        yield from (thing for thing in gc.get_referrers(subclass) if type(thing) is subclass)
+        yield from _instances_of(subclass)
+
+
+class Fsdp2Params:
+    """Finds what FSDP2 manages; made once for a call, after which modules must not be sharded."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], Managed] = {}
+        self._unknown: set[int] = set()  # of modules
+        self._error: NotImplementedError | None = None
+        try:
+            FSDP2.check()
+            for reference in _all_states():
+                state = reference()
+                for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
+                    info = managed.param._module_info
+                    self._found[id(info.module), info.param_name] = managed
+                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                        self._found[id(module), name] = managed
+        except NotImplementedError as error:
+            self._error = error
+            self._unknown.update(id(part) for module in _instances_of(FSDPModule) for part in module.modules())
+
+    def find(self, module: nn.Module, name: str) -> Managed | None:
+        """Return what FSDP2 manages under ``name`` in ``module``, if it does.
+
+        Raises:
+            NotImplementedError: it does, but this torch names its parts differently.
+        """
+        if self._error is not None and id(module) in self._unknown:
+            raise self._error
+        return self._found.get((id(module), name))
+
+    def release(self, module: nn.Module, name: str) -> Managed | None:
+        """Put what FSDP2 manages under ``name`` in ``module`` back to its shards, and return it. No communication."""
+        managed = self.find(module, name)
+        if managed is not None:
+            managed.group.reshard()
+        return managed
+
+
+def own_params(module: nn.Module) -> list[Managed]:
+    """Return what FSDP2 gathers before the forward of ``module`` itself; nothing if it does not manage it."""
+    state = state_of(module)
+    return [] if state is None else _managed_by(state)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return what FSDP2 knows of ``module`` itself, or ``None``. Local.
+
+    Raises:
+        NotImplementedError: it manages the module, but this torch names its parts differently.
+    """
+    if not isinstance(module, FSDPModule):
+        return None
+    FSDP2.check(module)
+    return module._get_fsdp_state()
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of ``state``, whose names have been checked. Local."""
+    FSDP2.check(state, state._state_ctx)
+    for group in state._fsdp_param_groups:
+        FSDP2.check(group)
+        for param in group.fsdp_params[:1]:
+            FSDP2.check(param, param._module_info, param.sharded_param)
+    return list(state._fsdp_param_groups)
+
+
+def _all_states() -> list[weakref.ReferenceType[Any]]:
+    while True:  # another thread may be sharding its own model
+        try:
+            return list(_module_state_mapping.values())
+        except RuntimeError:
+            continue
+
+
+def _managed_by(state: FSDPState) -> list[Managed]:
+    return [Managed(param, group) for group in groups_of(state) for param in group.fsdp_params]

@@ -1,0 +1,114 @@
+"""Forwards of models that FSDP2 shards, run block by block or stopped half way.
+
+FSDP2 does not expect that: we must tell it what stays gathered in between, and when the forward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distprune.collectives import gather_pairwise
+from distprune.shards.fsdp2 import groups_of, state_of
+from distprune.shards.torch_private import private
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_DefaultAllGather = private(_FSDP2 + "_fsdp_collectives", "DefaultAllGather")
+_FSDPMeshInfo = private(_FSDP2 + "_fsdp_common", "FSDPMeshInfo")
+_TrainingState = private(_FSDP2 + "_fsdp_common", "TrainingState")
+
+__all__ = ["kept_gathered", "reset_forward", "take_roots"]
+
+
+def take_roots(model: nn.Module) -> None:
+    """Run FSDP2's lazy initialisation of the roots in ``model`` now, not at their first forwards.
+
+    Then it knows all that it manages in them, also what a forward that is caught half way does not reach. Local.
+    """
+    if (state := state_of(model)) is not None:
+        state._lazy_init()
+    else:
+        for child in model.children():
+            take_roots(child)
+
+
+def reset_forward(model: nn.Module) -> None:
+    """Put all of ``model`` back to its shards, and to where no forward has begun: one was stopped, or will be.
+
+    FSDP2 keeps what it has gathered for a forward that has not ended, and does not prepare for the backward of
+    what it takes for a part of it. Gradients that are being accumulated stay, which ``FSDPModule.reset_iter_state``
+    would drop. Local.
+    """
+    for state in _states_in(model):
+        state._training_state = _TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._modules_to_run_forward.clear()
+        for group in groups_of(state):
+            group._training_state = _TrainingState.IDLE
+            group.reshard()
+
+
+@contextmanager
+def kept_gathered(module: nn.Module) -> Iterator[None]:
+    """Let what FSDP2 gathers for forwards of ``module`` stay so from one to the next; reshard it at the end.
+
+    FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
+    once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
+    """
+    groups = [group for state in _states_in(module) for group in groups_of(state)]
+    before = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None  # reshard_after_forward=False
+            if _is_gathered_pairwise(group):
+                _gather(group)
+        yield
+    finally:
+        for group, mesh_info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        reset_forward(module)
+
+
+def _is_gathered_pairwise(group: Any) -> bool:
+    return bool(
+        isinstance(group.mesh_info, _FSDPMeshInfo)  # else replicated
+        and group.is_sharded
+        and group._all_gather_result is None  # nothing is under way
+        and type(group._all_gather_comm) is _DefaultAllGather
+        and group.device.type == "cpu"
+        and dist.get_backend(group._all_gather_process_group) == "gloo"
+        and all(
+            param.fsdp_placement.dim == 0 and not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+            for param in group.fsdp_params
+        )
+    )
+
+
+def _gather(group: Any) -> None:
+    """Gather the parameters of ``group`` right into the tensors that their modules compute with.
+
+    FSDP2 gathers all of them into one buffer and copies them from there.
+    """
+    process_group = group._all_gather_process_group
+    rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    wholes: list[torch.Tensor] = []
+    with torch.no_grad():
+        for param in group.fsdp_params:
+            (local,) = param.all_gather_inputs  # 1-D and padded, in the dtype to gather in, masked
+            param.init_all_gather_outputs([local.numel()], [local.dtype], num_ranks, group.device)
+            param.alloc_all_gather_outputs()
+            wholes += param.all_gather_outputs
+            wholes[-1][rank * local.numel() : (rank + 1) * local.numel()] = local
+        gather_pairwise(process_group, wholes)
+    for param in group.fsdp_params:
+        param.init_unsharded_param()
+    group._to_unsharded()
+
+
+def _states_in(model: nn.Module) -> list[Any]:
+    return [state for module in model.modules() if (state := state_of(module)) is not None]
