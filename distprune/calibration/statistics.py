@@ -36,7 +36,7 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sums import add_products, square_sums
 from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
-from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_together
+from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_known
 from distprune.models import LinearLayer
 from distprune.shards import all_finite, local_of
 
@@ -303,7 +303,7 @@ class InputStatistics:
         sizes = [8 * sum(map(self._numel, inputs)) for inputs in of_owner]
         sent = [size if rank != comm.rank else 0 for rank, size in enumerate(sizes)]
         coming = [sizes[comm.rank] if rank != comm.rank else 0 for rank in range(comm.size)]
-        for received in filter(len, swap_together(comm, make, (sent, coming))):
+        for received in filter(len, swap_known(comm, make, (sent, coming))):
             addends = torch.split(received.view(torch.float64), [total.numel() for total in own.values()])
             for total, addend in zip(own.values(), addends, strict=True):
                 total += addend

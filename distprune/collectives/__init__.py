@@ -13,7 +13,8 @@ from distprune.collectives.agree import (
     max_together,
     same_everywhere,
     sum_together,
-    swap_together,
+    swap_known,
+    swap_unknown,
     together,
 )
 from distprune.collectives.alone import Alone
@@ -56,7 +57,8 @@ __all__ = [
     "roster_of_one",
     "same_everywhere",
     "sum_together",
-    "swap_together",
+    "swap_known",
+    "swap_unknown",
     "together",
     "whole_tensor",
 ]

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,9 +19,12 @@ __all__ = [
     "max_together",
     "same_everywhere",
     "sum_together",
-    "swap_together",
+    "swap_known",
+    "swap_unknown",
     "together",
 ]
+
+_Fill: TypeAlias = Callable[[torch.Tensor], object]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.
 _CARRIED: tuple[type[Exception], ...] = (
@@ -43,10 +46,7 @@ _WORD = 8  # bytes
 
 
 def sum_together(
-    comm: Communicator,
-    shape: Sequence[int],
-    fill: Callable[[torch.Tensor], object],
-    dtype: torch.dtype = torch.int64,
+    comm: Communicator, shape: Sequence[int], fill: _Fill, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return the sum over ranks of what each one's ``fill`` writes into zeros of ``shape``, on the CPU.
 
@@ -58,49 +58,58 @@ def sum_together(
 
 
 def max_together(
-    comm: Communicator,
-    shape: Sequence[int],
-    fill: Callable[[torch.Tensor], object],
-    dtype: torch.dtype = torch.int64,
+    comm: Communicator, shape: Sequence[int], fill: _Fill, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return the maximum over ranks of what each one's ``fill`` writes, as :func:`sum_together` does the sum."""
     return _reduce_together(comm, comm.max, shape, fill, dtype)
 
 
-def swap_together(
+def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return what every rank's ``make`` has for this rank, in rank order, on the CPU; no rank knows how much that is.
+
+    All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. Two rounds:
+    8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
+    """
+    pieces, error = _made(make)
+    sizes = [-1] * comm.size if error else [piece.numel() for piece in pieces]
+    words = [_WORD] * comm.size
+    told = torch.cat(comm.swap(torch.tensor(sizes).view(torch.uint8), words, words)).view(torch.int64).tolist()
+    _raise_errors(comm, min(told) < 0, error)
+    return comm.swap(torch.cat(pieces), sizes, told)
+
+
+def swap_known(
     comm: Communicator,
     make: Callable[[], Sequence[torch.Tensor]],
-    sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+    sizes: tuple[Sequence[int], Sequence[int]],
 ) -> list[torch.Tensor]:
-    """Return what every rank's ``make`` has for this rank, in rank order, on the CPU.
+    """Do as :func:`swap_unknown` where all ranks know the sizes before: how many bytes go to and come from every rank.
 
-    All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. ``sizes``:
-    how many bytes go to and come from every rank, where all ranks know that before: one round of 8 bytes a rank and the
-    pieces. Without it two rounds: 8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
+    One round: 8 bytes a rank and the pieces.
 
     Raises:
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
     """
-    error: Exception | None = None
-    word = torch.zeros(_WORD if sizes else 0, dtype=torch.uint8)  # a whole one, so that what was aligned stays so
-    try:
-        pieces = make()
-        sent_sizes = [piece.numel() for piece in pieces]
-        if sizes is not None and sent_sizes != list(sizes[0]):
-            raise ValueError(f"pieces of {sent_sizes} bytes, where {list(sizes[0])} were announced")
-        sent = torch.cat([part.detach().cpu() for piece in pieces for part in (word, piece)])
-    except Exception as caught:
-        error = caught
-        sent_sizes = list(sizes[0]) if sizes else [-1] * comm.size
-        sent = torch.full((max(0, sum(sent_sizes) + len(word) * comm.size),), 255, dtype=torch.uint8)
-    if sizes is None:
-        words = [_WORD] * comm.size
-        told = torch.cat(comm.swap(torch.tensor(sent_sizes).view(torch.uint8), words, words)).view(torch.int64).tolist()
-        _raise_errors(comm, min(told) < 0, error)
-        return comm.swap(sent, sent_sizes, told)
-    received = comm.swap(sent, [_WORD + size for size in sent_sizes], [_WORD + size for size in sizes[1]])
+    to, coming = sizes
+    pieces, error = _made(make)
+    made = [piece.numel() for piece in pieces]
+    if error is None and made != list(to):
+        error = ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
+    if error:
+        pieces = [torch.empty(size, dtype=torch.uint8) for size in to]
+    # Whether it failed, as a whole word, so that what was aligned stays so.
+    word = torch.full((_WORD,), int(error is not None), dtype=torch.uint8)
+    sent = torch.cat([part for piece in pieces for part in (word, piece)])
+    received = comm.swap(sent, [_WORD + size for size in to], [_WORD + size for size in coming])
     _raise_errors(comm, any(int(piece[0]) for piece in received), error)
     return [piece[_WORD:] for piece in received]
+
+
+def _made(make: Callable[[], Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], Exception | None]:
+    try:
+        return [piece.detach().cpu() for piece in make()], None
+    except Exception as error:
+        return [], error
 
 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:
@@ -154,7 +163,7 @@ def _reduce_together(
     comm: Communicator,
     reduce: Callable[[torch.Tensor], torch.Tensor],
     shape: Sequence[int],
-    fill: Callable[[torch.Tensor], object],
+    fill: _Fill,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     message = torch.zeros(math.prod(shape) + 1, dtype=dtype)

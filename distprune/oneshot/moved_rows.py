@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.collectives import Communicator, swap_together, together
+from distprune.collectives import Communicator, swap_known, together
 from distprune.oneshot.rows import Rows
 from distprune.shards import Runs
 
@@ -54,7 +54,7 @@ class MovedRows:
                 _joined([v for n in going[to] for v in _at(self.rows[n].weight, moves[n].runs[to])]) for to in ranks
             ]
 
-        received = swap_together(comm, make, (sent, arriving))
+        received = swap_known(comm, make, (sent, arriving))
         with together(comm):
             for name in here:
                 before, now, runs = self._before[name].weight, self.rows[name].weight, moves[name].runs[comm.rank]
@@ -97,7 +97,7 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
         return [_joined([rows[name].weight for name in names]) for names in going]
 
     error: Exception | None = None
-    received = swap_together(comm, make, (sent, arriving))
+    received = swap_known(comm, make, (sent, arriving))
     try:
         for rank, piece in enumerate(received):
             _write(piece, [view for n in coming[rank] for view in _at(found[n].weight, moves[n].runs[rank])])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.collectives import Communicator, swap_together
+from distprune.collectives import Communicator, swap_known, swap_unknown
 from distprune.shards import Geometry, LocalMatrix, Matrix
 
 __all__ = ["CutElements", "Inquiry", "LocalUnits", "Question", "find_units", "home_of", "settle_cut"]
@@ -142,7 +142,7 @@ class Inquiry:
                 for num, of_rank in zip(self._num_asked(), pieces, strict=True)
             ]
 
-        received = [bytes(message.numpy()) for message in swap_together(self._comm, messages)]
+        received = [bytes(message.numpy()) for message in swap_unknown(self._comm, messages)]
         self._num_to_answer = [int.from_bytes(message[:8], "little") for message in received]
         return [message[8:] for message in received]
 
@@ -152,7 +152,7 @@ class Inquiry:
         ``make`` returns this rank's answers by rank, in the order in which it was asked.
         """
         sizes = self._num_to_answer, self._num_asked()
-        received = swap_together(self._comm, lambda: [_message(answer) for answer in make()], sizes)
+        received = swap_known(self._comm, lambda: [_message(answer) for answer in make()], sizes)
 
         @cache  # every part asks for its own
         def answers() -> list[npt.NDArray[np.bool_]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, swap_together, together
+from distprune.collectives import Communicator, swap_known, together
 from distprune.shards import runs_of_splits, splits_of
 
 __all__ = ["Selection", "select"]
@@ -75,7 +75,7 @@ def select(
             for of in moves.sending
         ]
 
-    received = swap_together(comm, make, sizes)
+    received = swap_known(comm, make, sizes)
     with together(comm):
         kept = local.new_empty([*local.shape[:dim], moves.num_kept, *local.shape[dim + 1 :]])
         kept_parts = list(kept.unbind(0)) if index.ndim == 2 else [kept]

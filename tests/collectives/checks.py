@@ -20,7 +20,8 @@ from distprune.collectives import (
     roster_of_one,
     same_everywhere,
     sum_together,
-    swap_together,
+    swap_known,
+    swap_unknown,
     together,
 )
 
@@ -132,14 +133,14 @@ def _check_swapped_together(comm: Communicator) -> None:
             _fail(fails)
             return [torch.full((size + extra,), comm.rank, dtype=torch.uint8) for size in sizes]
 
-        return swap_together(comm, make, (sizes, sizes) if known else None)
+        return swap_known(comm, make, (sizes, sizes)) if known else swap_unknown(comm, make)
 
     for known in (False, True):
         received, used = _counted(comm, partial(swap, known=known))
         assert [piece.tolist() for piece in received] == [[other] * size for other, size in enumerate(sizes)]
         assert used == (2 - known, 8 * comm.size + sum(sizes))
         _check_errors(comm, partial(swap, known=known), num_bytes=8 * comm.size + known * sum(sizes))
-    nothing = swap_together(comm, lambda: [torch.empty(0, dtype=torch.uint8)] * comm.size)
+    nothing = swap_unknown(comm, lambda: [torch.empty(0, dtype=torch.uint8)] * comm.size)
     assert [piece.numel() for piece in nothing] == [0] * comm.size
     with pytest.raises(ValueError, match="were announced"):
         swap(known=True, extra=int(comm.rank == comm.size - 1))

@@ -18,7 +18,7 @@ from distprune.collectives import (
     communicator,
     max_together,
     sum_together,
-    swap_together,
+    swap_unknown,
 )
 from tests.collectives.checks import check_all
 from tests.worlds import ProcessPool, run_threads
@@ -97,7 +97,7 @@ def test_who_stops_a_rank_is_not_asked_to_wait(stop: type[BaseException]) -> Non
     for call in (
         lambda: sum_together(comm, (1,), ends),
         lambda: max_together(comm, (1,), ends),
-        lambda: swap_together(comm, ends),
+        lambda: swap_unknown(comm, ends),
     ):
         with pytest.raises(stop):
             call()
