@@ -51,7 +51,7 @@ from distprune.pruning.torch_api.methods import (
 from distprune.pruning.torch_api.shard_masks import shard_masks
 from distprune.removal import Shrunk, shrink_model
 from distprune.scores import ChannelNorm, Gradient, Magnitude, Movement, Random, Score, Taylor, Wanda
-from distprune.shards import Geometry, LocalShard
+from distprune.shards import Geometry, LocalShard, Ownership
 from distprune.training import (
     Hold,
     Regrow,
@@ -85,6 +85,7 @@ __all__ = [
     "Movement",
     "NByM",
     "OneShotReport",
+    "Ownership",
     "ParameterReport",
     "Pattern",
     "PerRow",

@@ -89,7 +89,9 @@ def of_stages(rank: int, _: Path) -> Called:
 def by_hand(rank: int, _: Path) -> Called:
     with drawing(rank):
         rows = nn.Linear(4, 3, bias=False)
-    shard = prune.LocalShard("w", rows.weight.data, prune.Geometry.rows((6, 4), 3 * rank, 3 * rank + 3), True, 1)
+    shard = prune.LocalShard(
+        "w", rows.weight.data, prune.Geometry.rows((6, 4), 3 * rank, 3 * rank + 3), prune.Ownership()
+    )
     return rows, lambda: prune.prune_shards([shard], 0.5)
 
 

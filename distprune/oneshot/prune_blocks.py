@@ -129,7 +129,7 @@ def prune_blocks(
     agreed, (plan, options) = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: without_nans(shards))
-    owned = {shard.name: bool(shard.owned) for shard in shards}
+    owned = {shard.name: shard.owned for shard in shards}
     settle = partial(
         prune_rows,
         solver=plan.solver.scored_by(agreed.score),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, exchange
 from distprune.models import LinearLayer
-from distprune.shards import Geometry, LocalShard, Runs, Split, chunk_runs, in_order, local_shard, splits_of
+from distprune.shards import Geometry, LocalShard, Ownership, Runs, Split, chunk_runs, in_order, local_shard, splits_of
 
 __all__ = ["Rows", "whole_rows"]
 
@@ -45,7 +45,7 @@ class Rows:
         """Return ``values`` (rows, columns) as this rank's part of a matrix (num_out, columns)."""
         num_columns = values.shape[1]
         geometry = Geometry((self.num_out, num_columns), (self.runs, ((0, num_columns),)))
-        return LocalShard(self.name, values, geometry, self.owned, num_replicas=1)
+        return LocalShard(self.name, values, geometry, Ownership(self.owned))
 
 
 @dataclass

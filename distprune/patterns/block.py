@@ -169,7 +169,7 @@ class _ShardBlocks(ShardUnits):
     def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
         """Return what the homes of the cut blocks are told, and asked: their sums, if this rank owns them."""
         cut = np.flatnonzero(self.is_cut)
-        sums = table[torch.from_numpy(cut)].numpy() * int(bool(self.scores.shard.owned))
+        sums = table[torch.from_numpy(cut)].numpy() * int(self.scores.shard.owned)
         home = home_of(self.ids[cut] // self._num_across * self._size, 0, self._matrix.num_rows, num_ranks)
         rows = np.column_stack([first + self.ids[cut], sums])
         return Question(home, lambda places: rows[places].tobytes())
@@ -241,7 +241,7 @@ class _OwnBlocks:
         for member, part in self._parts.items():
             whole = self._tables[member][torch.from_numpy(part.is_whole)]
             keys = self._keys(member, part.ids[part.is_whole], whole)
-            found.append((member, keys, bool(part.scores.shard.owned)))
+            found.append((member, keys, part.scores.shard.owned))
         for member, (ids, table) in self._decided[0].items():
             found.append((member, self._keys(member, ids, table), True))
         return found

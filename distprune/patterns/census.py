@@ -85,7 +85,7 @@ def _checked(
         copied = [(shard, checksum(reads)) for shard, reads in found if shard.num_replicas != 1]
         for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
             # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-            words[place[shard.name], 1] = of_reads * ((shard.num_replicas or 1) - 1 if shard.owned else -1)
+            words[place[shard.name], 1] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
         count(words[:, 2:])
 
     words = sum_together(comm, (len(roster.members), 2 + num_counts), fill)

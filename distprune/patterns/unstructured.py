@@ -60,7 +60,7 @@ class Unstructured(Pattern):
 
         def make_entries(place: Place, scores: Sequence[LocalScores]) -> list[Entry]:
             return [
-                Entry(s.shard.name, s, s.shard.geometry, bool(s.shard.owned), *place(ranked.place[s.shard.name]))
+                Entry(s.shard.name, s, s.shard.geometry, s.shard.owned, *place(ranked.place[s.shard.name]))
                 for s in scores
             ]
 

@@ -241,7 +241,7 @@ class _ParameterUnits:
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
         flat = shard.geometry.flat_indices_at(offsets).numpy()
-        part = CutElements(self._member, self._matrix, self._length, rows, flat, bool(shard.owned))
+        part = CutElements(self._member, self._matrix, self._length, rows, flat, shard.owned)
         return part, self._scores.keys(self._order, sent(offsets, self._scores.device))
 
     def settle(self) -> tuple[torch.Tensor, torch.Tensor]:

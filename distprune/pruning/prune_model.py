@@ -130,7 +130,7 @@ def prune_shards(
     """Prune ``shards`` in place: :func:`prune_model` for parameters whose layout only the caller knows.
 
     For example, rows 2 to 4 of a matrix that an MPI program spread by itself: ``LocalShard(name, rows,
-    Geometry.rows((8, 3), 2, 4), owned=True, num_replicas=1)``. Every rank of ``group`` must call it, with its own
+    Geometry.rows((8, 3), 2, 4), Ownership())``. Every rank of ``group`` must call it, with its own
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
     rows, unless the shard's ``matrix`` says otherwise.
     """

@@ -20,7 +20,7 @@ from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores import count_unread_nans, local_scores
 from distprune.selection import Counts
-from distprune.shards import Geometry, LocalShard, grain_of, pieces_of, share_of, within
+from distprune.shards import Geometry, LocalShard, Ownership, grain_of, pieces_of, share_of, within
 
 __all__ = ["StreamedPruning"]
 
@@ -60,7 +60,7 @@ class StreamedPruning:
             self._grains[shard.name] = grain
             local = own.cut(geometry)
             return dataclasses.replace(
-                shard, local=local, geometry=geometry, owned=True, num_replicas=1, original_shape=original, tensor=None
+                shard, local=local, geometry=geometry, ownership=Ownership(), original_shape=original, tensor=None
             )
 
         self._choosing = Choosing(comm, request, share, streams=True)

@@ -151,7 +151,7 @@ def choose_units(
         found = measure_sensitivities(comm, sample_group, model, readers, mine)
         asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
     settle = _Settle(asked, chosen, refit)
-    owned = {name: bool(shard.owned) for name, shard in shards.items()}
+    owned = {name: shard.owned for name, shard in shards.items()}
 
     def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
         return BlockPruner(

@@ -16,7 +16,16 @@ from distprune.shards.layouts import (
     local_shard,
     splits_of,
 )
-from distprune.shards.local_shard import LocalShard, as_array, bytes_of, count_zeros, cut, flat_chunk, flat_chunks
+from distprune.shards.local_shard import (
+    LocalShard,
+    Ownership,
+    as_array,
+    bytes_of,
+    count_zeros,
+    cut,
+    flat_chunk,
+    flat_chunks,
+)
 from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.place import Place, gradients_of, places_of
@@ -29,6 +38,7 @@ __all__ = [
     "LocalShard",
     "Managed",
     "Matrix",
+    "Ownership",
     "Place",
     "Runs",
     "Split",

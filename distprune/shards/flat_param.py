@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard
+from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.torch_private import FSDP1, private
 
 __all__ = ["find_flat_parts", "is_flattened"]
@@ -50,10 +50,9 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
         is_sharded = handle.uses_sharded_strategy
         if is_sharded and "_local_shard" in flat.__dict__:  # set up by the first forward
             _reshard(wrapped, handle, free_unsharded_flat_param=True)
-        counts: dict[str, Any] = {}  # whole on every rank: the owner is open
+        ownership = None  # whole on every rank: the owner is open
         if is_sharded:
-            ranks = torch.tensor(dist.get_process_group_ranks(handle.process_group))
-            counts = {"owned": True, "num_replicas": 1, "mesh_ranks": ranks}
+            ownership = Ownership(mesh_ranks=torch.tensor(dist.get_process_group_ranks(handle.process_group)))
         data = flat.detach()
         for info, shape, numel, place in zip(
             flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
@@ -62,7 +61,7 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
             if place.in_shard:
                 first, start, stop = place.offset_in_shard, place.intra_param_start_idx, place.intra_param_end_idx + 1
             local, geometry = data[first : first + stop - start], Geometry.rows((numel,), start, stop)
-            part = LocalShard(info.param_name, local, geometry, original_shape=tuple(shape), **counts)
+            part = LocalShard(info.param_name, local, geometry, ownership, original_shape=tuple(shape))
             parts[id(info.module), info.param_name] = part
         for shared in flat._shared_param_infos:
             parts[id(shared.module), shared.param_name] = parts[id(shared.prim_module), shared.prim_param_name]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
-from distprune.shards.local_shard import LocalShard, cut
+from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard
 
 __all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_part", "local_shard", "splits_of"]
@@ -112,9 +112,7 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         geometry = Geometry.nothing(global_shape)
-        return LocalShard(
-            name, local.new_empty(geometry.local_shape), geometry, owned=False, num_replicas=1, tensor=tensor
-        )
+        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, Ownership(owned=False), tensor=tensor)
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise NotImplementedError(
@@ -132,4 +130,4 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
     # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
     if local.numel() == 0 == geometry.local_numel:
         local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, owned, holders.numel(), mesh.mesh.flatten(), tensor=tensor)
+    return LocalShard(name, local, geometry, Ownership(owned, holders.numel(), mesh.mesh.flatten()), tensor=tensor)

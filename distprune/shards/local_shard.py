@@ -24,13 +24,36 @@ __all__ = ["LocalShard", "count_zeros", "cut", "flat_chunk", "flat_chunks"]
 
 
 @dataclass(frozen=True, eq=False)
+class Ownership:
+    """``owned``: whether this rank counts the elements. ``num_replicas``: how many ranks hold the same elements.
+
+    ``mesh_ranks``: of which global ranks that is said, 1-D; ``None``: of all. A DTensor says it of its own mesh, and
+    there may be copies on others. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
+    column.)
+    """
+
+    owned: bool = True
+    num_replicas: int = 1
+    mesh_ranks: torch.Tensor | None = None
+
+    def over(self, first_holder: int, num_holders: int) -> Ownership:
+        """Return it for all ``num_holders`` ranks that hold a part, of which ``first_holder`` is the lowest. Local.
+
+        Only the copy on the mesh that contains ``first_holder`` is counted.
+        """
+        if self.mesh_ranks is None:
+            return self
+        num_copies = max(num_holders // self.mesh_ranks.numel(), 1)
+        owned = self.owned and bool((self.mesh_ranks == first_holder).any())
+        return Ownership(owned, self.num_replicas * num_copies)
+
+
+@dataclass(frozen=True, eq=False)
 class LocalShard:
     """One parameter on this rank. ``local`` shares storage with the parameter, and is detached from gradients.
 
-    ``owned``: whether this rank counts these elements. ``num_replicas``: how many ranks hold the same elements. A plain
-    tensor leaves both open (``None``). A DTensor knows both for the ranks of its own mesh, ``mesh_ranks``; there may be
-    copies on other meshes. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
-    column.) :meth:`owned_by` settles both for the group.
+    ``ownership``: who counts these elements; a plain tensor leaves that open (``None``), until :meth:`owned_by` says it
+    for the group.
 
     ``matrix``: how the parameter is a matrix; ``None``: dim 0 is the outputs. ``tensor``: the parameter as ``module``
     holds it under ``attribute``; ``None`` for FSDP1 and rows spread by hand. ``original_shape``: the shape of the
@@ -43,9 +66,7 @@ class LocalShard:
     name: str
     local: torch.Tensor  # local shape
     geometry: Geometry
-    owned: bool | None = None
-    num_replicas: int | None = None
-    mesh_ranks: torch.Tensor | None = None  # global ranks, 1-D
+    ownership: Ownership | None = None
     matrix: Matrix | None = None
     tensor: torch.Tensor | None = None
     module: nn.Module | None = None
@@ -56,6 +77,16 @@ class LocalShard:
     def shape(self) -> tuple[int, ...]:
         """The global shape of the parameter."""
         return self.geometry.global_shape if self.original_shape is None else self.original_shape
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank counts these elements; not if that is open."""
+        return self.ownership is not None and self.ownership.owned
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same elements; 1 if that is open."""
+        return 1 if self.ownership is None else self.ownership.num_replicas
 
     def as_matrix(self) -> Matrix:
         """Return how the parameter is a matrix."""
@@ -69,18 +100,12 @@ class LocalShard:
             )
 
     def owned_by(self, rank: int, first_holder: int, num_holders: int) -> LocalShard:
-        """Return the shard with its owner settled, on global rank ``rank``. Local.
+        """Return the shard, on global rank ``rank``, with an ownership that holds for all ranks. Local.
 
-        ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter. Only the
-        copy on the mesh that contains ``first_holder`` is counted.
+        ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter.
         """
-        if self.owned is None or self.num_replicas is None:
-            return dataclasses.replace(self, owned=rank == first_holder, num_replicas=num_holders)
-        if self.mesh_ranks is None:
-            return self
-        num_copies = max(num_holders // self.mesh_ranks.numel(), 1)
-        owned = self.owned and bool((self.mesh_ranks == first_holder).any())
-        return dataclasses.replace(self, owned=owned, num_replicas=self.num_replicas * num_copies, mesh_ranks=None)
+        own = self.ownership or Ownership(rank == first_holder, num_holders)
+        return dataclasses.replace(self, ownership=own.over(first_holder, num_holders))
 
 
 def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ def _rows(model: dict[str, torch.Tensor], rank: int, size: int) -> list[distprun
     for name, whole in model.items():
         low, high = (whole.shape[0] * i // size for i in (rank, rank + 1))
         geometry = distprune.Geometry.rows(whole.shape, low, high)
-        shards.append(distprune.LocalShard(name, whole[low:high].clone(), geometry, owned=True, num_replicas=1))
+        shards.append(distprune.LocalShard(name, whole[low:high].clone(), geometry, distprune.Ownership()))
     return shards
 
 
@@ -67,7 +67,7 @@ def check_patterns(world: Any) -> None:
             columns = ((low, high),) if low < high else ()
             geometry = distprune.Geometry(tuple(whole.shape), (((0, whole.shape[0]),), columns))
             part = whole[:, low:high].clone()
-            shards.append(distprune.LocalShard(name, part, geometry, owned=True, num_replicas=1))
+            shards.append(distprune.LocalShard(name, part, geometry, distprune.Ownership()))
         distprune.prune_shards(shards, pattern=pattern, group=world)
         for shard, whole, kept in zip(shards, model.values(), keep, strict=True):
             (low, high), *_ = shard.geometry.dim_runs[1] or ((0, 0),)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import Geometry, LocalShard, PruneReport, Score, prune_model, prune_shards
+from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, prune_model, prune_shards
 from distprune.scores import Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
@@ -160,7 +160,7 @@ def test_parameters_that_are_not_contiguous() -> None:
 
 def test_shards_an_mpi_program_spread_by_hand_are_checked_too() -> None:
     good = local_shard("w", torch.ones(4))
-    twice = LocalShard("w", torch.ones(4), good.geometry, owned=True, num_replicas=1)
+    twice = LocalShard("w", torch.ones(4), good.geometry, Ownership())
 
     def on_rank(_: int) -> None:
         prune_shards([twice], 0.5)
@@ -215,7 +215,7 @@ def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pat
     def on_rank(rank: int) -> None:
         geometry = Geometry.rows((4, 2), *rows[rank])
         prune_shards(
-            [LocalShard("w", held[rank], geometry, owned=True, num_replicas=1)],
+            [LocalShard("w", held[rank], geometry, Ownership())],
             None if pattern == "1:2" else 0.5,
             pattern=pattern,
         )
@@ -232,7 +232,7 @@ def test_pruned_weights_are_plus_zero_whatever_else_their_rank_prunes() -> None:
     def on_rank(rank: int) -> torch.Tensor:
         row = weights[rank : rank + 1].clone()
         place = Geometry.rows((2, 4), rank, rank + 1)
-        prune_shards([LocalShard("w", row, place, owned=True, num_replicas=1)], pattern="2:4")
+        prune_shards([LocalShard("w", row, place, Ownership())], pattern="2:4")
         return row
 
     assert not torch.cat(run_threads(2, on_rank))[:, :2].signbit().any()

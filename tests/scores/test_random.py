@@ -8,7 +8,7 @@ import torch
 
 from distprune.scores import LocalScores, Random
 from distprune.selection import Order
-from distprune.shards import Geometry, LocalShard, local_shard
+from distprune.shards import Geometry, LocalShard, Ownership, local_shard
 from tests.oracle import random_scores
 
 
@@ -51,7 +51,8 @@ def test_parameters_of_more_than_2_to_the_32_elements() -> None:
     shape = (3, 1 << 32)
     columns = ((5, 105),)
     shards = [
-        LocalShard("w", torch.ones(1, 100), Geometry(shape, (((row, row + 1),), columns)), True, 1) for row in range(3)
+        LocalShard("w", torch.ones(1, 100), Geometry(shape, (((row, row + 1),), columns)), Ownership())
+        for row in range(3)
     ]
     rows = [hashed(shard, 0, 0, 100) for shard in shards]
     assert not (rows[0] == rows[1]).any()

@@ -13,7 +13,7 @@ from distprune.collectives import Alone
 from distprune.masks import zero_where_pruned
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
-from distprune.shards import Geometry, LocalShard, checksum
+from distprune.shards import Geometry, LocalShard, Ownership, checksum
 from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
@@ -99,7 +99,7 @@ def test_a_stretch_of_the_flattened_weight(pattern: prune.Pattern) -> None:
         geometry = Geometry((384,), ((runs,),))
         local = whole.view(-1)[slice(*runs)].clone()
         matrix = LocalShard("w", whole, Geometry.whole((24, 16))).as_matrix()
-        prune.prune_shards([LocalShard("w", local, geometry, True, 1, matrix=matrix)], pattern=pattern)
+        prune.prune_shards([LocalShard("w", local, geometry, Ownership(), matrix=matrix)], pattern=pattern)
         return local
 
     with as_on_a_device(16):
@@ -230,7 +230,7 @@ def test_checksums_are_the_hosts() -> None:
 
 def test_no_wait_for_the_scores_of_a_chunk() -> None:
     values = torch.randn(2000)
-    scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), True, 1), Magnitude(), {}, values)
+    scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), Ownership()), Magnitude(), {}, values)
     with as_on_a_device(), counted_waits() as waits:
         for start, stop in scores.chunks():
             scores.values(slice(start, stop))

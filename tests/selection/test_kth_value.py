@@ -11,7 +11,7 @@ import torch
 from distprune.collectives import Alone, Communicator, Traffic, communicator
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import Competition, Entry, common_order, sampling, select_lowest, tally
-from distprune.shards import Geometry, LocalShard
+from distprune.shards import Geometry, LocalShard, Ownership
 from tests.worlds import run_threads
 
 
@@ -37,7 +37,7 @@ def select(
         found = []
         for i, part in enumerate(parts):
             geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
-            scores = LocalScores(LocalShard(f"c{i}", part, geometry, True, 1), Magnitude(), {}, gone)
+            scores = LocalScores(LocalShard(f"c{i}", part, geometry, Ownership()), Magnitude(), {}, gone)
             found.append(Entry(f"c{i}", scores, geometry, True, i, 0))
         return found
 

@@ -26,18 +26,18 @@ def numbered() -> nn.Module:
     return model
 
 
-def shards_of(model: nn.Module) -> list[tuple[str, list[int], bool, int | None]]:
+def shards_of(model: nn.Module) -> list[tuple[str, list[int], bool, int]]:
     """Name, flat indices, owned, replicas of every parameter, the values compared with the indices."""
     found = []
     for name, parameter in model.named_parameters():
         shard = local_shard(name, parameter).owned_by(dist.get_rank(), 0, dist.get_world_size())
         flat = shard.geometry.flat_indices(0, shard.geometry.local_numel)
         assert shard.local.flatten().tolist() == flat.tolist(), name
-        found.append((name, flat.tolist(), bool(shard.owned), shard.num_replicas))
+        found.append((name, flat.tolist(), shard.owned, shard.num_replicas))
     return found
 
 
-def sharded(_: int, layout: str) -> list[tuple[str, list[int], bool, int | None]]:
+def sharded(_: int, layout: str) -> list[tuple[str, list[int], bool, int]]:
     model = numbered()
     if layout == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -76,7 +76,7 @@ def test_real_wrappers(pool: ProcessPool, layout: str, world_size: int, num_repl
 
 def test_plain_tensors_leave_the_owner_open() -> None:
     shard = local_shard("w", torch.zeros(2, 3))
-    assert (shard.owned, shard.num_replicas) == (None, None)
+    assert shard.ownership is None
     settled = shard.owned_by(2, 1, 3)
     assert (settled.owned, settled.num_replicas) == (False, 3)
 
