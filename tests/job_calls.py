@@ -17,6 +17,8 @@ import distprune as prune
 from distprune.checkpoint import ModelWriter, load_model, open_directory, resolve_model
 from distprune.collectives import communicator, together
 from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, run_shrink_job
+from distprune.jobs.block_journal import BLOCK, BlockJournal, digest_of
+from distprune.jobs.journal import Item, Journal
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.run import Job, Run
 from distprune.jobs.unfinished import Unfinished
@@ -58,10 +60,12 @@ def restored(_: int, folder: Path) -> Called:
     writer.allocate()
     with together(writer.comm):
         writer.write()
-    unfinished = Unfinished(writer.comm, folder / "restored", {"blocks": [], "entries": {}, "digests": []}, is_new=True)
     name, block = decoder_blocks(model)[0]
-    unfinished.digests.append(unfinished.digest(block))
-    return model, lambda: unfinished.restore(writer, 0, name, block)
+    unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "journal", {}, writes=False))
+    unfinished.record(Item(BLOCK, {}, digest_of(writer.comm, block)))
+    run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
+    journal = BlockJournal(run, unfinished, writer, [(0, name, block)], ())
+    return model, lambda: journal.finished(0)
 
 
 def cut_apart(_: int, folder: Path) -> Called:

@@ -23,6 +23,7 @@ from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import communicator, sum_together, together
 from distprune.evaluation import perplexity
 from distprune.jobs import PruneJob, run_prune_job
+from distprune.jobs.journal import Journal
 from distprune.jobs.stretches import StretchWriter
 from distprune.jobs.unfinished import Unfinished
 from distprune.oneshot import prune_blocks
@@ -168,9 +169,7 @@ def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, t
 def streamed(_: int, folder: Path) -> Called:
     """The weights of a checkpoint, pruned from file to file."""
     directory, stored, tensors = checkpoint(folder)
-    unfinished = Unfinished(
-        communicator(), folder / "streamed", {"blocks": [], "entries": {}, "digests": []}, is_new=True
-    )
+    unfinished = Unfinished(communicator(), folder / "streamed", Journal(folder / "journal", {}))
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:

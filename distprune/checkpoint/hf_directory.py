@@ -28,7 +28,7 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.json"})
+_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl"})
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 

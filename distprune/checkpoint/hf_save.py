@@ -16,10 +16,10 @@ from torch import nn
 
 from distprune.checkpoint.carried import Carried, output_of
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
-from distprune.checkpoint.output_files import allocate_directory, planned
+from distprune.checkpoint.output_files import allocate_directory, planned, sync_file
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
-from distprune.collectives import Group, agree, communicator, together
+from distprune.collectives import Group, agree, communicator, together, work_together
 from distprune.shards import LocalShard, local_shard
 
 __all__ = ["ModelWriter", "save_model"]
@@ -45,8 +45,8 @@ def save_model(
     model's. The bytes are the same whatever the number of ranks and the layout. Tokenizer, config and the other small
     files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
-    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree
-    and to raise together.
+    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and
+    waits for the disk as :func:`work_together`.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
@@ -59,6 +59,7 @@ def save_model(
     writer.allocate()
     with together(writer.comm, updated=sorted(updated)):
         writer.write(updated=updated, progress=progress)
+    work_together(writer.comm, writer.sync)
 
 
 class ModelWriter:
@@ -96,6 +97,7 @@ class ModelWriter:
                 if names
             ]
             self.files = [written for _, written in self._files]
+            self._unsynced: set[Path] = set()
             dtypes = [str(entry.dtype) for file in self.files for entry in file.tensors]
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
@@ -120,7 +122,8 @@ class ModelWriter:
     ) -> None:
         """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
 
-        Those inside the modules ``written`` are left out.
+        Those inside the modules ``written`` are left out. The system writes them to the disk when it likes, or by
+        :meth:`sync`.
 
         Raises:
             ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
@@ -144,7 +147,13 @@ class ModelWriter:
                         num_done += values.nbytes
                         if progress is not None:
                             progress(num_done, num_total)
-                os.fsync(handle.fileno())
+            self._unsynced.add(file.path)
+
+    def sync(self) -> None:
+        """Wait until what this rank has written is on the disk. Local."""
+        for path in sorted(self._unsynced):
+            sync_file(path)
+        self._unsynced.clear()
 
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""

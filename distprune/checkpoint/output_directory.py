@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distprune.checkpoint.output_files import sync_file
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Communicator, Group, agree, communicator, is_raised_together, together
+from distprune.collectives import Communicator, Group, agree, communicator, is_raised_together, together, work_together
 
 __all__ = ["check_shared", "make_staging", "publish", "writing"]
 
@@ -31,7 +32,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
     that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is
     as it was.
 
-    Communicates a name once (two rounds) and seven rounds of 64 bytes.
+    Communicates a name once (two rounds), six rounds of 64 bytes and what :func:`publish` does.
 
     Raises:
         OSError, ValueError: on every rank: what :func:`check_output` raises, another job writes there,
@@ -56,9 +57,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
                 raise
             failed = error
         agree(comm, {}, failed)
-        with together(comm):
-            if comm.rank == 0:
-                publish(staging, path, overwrite=overwrite, inputs=inputs)
+        publish(comm, staging, path, overwrite=overwrite, inputs=inputs)
 
 
 def make_staging(comm: Communicator, path: Path) -> Path:
@@ -84,21 +83,46 @@ def check_shared(folder: Path) -> None:
         raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
 
 
-def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = (), sync_files: bool = True) -> None:
-    """Put the finished directory ``staging`` in the place of ``path``, whose files are removed if ``overwrite``. Local.
+def publish(
+    comm: Communicator, staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = (), sync_files: bool = True
+) -> None:
+    """Put the finished directory ``staging`` in the place of ``path``, whose files are removed if ``overwrite``.
 
-    For who holds the lock. At any moment, killed or not, one of the two stands under ``path``'s name, or the
-    next job that takes the lock puts the old one back. Without ``sync_files`` that does not hold when the system fails.
+    Every rank must call it, and the first must hold the lock. Ranks share the files that are to be synced; rounds as
+    :func:`work_together`, twice, and one of 64 bytes. At any moment, killed or not, one of the two directories stands
+    under ``path``'s name, or the next job that takes the lock puts the old one back. Without ``sync_files`` that does
+    not hold when the system fails.
+
+    Raises:
+        FileExistsError: on every rank: ``path`` was filled meanwhile, and ``overwrite`` is off.
+        OSError, ValueError: on every rank: as :func:`check_output` raises, or the disk does.
     """
+    old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
+
+    def sync() -> None:
+        for entry in [*sorted(staging.iterdir()), staging][comm.rank :: comm.size]:
+            sync_file(entry)
+
+    def clear() -> None:
+        if comm.rank == 0:
+            if sync_files:
+                sync_file(path.parent)
+            remove_files(old)
+
     if sync_files:
-        for entry in staging.iterdir():
-            _sync(entry)
-        _sync(staging)
+        work_together(comm, sync)
+    with together(comm):
+        if comm.rank == 0:
+            _replace(staging, path, old, overwrite=overwrite, inputs=inputs)
+    work_together(comm, clear)
+
+
+def _replace(staging: Path, path: Path, old: Path, *, overwrite: bool, inputs: Inputs) -> None:
+    """Rename ``staging`` to ``path``, and what is there to ``old``. Local."""
     try:
         check_output(path, overwrite=overwrite, inputs=inputs)
     except FileExistsError as error:
         raise FileExistsError(f"the output directory {path} has been filled by someone else meanwhile") from error
-    old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
     if not path.exists():
         staging.rename(path)
     elif _exchanged(staging, path):
@@ -106,9 +130,6 @@ def publish(staging: Path, path: Path, *, overwrite: bool, inputs: Inputs = (), 
     else:
         path.rename(old)  # whoever holds the lock puts it back if that is as far as this gets
         staging.rename(path)
-    if sync_files:
-        _sync(path.parent)
-    remove_files(old)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -118,11 +139,3 @@ def _exchanged(one: Path, other: Path) -> bool:
     except AttributeError:
         return False
     return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,7 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["allocate", "allocate_directory", "check_space", "planned"]
+__all__ = ["allocate", "allocate_directory", "check_space", "planned", "sync_file"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
@@ -132,3 +132,12 @@ def _write_file(path: Path, content: bytes, read: Path, size: int | None = None)
     with open(descriptor, "wb") as file:
         file.write(content)
         file.truncate(len(content) if size is None else size)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file or directory ``path`` is on the disk. Local."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -18,9 +18,8 @@ Inputs: TypeAlias = Sequence[str | Path]
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _SMALL = re.compile(
     r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|special_tokens_map|added_tokens|vocab"
-    r"|chat_template|report|journal)\.json|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template|report)\.json|journal\.jsonl|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
     r"|chat_template\.jinja|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
-    r"|state-\d+\.safetensors"  # left by a fine-tuning job that was killed between its last two steps
 )
 _MOUNTS = Path("/proc/self/mountinfo")
 

@@ -22,6 +22,7 @@ from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
+from distprune.collectives.slow import work_together
 from distprune.collectives.tensors import (
     broadcast_tensor,
     exchange,
@@ -61,6 +62,7 @@ __all__ = [
     "swap_unknown",
     "together",
     "whole_tensor",
+    "work_together",
 ]
 
 Group: TypeAlias = Union["dist.ProcessGroup", "MPI.Intracomm", Communicator, None]

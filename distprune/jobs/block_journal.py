@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from distprune.checkpoint import ModelWriter
-from distprune.collectives import together
+from distprune.checkpoint import ModelWriter, digest_together
+from distprune.checkpoint.digest import as_words, new_digest
+from distprune.collectives import Communicator, together, work_together
+from distprune.jobs.journal import Item
 from distprune.jobs.run import Run, clock
 from distprune.jobs.unfinished import Unfinished
 from distprune.oneshot import BlockReport
+from distprune.shards import bytes_of, flat_chunks, local_shard
 
-__all__ = ["BlockJournal"]
+__all__ = ["BLOCK", "BlockJournal", "digest_of"]
+
+BLOCK = "block"  # an item's kind
 
 
 class BlockJournal:
@@ -33,29 +40,34 @@ class BlockJournal:
         self._run, self._unfinished, self._writer, self._updated = run, unfinished, writer, updated
         self._blocks = list(blocks)
         self._numbers = {index: number for number, (index, _, _) in enumerate(self._blocks)}
-        self._num_done = len(unfinished.blocks)
+        self._is_resumed = bool(unfinished.items(BLOCK))
         self.resumed_at = len(self._blocks)
-
-    def begin(self) -> None:
-        """Make the model's files, or check what is there of them. Every rank must call it.
-
-        Raises:
-            OSError, ValueError: on every rank: the disk is full; files or finished blocks that are not this job's.
-        """
-        self._writer.allocate()  # what is there of the weights stays
-        self._unfinished.check_blocks([name for _, name, _ in self._blocks])
 
     def finished(self, index: int) -> bool:
         """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank."""
         number, told = self._numbers[index], self._run.told
         _, name, block = self._blocks[number]
-        if number < len(self._unfinished.blocks):
-            if self._unfinished.restore(self._writer, number, name, block):
+        if done := self._unfinished.items(BLOCK)[number : number + 1]:
+            if self._restore(done[0], name, block):
                 return True
             told.say(f"{name} is not on the disk as it was written: it is pruned again")
-        if self._num_done:
+        if self._is_resumed:
             told.say(f"going on at block {number} of {len(self._blocks)}")
         self.resumed_at = number
+        return False
+
+    def _restore(self, item: Item, name: str, block: nn.Module) -> bool:
+        """Read a block back if it is what was written; if not, it stays as it is in memory.
+
+        Every rank must call it: two rounds.
+        """
+        with together(self._run.comm):
+            before = {key: value.clone() for key, value in _local_parts(block).items()}
+            self._writer.read([name])
+        if self._unfinished.verify(item, digest_of(self._run.comm, block)):
+            return True
+        for key, part in _local_parts(block).items():
+            part.copy_(before[key])
         return False
 
     def on_block(self, index: int, report: BlockReport, **more: Any) -> None:
@@ -66,21 +78,44 @@ class BlockJournal:
         run, number = self._run, self._numbers[index]
         entry: dict[str, Any] = {**report.to_dict(), **more}
         with clock(entry["seconds"], "write"):
-            with together(run.comm):
-                try:
-                    self._writer.write([report.name], updated=self._updated)
-                except OSError as error:
-                    num_all = len(self._blocks)
-                    kept = f"; {number} of {num_all} blocks are kept, --resume goes on with them" if number else ""
-                    raise OSError(error.errno, f"cannot write {report.name!r}: {error.strerror}{kept}") from error
-            digest = self._unfinished.digest(self._blocks[number][2])
+            with together(run.comm), self._naming(number):
+                self._writer.write([report.name], updated=self._updated)
+            work_together(run.comm, self._naming(number)(self._writer.sync))
+            digest = digest_of(run.comm, self._blocks[number][2])
         # Local from here on: what one rank raises, prune_blocks raises on all.
-        self._unfinished.record(entry, digest)
+        self._unfinished.record(Item(BLOCK, entry, digest))
         run.told.block(entry, self._blocks[-1][0] + 1)
         run.told.check_here()
+
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Say in an OSError of the body which block could not be written, and how many were."""
+        try:
+            yield
+        except OSError as error:
+            kept = f"; {number} of {len(self._blocks)} blocks are kept, --resume goes on with them" if number else ""
+            raise OSError(error.errno, f"cannot write {self._blocks[number][1]!r}: {error.strerror}{kept}") from error
 
     def end(self) -> list[Mapping[str, Any]]:
         """Return the reports of all blocks, and say so if all were done before. Local."""
         if self.resumed_at == len(self._blocks):
             self._run.told.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
-        return list(self._unfinished.blocks)
+        return [item.value for item in self._unfinished.items(BLOCK)]
+
+
+def digest_of(comm: Communicator, module: nn.Module) -> str:
+    """Return a digest of a module's weights over all ranks: the sum of theirs. Every rank: one round of 24 bytes."""
+
+    def own() -> torch.Tensor:
+        digest = new_digest()
+        for name, part in _local_parts(module).items():
+            digest.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
+            for _, chunk in flat_chunks(part):
+                digest.update(bytes_of(chunk.cpu()))
+        return as_words(digest)
+
+    return digest_together(comm, own)
+
+
+def _local_parts(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_shard(name, tensor).local for name, tensor in module.state_dict(keep_vars=True).items()}

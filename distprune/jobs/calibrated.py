@@ -11,6 +11,7 @@ from torch import nn
 from distprune.calibration import load_samples
 from distprune.checkpoint import load_tokenizer
 from distprune.collectives import together
+from distprune.jobs.block_journal import digest_of
 from distprune.jobs.run import Run
 
 __all__ = ["calibration_facts", "load_calibrated"]
@@ -37,6 +38,7 @@ def load_calibrated(run: Run, job: _Calibrated) -> tuple[nn.Module, torch.Tensor
     with together(run.comm):
         tokenizer = load_tokenizer(run.directory.path)
     model = run.load()
+    run.read["weights as read"] = digest_of(run.comm, model)
     samples = load_samples(
         tokenizer,
         job.calibration,

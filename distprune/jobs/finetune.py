@@ -79,6 +79,7 @@ def run_finetune_job(
             overwrite=job.overwrite,
             inputs=run.inputs,
         ) as unfinished:
+            before = unfinished.recall("before", partial(_before, run))
             resumed_at = begin(job, run, training, unfinished)
             with clock(run.seconds, "train"):
                 seconds, losses = train(job, run, training, batches, unfinished)
@@ -89,10 +90,11 @@ def run_finetune_job(
             num_zeros, num_elements = _take_over(run, written, shards)
             del model, shards
             after = run.evaluate(written, "after")
+            unfinished.begin_result(run.output)
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
                 updated = [name for name, _ in written.named_parameters(remove_duplicate=False)]
                 save_model(
-                    written, run.directory, unfinished.folder, updated=updated, group=run.comm, progress=progress
+                    written, run.directory, unfinished.result, updated=updated, group=run.comm, progress=progress
                 )
             method = "masked fine-tuning" + ("" if job.teacher is None else ", distilled from the dense model")
             of_training = {
@@ -105,11 +107,16 @@ def run_finetune_job(
                 "num_elements": num_elements,
                 "resumed_at": resumed_at,
             }
-            report = run.report(unfinished.entries["before"], after, training=of_training)
+            report = run.report(before, after, training=of_training)
             drawn = partial(draw_losses, losses, f"{run.directory.path.name}: {method}") if draws else None
-            write_documents(run, report, unfinished.folder, drawn)
+            write_documents(run, report, unfinished.result, drawn)
             run.told.check()
     return report
+
+
+def _before(run: Run) -> dict[str, Any]:
+    """Evaluate the model as it is stored; it is loaded only if there is anything to evaluate on."""
+    return run.evaluate(run.load(), "before") if run.evaluates else {"perplexity": {}, "tasks": {}}
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:

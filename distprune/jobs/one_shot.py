@@ -12,8 +12,8 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.checkpoint import ModelWriter, locking, name_of_model
-from distprune.collectives import together
-from distprune.jobs.block_journal import BlockJournal
+from distprune.collectives import together, work_together
+from distprune.jobs.block_journal import BLOCK, BlockJournal
 from distprune.jobs.calibrated import calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.picture import can_draw, draw
@@ -114,19 +114,20 @@ def run_one_shot_job(
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
             blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
             journal = BlockJournal(run, unfinished, writer, blocks, _updated(job, model))
-            if unfinished.is_new:
-                if job.resume:
-                    run.told.say("nothing was recorded yet: starting at the first block")
-                unfinished.entries["before"] = run.evaluate(model, "before")
-                unfinished.entries["shares"] = _shares(job, run, model, samples)
-            journal.begin()
+            if job.resume and not unfinished.items(BLOCK):
+                run.told.say("nothing was recorded yet: starting at the first block")
+            before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
+            shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
+            writer.allocate()  # what is there of the weights stays
             with clock(run.seconds, "prune"):
-                pruning = _prune(job, run, model, samples, journal, unfinished.entries["shares"])
+                pruning = _prune(job, run, model, samples, journal, shares)
             after = run.evaluate(model, "after")
-            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress, together(run.comm):
-                written = [name for name, _ in decoder_blocks(model)]
-                writer.write(written=written, updated=_updated(job, model), progress=progress)
-            report = run.report(unfinished.entries["before"], after, pruning=pruning)
+            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+                with together(run.comm):
+                    written = [name for name, _ in decoder_blocks(model)]
+                    writer.write(written=written, updated=_updated(job, model), progress=progress)
+                work_together(run.comm, writer.sync)
+            report = run.report(before, after, pruning=pruning)
             title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
             drawn = partial(draw, pruning["blocks"], title) if draws else None
             write_documents(run, report, unfinished.folder, drawn)

@@ -164,6 +164,11 @@ class Run:
                 progress=progress,
             )
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self._tokens) or self._tasks is not None
+
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
         """Return the perplexity on each text to evaluate on, and the metrics of each task."""
         of_texts: dict[str, float] = {}

@@ -15,6 +15,7 @@ from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
+from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
 from distprune.jobs.picture import can_draw, draw
 from distprune.jobs.run import Run, clock
@@ -42,6 +43,8 @@ from distprune.removal import (
 )
 
 __all__ = ["run_shrink_job"]
+
+_EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
 
 
 def run_shrink_job(
@@ -82,10 +85,10 @@ def run_shrink_job(
             overwrite=job.overwrite,
             inputs=run.inputs,
         ) as unfinished:
-            removal, after = _shrink(job, run, model, samples, unfinished, budget)
+            removal, before, after = _shrink(job, run, model, samples, unfinished, budget)
             del model, samples
             speed = compare_speed(run, run.directory.path, unfinished.result) if job.speed else None
-            report = run.report(unfinished.entries["before"], after, removal={**removal, "speed": speed})
+            report = run.report(before, after, removal={**removal, "speed": speed})
             title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
             gone = sorted({*range(removal["num_layers_before"])} - {*removal["layers"]})
             drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone) if draws else None
@@ -101,8 +104,8 @@ def _shrink(
     samples: torch.Tensor,
     unfinished: Unfinished,
     budget: Budget | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make ``model`` smaller, evaluate and write it; return what was removed, and what :meth:`Run.evaluate` found."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Make ``model`` smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
     num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
     choose = partial(
         choose_units,
@@ -114,21 +117,24 @@ def _shrink(
         group=run.comm,
         offload=job.offload,
     )
+    if job.resume and not unfinished.items("before"):
+        run.told.say("nothing was recorded yet: starting at the beginning")
+    before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
     sizes = _choose(job, run, model, samples, unfinished, budget, choose)
-    layers: list[int] = unfinished.entries["layers"]
+    layers = _layers(job, run, model, samples, unfinished, sizes)
     with clock(run.seconds, "shrink"):
-        removal, kept = _walk(sizes, run, model, samples, unfinished, choose)
+        removal, kept = _walk(sizes, layers, run, model, samples, unfinished, choose)
         cut_model(model, kept, layers, group=run.comm)
     removal |= {
         "pattern": str(sizes),
-        "trials": unfinished.entries.get("trials"),
+        "trials": [item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
         "layers": layers,
         "num_layers_before": num_blocks,
         "num_parameters_before": num_before,
         "num_parameters": count_parameters(model),
     }
     after = run.evaluate(model, "after")
-    unfinished.begin_smaller(run.output)
+    unfinished.begin_result(run.output)
     with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
         save_model(
             model,
@@ -139,7 +145,7 @@ def _shrink(
             group=run.comm,
             progress=progress,
         )
-    return removal, after
+    return removal, before, after
 
 
 def _choose(
@@ -151,25 +157,31 @@ def _choose(
     budget: Budget | None,
     choose: Callable[..., Removal],
 ) -> Sizes:
-    """Evaluate the model, choose its experts, sizes and layers, unless that is recorded; the other experts are cut."""
-    entries, sizes = unfinished.entries, job.sizes
-    if job.resume and unfinished.is_new:
-        run.told.say("nothing was recorded yet: starting at the beginning")
-    if "before" not in entries:
-        entries["before"] = run.evaluate(model, "before")
-    if job.experts is not None:
-        if "experts" not in entries:
+    """Choose experts and sizes, unless that is recorded; the other experts are cut. Return the sizes."""
+    if (num := job.experts) is not None:
+
+        def experts() -> dict[str, list[dict[str, Any]]]:
             num_before = num_units(model, ["experts"])
             with clock(run.seconds, "choose"):
-                chosen = choose_experts(model, samples, job.experts, criterion=job.expert_criterion, group=run.comm)
-            entries["experts"] = {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
+                chosen = choose_experts(model, samples, num, criterion=job.expert_criterion, group=run.comm)
+            return {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
+
+        recorded = unfinished.recall(_EXPERTS, experts)
         with together(run.comm):
-            kept = kept_of((block, of) for block, of_block in entries["experts"].items() for of in of_block)
+            kept = kept_of((block, of) for block, of_block in recorded.items() for of in of_block)
         remove_units(model, kept, group=run.comm)
-    if budget is not None:
-        with clock(run.seconds, "divide"):
-            sizes = _divide(job, run, model, samples, unfinished, budget, choose)
-    if "layers" not in entries:
+    if budget is None:
+        return job.sizes
+    with clock(run.seconds, "divide"):
+        return _divide(job, run, model, samples, unfinished, budget, choose)
+
+
+def _layers(
+    job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished, sizes: Sizes
+) -> list[int]:
+    """Return the layers that stay, chosen unless that is recorded."""
+
+    def choose() -> list[int]:
         layers, num_layers = list(range(len(decoder_blocks(model)))), sizes.num_layers(model)
         if num_layers < len(layers):
             with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
@@ -178,16 +190,20 @@ def _choose(
                     samples,
                     num_layers,
                     criterion=job.layer_criterion,
-                    known=entries.get("layers_gone", ()),
+                    known=_layers_gone(unfinished),
                     group=run.comm,
                     progress=progress,
                 )
             layers = [layer for layer in layers if layer not in gone]
             run.told.say(f"layers that stay: {as_text(layers)}")
-        entries["layers"] = layers
-        with together(run.comm):
-            unfinished.record_entries()
-    return sizes
+        return layers
+
+    return list(unfinished.recall("layers", choose, at_once=True))
+
+
+def _layers_gone(unfinished: Unfinished) -> tuple[int, ...]:
+    """Return the layers whose order the trials have found."""
+    return tuple(unfinished.items(_TRIAL)[-1].value["layers_gone"]) if unfinished.items(_TRIAL) else ()
 
 
 def _divide(
@@ -200,16 +216,14 @@ def _divide(
     choose: Callable[..., Removal],
 ) -> Sizes:
     """Return the sizes that the budget comes to; what was tried is recorded, and not tried again."""
-    entries = unfinished.entries
 
     def on_trial(known: Division) -> None:
-        entries["trials"] = [vars(trial) for trial in known.trials]
-        entries["layers_gone"] = list(known.layers_gone)
-        unfinished.record_entries()
+        value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
+        unfinished.record(Item(_TRIAL, value))
         run.told.say(f"tried {known.trials[-1]}")
         run.told.check_here()
 
-    trials = tuple(Trial(**of) for of in entries.get("trials", ()))
+    trials = tuple(Trial(**item.value["trial"]) for item in unfinished.items(_TRIAL))
     division = divide_budget(
         model,
         samples,
@@ -217,7 +231,7 @@ def _divide(
         budget,
         choose,
         layer_criterion=job.layer_criterion,
-        begun=Division(job.sizes, trials, tuple(entries.get("layers_gone", ()))),
+        begun=Division(job.sizes, trials, _layers_gone(unfinished)),
         on_trial=on_trial,
         group=run.comm,
     )
@@ -227,6 +241,7 @@ def _divide(
 
 def _walk(
     sizes: Sizes,
+    layers: list[int],
     run: Run,
     model: nn.Module,
     samples: torch.Tensor,
@@ -234,15 +249,14 @@ def _walk(
     choose: Callable[..., Removal],
 ) -> tuple[dict[str, Any], Kept]:
     """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
-    layers: list[int] = unfinished.entries["layers"]
-    experts = unfinished.entries.get("experts", {})
+    experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
     blocks = decoder_blocks(model)
     num_before = num_units(model, list(sizes.in_walk))
     writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
     journal = BlockJournal(
         run, unfinished, writer, [(index, *blocks[index]) for index in layers], [name for name, _ in blocks]
     )
-    journal.begin()
+    writer.allocate()  # what is there of the weights stays
 
     def on_block(index: int, block: BlockReport, kept: Kept) -> None:
         journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])

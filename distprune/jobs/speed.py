@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from distprune.checkpoint import import_extra
-from distprune.collectives import sum_together, together
+from distprune.collectives import work_together
 from distprune.jobs.run import Run, clock
 
 __all__ = ["compare_speed", "compared", "measure_apart"]
@@ -68,15 +68,19 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 def measure_apart(run: Run, path: Path) -> dict[str, Any]:
     """Return what a process of its own, the first rank's, measures of the model directory ``path``.
 
-    Every rank must call it: a round of 16 bytes a second, so that none waits for long, and two of the figures' text.
+    Every rank must call it: rounds as :func:`work_together`, and three for the figures.
 
     Raises:
         ValueError, OSError: on every rank: it measured nothing, or could not be started; what it said last.
     """
-    child: subprocess.Popen[str] | None = None
-    with together(run.comm):
-        if run.comm.rank == 0:
-            child = subprocess.Popen(
+    measured: dict[str, Any] = {}
+    child: list[subprocess.Popen[str]] = []
+
+    def measure() -> None:
+        if run.comm.rank > 0:
+            return
+        child.append(
+            subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import _main; _main()", str(path), run.device.type],
                 env={name: value for name, value in os.environ.items() if name not in _NOT_PASSED},
                 stdin=subprocess.DEVNULL,
@@ -84,29 +88,20 @@ def measure_apart(run: Run, path: Path) -> dict[str, Any]:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-    said, complained = "", ""
-
-    def wait(is_running: torch.Tensor) -> None:
-        nonlocal said, complained
-        if child is not None:
-            try:
-                said, complained = child.communicate(timeout=1)
-            except subprocess.TimeoutExpired:
-                is_running.fill_(1)
+        )
+        said, complained = child[0].communicate()
+        if child[0].returncode != 0:
+            last = (complained.splitlines() or [f"it ended with {child[0].returncode}"])[-1]
+            raise ValueError(last[:_MAX_MESSAGE])
+        measured.update(json.loads(said.strip().rpartition("\n")[2]))  # its last line
 
     try:
-        while int(sum_together(run.comm, (1,), wait)):
-            pass
+        work_together(run.comm, measure)
     finally:
-        if child is not None:
-            child.kill()
-            child.wait()
-    with together(run.comm):
-        if child is not None and child.returncode != 0:
-            last = (complained.splitlines() or [f"it ended with {child.returncode}"])[-1]
-            raise ValueError(last[:_MAX_MESSAGE])
-    measured: dict[str, Any] = json.loads(run.comm.broadcast(said.strip().rpartition("\n")[2]))  # its last line
-    return measured
+        for process in child:
+            process.kill()
+            process.wait()
+    return dict(run.comm.broadcast(measured))
 
 
 def _main() -> None:

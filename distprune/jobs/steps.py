@@ -13,9 +13,10 @@ from distprune.calibration import Batches, check_fit
 from distprune.checkpoint import file_digest
 from distprune.collectives import sum_together, together
 from distprune.jobs.finetune_job import FinetuneJob
+from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.run import Run
-from distprune.jobs.unfinished import Unfinished
+from distprune.jobs.unfinished import STATE, Unfinished
 
 __all__ = ["begin", "train"]
 
@@ -24,23 +25,20 @@ _NUM_SAID = 20  # times that the loss is
 
 
 def begin(job: FinetuneJob, run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:
-    """Evaluate, or read the last state back; return after how many steps it was. Every rank must call it.
+    """Read the last state back, if there is one; return after how many steps it was. Every rank must call it.
 
     Raises:
         ValueError: on every rank: the state is not as it was written, or lies beside files of others.
     """
-    if not unfinished.blocks:
+    if not (saved := unfinished.items(STATE)):
         if job.resume:
             run.told.say("nothing was saved yet: starting at the first step")
-        # As it is stored; it is loaded only if there is anything to evaluate on.
-        model = run.load() if job.evaluate_on or job.tasks else training.model
-        unfinished.entries["before"] = run.evaluate(model, "before")
         return 0
-    num_steps: int = unfinished.blocks[-1]["num_steps"]
+    num_steps: int = saved[-1].value["num_steps"]
     path = unfinished.state(num_steps)
-    is_as_written = unfinished.is_as_written(path)
+    digest = file_digest(run.comm, path)
     with together(run.comm):
-        if not is_as_written:
+        if digest != saved[-1].digest:
             raise ValueError(f"{path} is not as it was written; remove {unfinished.folder} and start anew")
         training.read(path, num_steps)
     run.told.say(f"going on after step {num_steps}")
@@ -57,8 +55,9 @@ def train(
     Raises:
         ValueError: on every rank: a loss, or a gradient, that is no finite number.
     """
-    losses: list[float] = [loss for saved in unfinished.blocks for loss in saved["losses"]]
-    before: float = unfinished.blocks[-1]["seconds"] if unfinished.blocks else 0.0
+    saves = [item.value for item in unfinished.items(STATE)]
+    losses: list[float] = [loss for saved in saves for loss in saved["losses"]]
+    before: float = saves[-1]["seconds"] if saves else 0.0
     seconds = before
     num_saved, started = len(losses), time.perf_counter()
     saved_at = started  # a save may take longer than the time between two: it counts from the end of the last
@@ -109,7 +108,7 @@ def _save(run: Run, training: MaskedTraining, unfinished: Unfinished, saved: dic
     training.write(path, like=run.directory.weight_files[0].path)
     digest = file_digest(run.comm, path)
     with together(run.comm):
-        unfinished.record(saved, digest)
+        unfinished.record(Item(STATE, saved, digest))
         if run.comm.rank == 0:
             for other in unfinished.states:
                 if other != path:

@@ -18,7 +18,7 @@ from distprune.collectives import together
 from distprune.jobs.documents import write_documents
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.run import Run, clock
-from distprune.jobs.stretches import StretchWriter
+from distprune.jobs.stretches import STRETCH, StretchWriter
 from distprune.jobs.unfinished import Unfinished, check_unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.pruning.prune_model import Request
@@ -133,10 +133,8 @@ def run_streamed_job(
 
 def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfinished) -> None:
     first = 0
-    if unfinished.blocks:
-        unfinished.check_blocks([f"stretch {number}" for number in range(len(writer.stretches))])
     writer.allocate()
-    if unfinished.blocks:
+    if unfinished.items(STRETCH):
         with run.told.stage("checking what is written", "bytes"):
             first = writer.num_as_written()
     if job.resume:

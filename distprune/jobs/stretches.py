@@ -29,14 +29,16 @@ from distprune.checkpoint.regions import Region
 from distprune.checkpoint.sharded_file import chunks_of, places_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
 from distprune.checkpoint.stored_slices import Progress, read_ahead
-from distprune.collectives import Communicator, sum_together, together
+from distprune.collectives import Communicator, sum_together, together, work_together
+from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
 from distprune.shards import Geometry, LocalShard, bytes_of, cut, pieces_of, share_of, within
 
-__all__ = ["StretchWriter", "apart"]
+__all__ = ["STRETCH", "StretchWriter", "apart"]
 
+STRETCH = "stretch"  # an item's kind
 _STRETCH_BYTES = 256 << 20  # of a rank
 _COPY_NUMEL = 4 << 20
 _Map: TypeAlias = Callable[[Callable[[int], bytes], Sequence[int]], Iterator[bytes]]
@@ -155,27 +157,24 @@ class StretchWriter:
                 digest.update(bytes_of(_cut(written[part.entry.name], part.as_stored(piece))))
 
             every = opened.enter_context(_mapping())
-            for number, digest in enumerate(self._unfinished.digests):
-                if self._summed([], partial(self._of_pieces, self.stretches[number], every, read))[0] != digest:
-                    self._unfinished.forget(number)
+            recorded = self._unfinished.items(STRETCH)
+            for stretch, item in zip(self.stretches, recorded, strict=False):
+                digest, _ = self._summed([], partial(self._of_pieces, stretch, every, read))
+                if not self._unfinished.verify(item, digest):
                     break
-        return len(self._unfinished.digests)
+        return len(self._unfinished.items(STRETCH))
 
     def write(self, first: int, progress: Progress) -> None:
-        """Write the stretches from ``first`` on. Every rank must call it: a round for each, 24 bytes a parameter in it.
+        """Write the stretches from ``first`` on. Every rank must call it.
 
-        A stretch has until the next one is written to reach the disk of all ranks; the one after that records it.
-        Where ``unfinished`` does not sync files nothing waits for the disk.
+        A round for each, 24 bytes a parameter in it, and the wait for the disk as :func:`work_together`.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
             ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
-        done: list[tuple[dict[str, Any], str]] = []
-        synced: list[Future[None]] = []  # what the stretch before waits for
-        recorded: list[Future[None]] = []
-        with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
+        with ExitStack() as opened, _Disk(self._unfinished) as disk, ThreadPoolExecutor(1) as reading:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
             every = opened.enter_context(_mapping())
@@ -183,8 +182,6 @@ class StretchWriter:
             turns = {path: Lock() for path in files}
 
             def written(stretch: Sequence[_Part], counts: dict[str, list[int]]) -> bytes:
-                recorded.append(syncing.submit(self._record, done[:-1]))  # the last may not be on the disk of all ranks
-                del done[:-1]
                 lock = Lock()
 
                 def write(part: _Part, piece: Geometry, digest: Any) -> None:
@@ -194,10 +191,7 @@ class StretchWriter:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
 
                 digests = self._of_pieces(stretch, every, write)
-                for each in (*synced, *filter(Future.done, recorded)):
-                    each.result()
-                paths = [*dict.fromkeys(part.path for part in stretch)] if self._unfinished.sync_files else []
-                synced[:] = [syncing.submit(os.fsync, files[path].fileno()) for path in paths]
+                disk.submit([files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)])
                 return digests
 
             reading.submit(self._read_ahead, self.stretches[first : first + 1])
@@ -210,14 +204,10 @@ class StretchWriter:
                 if any(num_nans for _, _, num_nans in totals):
                     raise_nans(self._comm, {name: counts[name][2] for name in names})
                 of_name = {name: [pruned, gone] for name, (pruned, gone, _) in zip(names, totals, strict=True)}
-                done.append(({"name": f"stretch {number}", "counts": of_name}, digest))
+                disk.record(Item(STRETCH, of_name, digest))
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
-            with together(self._comm):
-                for each in (*synced, *recorded):
-                    each.result()
-        with together(self._comm):
-            self._record(done)
+            disk.finish()
 
     def _read_ahead(self, stretches: Sequence[Sequence[_Part]]) -> None:
         """Have the system read what this rank will need, or about that."""
@@ -234,14 +224,10 @@ class StretchWriter:
     def counts(self) -> list[list[int]]:
         """Return, of every parameter, how many zeros it has and how many it had, of what is recorded. Local."""
         totals = {name: [0, 0] for name in self._pruning.names}
-        for stretch in self._unfinished.blocks:
-            for name, counts in stretch["counts"].items():
+        for stretch in self._unfinished.items(STRETCH):
+            for name, counts in stretch.value.items():
                 totals[name] = [*map(sum, zip(totals[name], counts, strict=True))]
         return [*totals.values()]
-
-    def _record(self, done: Sequence[tuple[dict[str, Any], str]]) -> None:
-        for report, digest in done:
-            self._unfinished.record(report, digest)
 
     def _write(
         self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, digest: Any
@@ -318,6 +304,59 @@ class StretchWriter:
         words = sum_together(self._comm, (NUM_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:NUM_WORDS].numpy().tobytes().hex()
         return digest, words[NUM_WORDS:].view(len(counts), _NUM_COUNTS).tolist()
+
+
+class _Disk:
+    """Stretch n is synced while n + 1 is written, and recorded while n + 2 is: every rank has it on the disk by then.
+
+    Where ``unfinished`` does not sync files nothing waits for the disk.
+    """
+
+    def __init__(self, unfinished: Unfinished) -> None:
+        self._unfinished = unfinished
+        self._thread = ThreadPoolExecutor(1)
+        self._submitted: list[Future[None]] = []  # of the stretch that is written now
+        self._written: list[tuple[Item, list[Future[None]]]] = []  # which every rank has written
+        self._recorded: list[Future[None]] = []
+
+    def __enter__(self) -> _Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def submit(self, descriptors: Sequence[int]) -> None:
+        """Begin to sync the files of a stretch. Local."""
+        if self._unfinished.sync_files:
+            self._submitted += [self._thread.submit(os.fsync, descriptor) for descriptor in descriptors]
+
+    def record(self, item: Item) -> None:
+        """Note that every rank has written a stretch, once its files are synced. Every rank must call it.
+
+        Waits for the stretch before, as :func:`work_together`. Raises what an earlier sync or record raised.
+        """
+        self._written.append((item, self._submitted))
+        self._submitted = []
+        if len(self._written) > 1:
+            self._record_first()
+
+    def finish(self) -> None:
+        """Wait until all is recorded. Every rank must call it."""
+        while self._written:
+            self._record_first()
+        self._wait(self._recorded)
+
+    def _record_first(self) -> None:
+        item, synced = self._written.pop(0)
+        self._wait([*self._recorded, *synced])
+        self._recorded = [self._thread.submit(self._unfinished.record, item)]
+
+    def _wait(self, pending: Sequence[Future[None]]) -> None:
+        if self._unfinished.sync_files:
+            work_together(self._unfinished.comm, lambda: [each.result() for each in pending])
+        else:
+            with together(self._unfinished.comm):
+                [each.result() for each in pending]
 
 
 def _num_threads() -> int:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from distprune.cli.main import run
-from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches, unfinished
+from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.pruning import streamed
 from tests.cli.test_launches import by_hand
 from tests.hf_models import TEXT, make_model, make_tokenizer
@@ -96,17 +97,17 @@ def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str)
 
 def be_doomed_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
     """Be one that takes its time, and does not end before it is killed."""
-    record, write = stretches.StretchWriter._record, stretches.StretchWriter.write
+    record, write = unfinished.Unfinished.record, stretches.StretchWriter.write
 
-    def record_slowly(self: stretches.StretchWriter, done: Any) -> None:
-        record(self, done)
+    def record_slowly(self: unfinished.Unfinished, item: Item) -> None:
+        record(self, item)
         time.sleep(0.03)
 
     def write_and_wait(self: stretches.StretchWriter, *arguments: Any, **named: Any) -> None:
         write(self, *arguments, **named)
         time.sleep(5)  # and then the one that is left sees that it is alone
 
-    stretches.StretchWriter._record, stretches.StretchWriter.write = record_slowly, write_and_wait  # type: ignore[method-assign]
+    unfinished.Unfinished.record, stretches.StretchWriter.write = record_slowly, write_and_wait  # type: ignore[method-assign]
     be_streaming_rank(variables, arguments, log)
 
 
@@ -132,11 +133,13 @@ class Job:
             time.sleep(0.002)
 
     def num_done(self) -> int:
-        """Blocks that are recorded; -1: there is no journal yet."""
+        """Blocks, stretches and states that are recorded; -1: there is no journal yet."""
         try:
-            return len(json.loads((self.unfinished / "journal.json").read_text())["blocks"])
-        except FileNotFoundError:
+            journal = Journal(self.unfinished / JOURNAL_NAME, {})
+        except FileNotFoundError:  # the folder has just become the output
             return -1
+        done = [item for item in journal.items if item.digest]
+        return len(done) if journal.is_begun else -1
 
     def last_write(self) -> int:
         try:

@@ -19,6 +19,8 @@ from distprune import NByM
 from distprune.checkpoint import locking
 from distprune.collectives import communicator
 from distprune.jobs import OneShotJob, run_one_shot_job
+from distprune.jobs.block_journal import BLOCK
+from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import run_on_rank
@@ -173,10 +175,10 @@ def run_with_broken_journal(rank: int, job: OneShotJob, index: int) -> str:
     """Run the job; the first rank cannot record that block ``index`` is done."""
     record = Unfinished.record
 
-    def broken(self: Unfinished, report: dict[str, Any], digest: str) -> None:
-        if self.comm.rank == 0 and report["index"] == index:
+    def broken(self: Unfinished, item: Item) -> None:
+        if self.comm.rank == 0 and item.kind == BLOCK and item.value["index"] == index:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        record(self, report, digest)
+        record(self, item)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unfinished, "record", broken)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +150,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_p
     saving = dataclasses.replace(job, save_every=0.0)
     assert pool.run(2, run_on_rank, saving, 3) == ["killed"] * 2
     folder = tmp_path / ".out.unfinished"
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.json", "state-2.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl", "state-2.safetensors"]
     again = dataclasses.replace(saving, resume=True)
     for error in pool.run(2, run_on_rank, saving):
         assert error.startswith("FileExistsError: ")
@@ -191,9 +190,9 @@ def test_killed_after_the_output_has_appeared(
         patch.setattr(unfinished, "publish", die)
         with pytest.raises(Killed):
             run_finetune_job(saving)
-    assert (tmp_path / "out" / "state-5.safetensors").exists()
+    assert (tmp_path / ".out.unfinished" / "state-5.safetensors").exists()
     run_finetune_job(dataclasses.replace(saving, overwrite=True))  # what is left is known to be ours
-    assert not list((tmp_path / "out").glob("state-*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +244,7 @@ def flip_a_bit(folder: Path) -> None:
         (flip_a_bit, "state-2.safetensors is not as it was written; remove"),
         (lambda folder: (folder / "state-2.safetensors").unlink(), "No such file"),
         (lambda folder: (folder / "notes.txt").touch(), "notes.txt is not from this job"),
-        (lambda folder: os.truncate(folder / "journal.json", 100), "journal.json is damaged"),
+        (lambda folder: (folder / "journal.jsonl").write_text("no journal\n"), "journal.jsonl is damaged"),
     ],
 )
 def test_a_damaged_state_is_refused(

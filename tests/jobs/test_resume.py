@@ -18,6 +18,7 @@ from distprune import Unstructured
 from distprune.checkpoint import publish
 from distprune.checkpoint.hf_directory import read_weight_file
 from distprune.jobs import OneShotJob, run_one_shot_job, unfinished
+from distprune.jobs.journal import Journal
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import NUM_BLOCKS, Killed, run_on_rank
 from tests.jobs.test_prune import Heard, contents
@@ -75,7 +76,7 @@ def test_killed_while_it_is_renamed(
         return
     with pytest.raises(FileExistsError, match="nothing is left to resume"):
         run_one_shot_job(job)
-    assert {name: data for name, data in contents(Path(job.output)).items() if name != "journal.json"} == contents(
+    assert {name: data for name, data in contents(Path(job.output)).items() if name != "journal.jsonl"} == contents(
         tmp_path / "whole"
     )
 
@@ -246,25 +247,30 @@ def test_what_this_job_has_not_written_is_refused(job: OneShotJob, tmp_path: Pat
     assert folder.exists()
 
 
-def sealed(journal: dict[str, Any]) -> str:
-    del journal["checksum"]
-    return json.dumps({**journal, "checksum": unfinished._checksum(journal)})
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda text: text[:50], "is damaged"),
-        (lambda _: "[" * 100_000, "is damaged"),
-        (lambda _: "[]", "is damaged: it is not what was written"),
-        (lambda text: text.replace("model.layers.0.mlp", "model.layers.0.mlq", 1), "is damaged"),
-        (lambda text: text.replace('"num_zeros": ', '"num_zeros": 1', 1), "is damaged"),
-        (lambda text: sealed({**json.loads(text), "blocks": json.loads(text)["blocks"] * 3}), "lists the blocks"),
-        (lambda text: sealed({**json.loads(text), "digests": []}), "lists the blocks"),
+        (lambda _: "[" * 100_000 + "\n", "is damaged: line 1 is not what was written"),
+        (lambda text: text.replace("model.layers.0.mlp", "model.layers.0.mlq", 1), "is damaged: line 4"),
+        (lambda text: text.replace('"num_zeros": ', '"num_zeros": 1', 1), "is damaged: line 4"),
+        (lambda text: "".join(text.splitlines(keepends=True)[::3]), "is damaged: line 2"),
     ],
 )
 def test_a_damaged_journal_is_refused(job: OneShotJob, spoil: Any, message: str) -> None:
-    journal = killed_with_one_block(job) / "journal.json"
+    journal = killed_with_one_block(job) / "journal.jsonl"
     journal.write_text(spoil(journal.read_text()))
     with pytest.raises(ValueError, match=message):
         run_one_shot_job(job)
+
+
+@pytest.mark.parametrize("left", [0.1, 0.9, 1.1])
+def test_a_line_that_was_not_finished_is_ignored(job: OneShotJob, tmp_path: Path, left: float) -> None:
+    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+    journal = killed_with_one_block(job) / "journal.jsonl"
+    text = journal.read_text()
+    journal.write_text((text + text)[: int(len(text) * left)])
+    assert run_on_rank(0, job, NUM_BLOCKS) == "killed"
+    assert [item.value["index"] for item in Journal(journal, {}).items if item.kind == "block"] == [0, 1]
+    heard = Heard()
+    assert run_one_shot_job(job, watcher=heard)["pruning"]["resumed_at"] == NUM_BLOCKS
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")

@@ -21,6 +21,7 @@ from distprune.checkpoint import stored_slices
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.sharded_file import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
+from distprune.jobs.journal import JOURNAL_NAME, Journal
 from distprune.jobs.stretches import StretchWriter
 from distprune.patterns import within_rows
 from distprune.pruning import streamed
@@ -141,7 +142,7 @@ def test_waits_for_the_disk_or_not(
     synced, fsync = [], os.fsync
 
     def watched(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name.replace("journal.new", "journal.json"))
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
         fsync(descriptor)
 
     job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), sync_files=sync_files, **CASES["2:4"])
@@ -152,7 +153,7 @@ def test_waits_for_the_disk_or_not(
     run_streamed_job(job)
     files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
     of_weights = [name for name in synced if name in files]
-    assert (len(of_weights) > 2 * len(files) and "journal.json" in synced) if sync_files else not synced
+    assert (len(of_weights) > 2 * len(files) and JOURNAL_NAME in synced) if sync_files else not synced
 
 
 @pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
@@ -376,7 +377,7 @@ def test_resumed(models: Path, tmp_path: Path, model: str, case: str, monkeypatc
         run_threads(2, on_rank, job)
     for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True, sparsity=0.4, pattern=None), catch=True):
         assert "the job was another" in str(error)
-    num_done = len(json.loads((unfinished / "journal.json").read_text())["blocks"])
+    num_done = len(Journal(unfinished / JOURNAL_NAME, {}).items)
     assert num_done > 1
     assert any(f"going on after {num_done} of " in said for said in resumed(job))
     assert is_whole()
