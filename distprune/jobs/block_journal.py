@@ -89,12 +89,12 @@ class BlockJournal:
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
-        """Say in an OSError of the body which block could not be written, and how many were."""
+        """Say in an OSError of the body how many blocks are kept."""
         try:
             yield
         except OSError as error:
             kept = f"; {number} of {len(self._blocks)} blocks are kept, --resume goes on with them" if number else ""
-            raise OSError(error.errno, f"cannot write {self._blocks[number][1]!r}: {error.strerror}{kept}") from error
+            raise OSError(error.errno, f"{error.strerror}{kept}") from error
 
     def end(self) -> list[Mapping[str, Any]]:
         """Return the reports of all blocks, and say so if all were done before. Local."""

@@ -66,23 +66,23 @@ class Journal:
         return self._num_written > 0
 
     def append(self, item: Item, *, at_once: bool = True) -> None:
-        """Note ``item``: in the file, with one write, ``at_once`` or together with the next that is. Local."""
-        num_lines = len(self._lines)
-        for content in [*([] if num_lines else [self.facts]), asdict(item)]:
+        """Note ``item``: in the file ``at_once``, or together with the next that is. Local."""
+        for content in [*([] if self._lines else [self.facts]), asdict(item)]:
             self._lines.append(self._line(json.dumps(content).encode()))
-        try:
-            if at_once and self._writes:
-                with self.path.open("ab") as file:
-                    file.truncate(sum(map(len, self._lines[: self._num_written])))
-                    file.write(b"".join(self._lines[self._num_written :]))
-                    file.flush()
-                    if self.sync:
-                        os.fsync(file.fileno())
-        except BaseException:
-            del self._lines[num_lines:]
-            raise
-        self._num_written = len(self._lines) if at_once else self._num_written
         self.items.append(item)
+        if at_once:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write, at once, what is noted and not in the file yet. Local."""
+        if self._writes:
+            with self.path.open("ab") as file:
+                file.truncate(sum(map(len, self._lines[: self._num_written])))
+                file.write(b"".join(self._lines[self._num_written :]))
+                file.flush()
+                if self.sync:
+                    os.fsync(file.fileno())
+        self._num_written = len(self._lines)
 
     def forget(self, item: Item) -> None:
         """Take ``item`` and those behind it for not done; in the file the next one takes their place. Local."""

@@ -145,6 +145,7 @@ def open_unfinished(
         raise
     if unfinished.result != folder:
         with together(comm):
+            journal.flush()
             if comm.rank == 0:
                 shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
     publish(comm, unfinished.result, target, overwrite=overwrite, inputs=inputs, sync_files=sync_files)
