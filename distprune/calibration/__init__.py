@@ -11,6 +11,7 @@ from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk, catch_inputs
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Sensitivity",
     "StageDone",
     "Targets",
+    "Visitor",
     "Walk",
     "catch_inputs",
     "check_fit",
@@ -39,4 +41,6 @@ __all__ = [
     "shared_axis",
     "spread",
     "unpack_triangle",
+    "visit_blocks",
+    "walking",
 ]

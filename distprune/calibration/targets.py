@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 
 from distprune.calibration.order import BlockOrder
-from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Walk, fitting
 from distprune.models import LinearLayer
 from distprune.shards import local_of
@@ -75,7 +74,6 @@ class Targets:
     walk: Walk
     order: BlockOrder
     linears: Mapping[str, LinearLayer]  # all of the block
-    sample_group: SampleGroup
     samples: list[DenseSample] = field(default_factory=list)
 
     @property
@@ -95,7 +93,7 @@ class Targets:
             inputs[name] = inputs[first][0], tokens
             return
         num_in = self.linears[name].num_in
-        start, stop = self.sample_group.features(num_in)
+        start, stop = self.walk.sample_group.features(num_in)
         own = local_of(x.detach())
         own = own.reshape(-1, own.shape[-1])
         own = own[:, start:stop] if own.shape[1] == num_in else own

@@ -11,6 +11,7 @@ steps, as many samples included, because each run gathers the block's weights in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.root_parameters import RootParameters
+from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Alone, Communicator, together
 from distprune.models import decoder_blocks, keeping_weights
 from distprune.shards import all_finite, kept_gathered, reset_forward, take_roots
@@ -64,11 +66,26 @@ class Walk:
     calls: list[list[Call]] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
     offload: bool = False  # hidden states are on the CPU between blocks
+    sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
+    num_counted: int = 0  # the first ones; the others are padding: run, not counted
     _memory: FreeMemory = field(default_factory=FreeMemory)
 
     @property
     def num_samples(self) -> int:
         return len(self.hidden)
+
+    def check_whole(self, length: int) -> None:
+        """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice.
+
+        Raises:
+            NotImplementedError: they do not hold all ``length`` tokens of a sample.
+        """
+        shape = tuple(self.hidden[0].shape)
+        if math.prod(shape[:-1]) != length:
+            raise NotImplementedError(
+                f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel "
+                "plan must leave them whole on every rank (no SequenceParallel across blocks)"
+            )
 
     def split(self) -> None:
         """Let the dense stream go by itself from here. Local.
@@ -108,11 +125,18 @@ class Walk:
                 outer.reshard()
 
     def advance(
-        self, index: int, comm: Communicator, *, dense: bool = False, begin: Callable[[int], None] = lambda _: None
+        self,
+        index: int,
+        comm: Communicator,
+        *,
+        dense: bool = False,
+        begin: Callable[[], object] = lambda: None,
+        end: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda *_: None,
     ) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
 
-        ``begin`` is called with each sample before it is run. One round of 64 bytes beyond the block's own.
+        ``begin`` is called before each sample is run, ``end`` with its number, what the block was given and what it
+        puts out. One round of 64 bytes beyond the block's own.
 
         Raises:
             ValueError: on every rank: an output is NaN or infinite; it names the block, the stream and the sample.
@@ -122,8 +146,9 @@ class Walk:
         with together(comm):
             with self.block(index, dense=dense) as run:
                 for sample in range(self.num_samples):
-                    begin(sample)
+                    begin()
                     output = run(sample)
+                    end(sample, stream[sample], output)
                     if not all_finite(output):
                         bad.append(sample)
                     # In place if it fits: elsewhere it would lie among what the next block needs.

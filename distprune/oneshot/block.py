@@ -18,7 +18,6 @@ from distprune.calibration import (
     InputStatistics,
     Moments,
     MomentsOf,
-    SampleGroup,
     StageDone,
     Targets,
     Walk,
@@ -71,17 +70,15 @@ class Settle(Protocol):
 class BlockPruner:
     """Has ``settle`` prune ``linears`` of the blocks of a walk, in turn. ``owned``: which parameters this rank counts.
 
-    Only the first ``num_counted`` samples count. With targets the walk's dense stream must have been split off. Blocks
-    in ``skipped`` are passed over by all but the dense stream; ``healed`` names the layer of a block before them whose
+    With targets the walk's dense stream must have been split off. Blocks in ``skipped`` are passed over by all but the
+    dense stream; ``healed`` names the layer of a block before them whose
     target is what the dense stream is behind them.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        sample_group: SampleGroup,
         walk: Walk,
-        num_counted: int,
         options: WalkOptions,
         linears: Sequence[BlockLayers],
         owned: Mapping[str, bool],
@@ -89,7 +86,7 @@ class BlockPruner:
         skipped: Set[int] = frozenset(),
         healed: Mapping[int, str] | None = None,
     ) -> None:
-        self._comm, self._sample_group, self._walk, self._num_counted = comm, sample_group, walk, num_counted
+        self._comm, self._walk = comm, walk
         self._options, self._linears, self._owned, self._settle = options, linears, owned, settle
         self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's layers
         kept = [index for index in range(len(walk.blocks)) if index not in skipped]
@@ -180,9 +177,9 @@ class BlockPruner:
         """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
         walk = self._walk
         self._advance_dense(index)
-        targets = Targets(walk, order, linear_layers(walk.blocks[index][1]), self._sample_group)
+        targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
         with listening(linears, targets, targets.adding):
-            walk.advance(index, self._comm, dense=True, begin=lambda _: targets.begin_sample())
+            walk.advance(index, self._comm, dense=True, begin=targets.begin_sample)
         self._num_dense = index + 1
         self._advance_dense(self._next[index])
         if (healed := self._heals(index, order)) is not None:
@@ -216,10 +213,10 @@ class BlockPruner:
         options = self._options
         needs = "pairs" if options.has_targets else options.needs
         sums = options.needs_sums
-        statistics = InputStatistics(linears, needs, self._sample_group, self._comm, targets, awaited, sums)
+        statistics = InputStatistics(linears, needs, self._walk.sample_group, self._comm, targets, awaited, sums)
         with statistics.listening(), self._walk.block(index) as run:
             for sample in range(self._walk.num_samples):
-                statistics.begin_sample(counts=sample < self._num_counted)
+                statistics.begin_sample(counts=sample < self._walk.num_counted)
                 with suppress(StageDone):
                     run(sample)
         return statistics

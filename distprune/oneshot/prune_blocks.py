@@ -138,8 +138,8 @@ def prune_blocks(
 
     sample_group = find_sample_group(comm, plan.axis)
 
-    def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
-        return BlockPruner(comm, sample_group, walk, num_counted, options, plan.linears, owned, settle)
+    def make_pruner(walk: Walk) -> BlockPruner:
+        return BlockPruner(comm, walk, options, plan.linears, owned, settle)
 
     reports = run_blocks(
         comm,

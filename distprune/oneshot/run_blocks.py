@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from distprune.calibration import SampleGroup, Walk, catch_inputs, own_samples
+from distprune.calibration import SampleGroup, Walk, walking
 from distprune.collectives import Communicator, max_together, sum_together, together
-from distprune.models import evaluating
 from distprune.oneshot.block import BlockPruner
 from distprune.oneshot.report import BlockReport, Cost
 
@@ -28,7 +26,7 @@ def run_blocks(
     sample_group: SampleGroup,
     model: nn.Module,
     samples: torch.Tensor,
-    make_pruner: Callable[[Walk, int], BlockPruner],
+    make_pruner: Callable[[Walk], BlockPruner],
     *,
     has_targets: bool,
     offload: bool,
@@ -37,20 +35,12 @@ def run_blocks(
 ) -> tuple[BlockReport, ...]:
     """Run ``samples`` through the blocks of ``model`` and prune each of them by the pruner, but those it skips.
 
-    ``make_pruner`` is given the walk and the number of this rank's samples that count, and must not communicate. The
-    other arguments are those of ``prune_blocks``. Every rank must call it.
+    The other arguments are those of ``prune_blocks``. Every rank must call it.
     """
     calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
     reports = []
-    with evaluating(model):
-        with together(comm):
-            mine = own_samples(sample_group, model, samples)
-            walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
-            if sample_group.size > 1:
-                _check_whole(walk, samples.shape[1])
-            if has_targets:
-                walk.split()
-            pruner = make_pruner(walk, mine.num_counted)
+    with walking(comm, sample_group, model, samples, offload=offload, has_dense=has_targets) as walk:
+        pruner = make_pruner(walk)
         for index in pruner.indices:
             if finished is not None:
                 if pruner.pass_by(index, partial(finished, index)):
@@ -76,16 +66,6 @@ class Meter:
         used = comm.traffic - self._traffic
         peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
         return Cost(time.perf_counter() - self._started, used.num_rounds, used.num_bytes, tuple(peaks.tolist()))
-
-
-def _check_whole(walk: Walk, length: int) -> None:
-    """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice."""
-    shape = tuple(walk.hidden[0].shape)
-    if math.prod(shape[:-1]) != length:
-        raise NotImplementedError(
-            f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel plan "
-            "must leave them whole on every rank (no SequenceParallel across blocks)"
-        )
 
 
 def _peak_memory() -> int:

@@ -153,10 +153,8 @@ def choose_units(
     settle = _Settle(asked, chosen, refit)
     owned = {name: shard.owned for name, shard in shards.items()}
 
-    def make_pruner(walk: Walk, num_counted: int) -> BlockPruner:
-        return BlockPruner(
-            comm, sample_group, walk, num_counted, options, plan.linears, owned, settle, plan.skipped, plan.healed
-        )
+    def make_pruner(walk: Walk) -> BlockPruner:
+        return BlockPruner(comm, walk, options, plan.linears, owned, settle, plan.skipped, plan.healed)
 
     def kept_of(block: str) -> Kept:
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in plan.kinds}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distprune.calibration import catch_inputs, find_sample_group, own_samples, shared_axis
-from distprune.collectives import Group, agree, communicator, sum_together, together
-from distprune.models import Units, evaluating, expert_inputs, expert_weights, find_all_units, linear_layers
+from distprune.calibration import Visitor, visit_blocks
+from distprune.collectives import Group, agree, communicator, together
+from distprune.models import Units, decoder_blocks, expert_inputs, expert_weights, find_all_units, linear_layers
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
@@ -63,42 +64,43 @@ def choose_experts(
             for block, of_block in found
             for units in of_block
         }
-        axis, digest = shared_axis(model), samples_digest(samples)
+        digest = samples_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
-    sample_group = find_sample_group(comm, axis)
     kept: dict[Any, torch.Tensor] = {}
-    with evaluating(model):
-        with together(comm):
-            mine = own_samples(sample_group, model, samples)
-            walk = catch_inputs(model, mine.batches, comm=comm)
-        for index, (name, block) in enumerate(walk.blocks):
-            units_here = found[index][1]
-            heard = [_Heard(block, units, criterion) for units in units_here]
-            counts = [sample < mine.num_counted and sample_group.rank == 0 for sample in range(walk.num_samples)]
-
-            def begin(sample: int, heard: Sequence[_Heard] = heard, counts: Sequence[bool] = counts) -> None:
-                for of_units in heard:
-                    of_units.counts = counts[sample]
-
-            with _listening(heard):
-                walk.advance(index, comm, begin=begin)
-
-            def fill(words: torch.Tensor, heard: Sequence[_Heard] = heard) -> None:
-                words.copy_(torch.cat([torch.empty(0), *(of_units.scores for of_units in heard)]))
-
-            total = sum_together(comm, (sum(of.num_units for of in units_here),), fill, torch.float64)
-            if not all_finite(total):  # the same on every rank
-                raise ValueError(f"experts of block {name!r} put out NaN or Inf")
-            for units, scores in zip(units_here, torch.split(total, [of.num_units for of in units_here]), strict=True):
-                kept[name, "experts", units.name] = _highest(scores.tolist(), units, num_kept[name, units.name])
+    visitors = [_Experts(dict(decoder_blocks(model))[block], units, criterion) for block, units in found]
+    for (name, places), scores in zip(found, visit_blocks(comm, model, samples, visitors), strict=True):
+        if not all_finite(scores):  # the same on every rank
+            raise ValueError(f"experts of block {name!r} put out NaN or Inf")
+        for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
+            kept[name, "experts", units.name] = _highest(of_units.tolist(), units, num_kept[name, units.name])
     return kept
 
 
-class _Heard:
-    """The scores of the experts of one place, summed over this rank's samples."""
+class _Experts(Visitor):
+    """Scores the experts of all places of a block."""
+
+    def __init__(self, block: nn.Module, places: Sequence[Units], criterion: ExpertCriterion) -> None:
+        self._places = [_Place(block, units, criterion) for units in places]
+        self.num_words = sum(units.num_units for units in places)
+
+    @contextmanager
+    @override
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for of in self._places:
+                stack.callback(of.module.register_forward_pre_hook(of.hook, with_kwargs=True).remove)
+            yield
+
+    @override
+    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.empty(0), *(of.take() for of in self._places)])
+
+
+class _Place:
+    """The scores of the experts of one place, of the sample that runs."""
 
     def __init__(self, block: nn.Module, units: Units, criterion: ExpertCriterion) -> None:
-        self.module, self.counts, self._criterion = block.get_submodule(units.name), False, criterion
+        self.module, self._criterion = block.get_submodule(units.name), criterion
         self.scores = torch.zeros(units.num_units, dtype=torch.float64)
         last = expert_weights(self.module)[-1]
         self._readers = {
@@ -107,9 +109,12 @@ class _Heard:
             if linear.module is self.module and linear.parameter_name == last
         }
 
+    def take(self) -> torch.Tensor:
+        """Return the scores, which begin anew with the next sample."""
+        scores, self.scores = self.scores, torch.zeros_like(self.scores)
+        return scores
+
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not self.counts:
-            return
         inputs = expert_inputs(module, args, kwargs)
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
         for expert, linear in self._readers.items():
@@ -130,16 +135,6 @@ class _Heard:
             shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
             norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
             self.scores[expert] += float(norms.sum().float())  # float64 adds the addends of all samples exactly
-
-
-@contextmanager
-def _listening(heard: Sequence[_Heard]) -> Iterator[None]:
-    handles = [of.module.register_forward_pre_hook(of.hook, with_kwargs=True) for of in heard]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _highest(scores: Sequence[float], units: Units, num_kept: int) -> torch.Tensor:

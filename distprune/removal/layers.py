@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distprune.calibration import catch_inputs, find_sample_group, own_samples, shared_axis
-from distprune.collectives import Communicator, Group, agree, communicator, sum_together, together
+from distprune.calibration import Visitor, visit_blocks
+from distprune.collectives import Group, agree, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.models import decoder_blocks, evaluating
+from distprune.models import decoder_blocks
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 
 __all__ = ["LayerCriterion", "choose_layers", "order_layers", "skipping"]
@@ -90,7 +91,8 @@ def order_layers(
     if len(order) == num_layers - num_kept:
         return order
     if criterion == "influence":
-        influences = _influences(comm, model, samples, progress)
+        sums = visit_blocks(comm, model, samples, [_Influence()] * num_layers, progress)
+        influences = [float(of_layer) for of_layer in sums]
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
         return by_influence[: num_layers - num_kept]
     beside: dict[type, Any] = {}
@@ -139,28 +141,12 @@ def _hand_on(forward: Callable[..., Any], known: dict[type, Any], kind: type, *a
     return type(output)((given, *output[1:])) if isinstance(output, tuple | list) else given
 
 
-def _influences(comm: Communicator, model: nn.Module, samples: torch.Tensor, progress: Progress) -> list[float]:
-    """Return 1 - cos of what each layer is given and puts out, the mean over tokens."""
-    with together(comm):
-        axis = shared_axis(model)
-    sample_group = find_sample_group(comm, axis)
-    influences: list[float] = []
-    with evaluating(model):
-        with together(comm):
-            mine = own_samples(sample_group, model, samples)
-            walk = catch_inputs(model, mine.batches, comm=comm)
-        for index in range(len(walk.blocks)):
-            with together(comm):
-                before = [hidden.clone() for hidden in walk.hidden]
-            walk.advance(index, comm)
+class _Influence(Visitor):
+    """1 - cos of what a layer is given and puts out, the mean over the tokens of a sample, rounded to float32."""
 
-            def fill(total: torch.Tensor, before: Sequence[torch.Tensor] = before) -> None:
-                for given, put_out in zip(before[: mine.num_counted], walk.hidden, strict=False):
-                    cosines = nn.functional.cosine_similarity(given.double(), put_out.double(), dim=-1)
-                    # An addend of float32, of a sample: float64 adds them without error, in any order.
-                    total += float((1 - cosines).mean().float()) if sample_group.rank == 0 else 0.0
+    num_words = 1
 
-            influences.append(float(sum_together(comm, (1,), fill, torch.float64)[0]) / len(samples))
-            if progress is not None:
-                progress(index + 1, len(walk.blocks))
-    return influences
+    @override
+    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        cosines = nn.functional.cosine_similarity(given.double(), output.to(given.device).double(), dim=-1)
+        return (1 - cosines).mean().float()[None]

@@ -9,7 +9,6 @@ import torch
 
 from distprune import Unstructured, prune_blocks
 from distprune.calibration import BlockOrder, InputStatistics, Targets, catch_inputs, learn_order, listening
-from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Walk
 from distprune.collectives import Alone, communicator
 from distprune.models import decoder_blocks, linear_layers
@@ -79,7 +78,7 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
     model: Any = tiny_model("llama")
     linears = linear_layers(decoder_blocks(model)[0][1])
     walk = catch_inputs(model, [{"input_ids": TOKENS[:1], "use_cache": False}])
-    targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears, SampleGroup())
+    targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
     walk.split()
     spoiled = walk.dense if stream == "dense" else walk.hidden
     statistics = InputStatistics(linears, "pairs", targets=targets)

@@ -1,0 +1,98 @@
+"""A walk of calibration samples through all decoder blocks, and what a visitor measures in each of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from distprune.calibration.data import own_samples
+from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
+from distprune.calibration.walk import Walk, catch_inputs
+from distprune.collectives import Communicator, sum_together, together
+from distprune.models import evaluating
+
+__all__ = ["Visitor", "visit_blocks", "walking"]
+
+Progress = Callable[[int, int], None] | None
+
+
+@contextmanager
+def walking(
+    comm: Communicator,
+    sample_group: SampleGroup,
+    model: nn.Module,
+    samples: torch.Tensor,
+    *,
+    offload: bool = False,
+    has_dense: bool = False,
+) -> Iterator[Walk]:
+    """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
+
+    ``has_dense``: the walk has a dense stream. Every rank must call it: one round of 64 bytes beyond the model's own.
+
+    Raises:
+        NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
+        Exception: on every rank: what ``catch_inputs`` raises.
+    """
+    with evaluating(model):
+        with together(comm):
+            mine = own_samples(sample_group, model, samples)
+            walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
+            walk.sample_group, walk.num_counted = sample_group, mine.num_counted
+            if sample_group.size > 1:
+                walk.check_whole(samples.shape[1])
+            if has_dense:
+                walk.split()
+        yield walk
+
+
+class Visitor(ABC):
+    """Measures ``num_words`` numbers of one block, as a sum over samples of addends that float64 adds exactly."""
+
+    num_words: int
+
+    def listening(self) -> AbstractContextManager[object]:
+        """Return the context in which the block is run on all samples of this rank."""
+        return nullcontext()
+
+    @abstractmethod
+    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return what a sample adds, (num_words,), after its run: the block was given and put out these. Local."""
+
+
+def visit_blocks(
+    comm: Communicator, model: nn.Module, samples: torch.Tensor, visitors: Sequence[Visitor], progress: Progress = None
+) -> Iterator[torch.Tensor]:
+    """Yield for each decoder block what its visitor measures, summed over all samples, (num_words,) float64.
+
+    Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a word and that of its run.
+    ``progress`` is called with the number of blocks done, and of all.
+
+    Raises:
+        ValueError, NotImplementedError, Exception: on every rank: what the walk, or a visitor on one, raises.
+    """
+    with together(comm):
+        axis = shared_axis(model)
+    sample_group = find_sample_group(comm, axis)
+    with walking(comm, sample_group, model, samples) as walk:
+        for index, visitor in enumerate(visitors):
+            yield _visited(comm, walk, index, visitor)
+            if progress is not None:
+                progress(index + 1, len(visitors))
+
+
+def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor) -> torch.Tensor:
+    total = torch.zeros(visitor.num_words, dtype=torch.float64)
+
+    def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
+        found = visitor.measure(given, output).double().cpu()
+        if sample < walk.num_counted and walk.sample_group.rank == 0:
+            total.add_(found)
+
+    with visitor.listening():
+        walk.advance(index, comm, end=take)
+    return sum_together(comm, total.shape, lambda words: words.copy_(total), torch.float64)
