@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -33,7 +33,7 @@ from distprune.oneshot.report import BlockReport, LayerReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 
-__all__ = ["BlockPruner", "Settle", "WalkOptions"]
+__all__ = ["BlockPruner", "PruneRows", "WalkOptions"]
 
 _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole layers overfits with less
 
@@ -42,7 +42,9 @@ _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole l
 class WalkOptions:
     """How blocks are pruned; ``target_share`` is of the way to targets, 0: there are none, and no dense stream.
 
-    The layers ``towards_own``, by their names in the model, have no targets.
+    The layers ``towards_own``, by their names in the model, have no targets. Blocks in ``skipped`` are passed over by
+    all but the dense stream; ``healed`` names the layer of a block before them whose target is what the dense stream
+    is behind them.
     """
 
     needs: MomentsOf  # of what layers are given, where there are no targets
@@ -50,13 +52,15 @@ class WalkOptions:
     target_share: float
     needs_sums: bool = False
     towards_own: Set[str] = frozenset()
+    skipped: Set[int] = frozenset()
+    healed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def has_targets(self) -> bool:
         return self.target_share > 0
 
 
-class Settle(Protocol):
+class PruneRows(Protocol):
     """Prunes the rows of layers that are pruned at once, and says what became of them; ``moments`` are used up.
 
     Every rank calls it; the rows are this rank's, by the layer's name in the block.
@@ -68,11 +72,9 @@ class Settle(Protocol):
 
 
 class BlockPruner:
-    """Has ``settle`` prune ``linears`` of the blocks of a walk, in turn. ``owned``: which parameters this rank counts.
+    """Has ``prune_rows`` prune ``linears`` of each block of a walk, in turn. ``owned``: parameters this rank counts.
 
-    With targets the walk's dense stream must have been split off. Blocks in ``skipped`` are passed over by all but the
-    dense stream; ``healed`` names the layer of a block before them whose
-    target is what the dense stream is behind them.
+    With targets the walk must have a dense stream.
     """
 
     def __init__(
@@ -82,15 +84,13 @@ class BlockPruner:
         options: WalkOptions,
         linears: Sequence[BlockLayers],
         owned: Mapping[str, bool],
-        settle: Settle,
-        skipped: Set[int] = frozenset(),
-        healed: Mapping[int, str] | None = None,
+        prune_rows: PruneRows,
     ) -> None:
         self._comm, self._walk = comm, walk
-        self._options, self._linears, self._owned, self._settle = options, linears, owned, settle
+        self._options, self._linears, self._owned, self._prune_rows = options, linears, owned, prune_rows
         self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's layers
-        kept = [index for index in range(len(walk.blocks)) if index not in skipped]
-        self._next, self._healed = dict(pairwise([*kept, len(walk.blocks)])), healed or {}
+        kept = [index for index in range(len(walk.blocks)) if index not in options.skipped]
+        self._next = dict(pairwise([*kept, len(walk.blocks)]))
         self._num_dense = 0  # blocks that the dense stream is behind
 
     @property
@@ -131,7 +131,7 @@ class BlockPruner:
                 aim = _HEALING
             owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
             with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
-                totals |= self._settle(comm, rows, moments, clock=clock, aim=aim)
+                totals |= self._prune_rows(comm, rows, moments, clock=clock, aim=aim)
         del targets
         if self._next[index] < len(walk.blocks):
             with clock("forward"):
@@ -185,8 +185,8 @@ class BlockPruner:
         if (healed := self._heals(index, order)) is not None:
             for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
                 of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
-        elif index in self._healed:
-            name, of_layer = walk.blocks[index][0], self._healed[index]
+        elif index in self._options.healed:
+            name, of_layer = walk.blocks[index][0], self._options.healed[index]
             warnings.warn(
                 f"'{name}.{of_layer}' cannot make up for the blocks behind it: what it puts out is not added to hidden "
                 "states as it is",
@@ -196,7 +196,7 @@ class BlockPruner:
 
     def _heals(self, index: int, order: BlockOrder) -> str | None:
         """Return the layer of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
-        healed = self._healed.get(index)
+        healed = self._options.healed.get(index)
         return healed if healed in order.adding else None
 
     def _advance_dense(self, stop: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import Walk, find_sample_group
+from distprune.calibration import find_sample_group
 from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
-from distprune.oneshot.block import BlockPruner, WalkOptions
+from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan, walk_options
 from distprune.oneshot.report import OneShotReport
@@ -129,40 +128,22 @@ def prune_blocks(
     agreed, (plan, options) = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: without_nans(shards))
-    owned = {shard.name: shard.owned for shard in shards}
-    settle = partial(
-        prune_rows,
-        solver=plan.solver.scored_by(agreed.score),
-        pattern=plan.pattern,
-    )
-
-    sample_group = find_sample_group(comm, plan.axis)
-
-    def make_pruner(walk: Walk) -> BlockPruner:
-        return BlockPruner(comm, walk, options, plan.linears, owned, settle)
-
-    reports = run_blocks(
-        comm,
-        sample_group,
+    return run_blocks(
+        meter,
+        find_sample_group(comm, plan.axis),
         model,
         samples,
-        make_pruner,
-        has_targets=options.has_targets,
+        options,
+        plan.linears,
+        shards,
+        partial(prune_rows, solver=plan.solver.scored_by(agreed.score), pattern=plan.pattern),
         offload=offload,
         finished=finished,
         on_block=on_block,
-    )
-    cost = meter.read()
-    return OneShotReport(
-        plan.facts["method"],
-        plan.facts["pattern"],
-        "layer" if options.by_layer else "block",
-        options.target_share,
-        agreed.score.seed if isinstance(agreed.score, Random) else None,
-        len(samples),
-        reports,
-        tuple(other_blocks(model)),
-        *dataclasses.astuple(cost),
+        method=plan.facts["method"],
+        pattern=plan.facts["pattern"],
+        seed=agreed.score.seed if isinstance(agreed.score, Random) else None,
+        other_blocks=tuple(other_blocks(model)),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockReport", "Cost", "LayerReport", "OneShotReport"]
+__all__ = ["BlockReport", "LayerReport", "OneShotReport"]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,6 @@ class BlockReport:
         """Return everything as JSON carries it."""
         layers = [{**dataclasses.asdict(of_layer), "sparsity": of_layer.sparsity} for of_layer in self.layers]
         return {**dataclasses.asdict(self), "layers": layers, "unseen": list(self.unseen)}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one call: what :class:`OneShotReport` says of it."""
-
-    seconds: float
-    num_rounds: int
-    num_bytes: int
-    peak_memory: tuple[int, ...]
 
 
 @dataclass(frozen=True)

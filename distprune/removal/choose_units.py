@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, Walk, find_sample_group, measure_sensitivities, own_samples, shared_axis
+from distprune.calibration import Moments, find_sample_group, measure_sensitivities, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.models import Found, UnitKind, decoder_blocks
-from distprune.oneshot.block import BlockPruner, WalkOptions
+from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_targets, samples_digest
@@ -117,7 +117,7 @@ def choose_units(
         if refit == "bias" and (without := [name for name, of in plan.asked.items() if not of.has_bias]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        options = WalkOptions("pairs", by_layer=True, target_share=share, needs_sums=True, towards_own=own)
+        options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed)
         facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
@@ -150,55 +150,46 @@ def choose_units(
         ]
         found = measure_sensitivities(comm, sample_group, model, readers, mine)
         asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
-    settle = _Settle(asked, chosen, refit)
-    owned = {name: shard.owned for name, shard in shards.items()}
-
-    def make_pruner(walk: Walk) -> BlockPruner:
-        return BlockPruner(comm, walk, options, plan.linears, owned, settle, plan.skipped, plan.healed)
+    remover = _Remover(asked, chosen, refit)
 
     def kept_of(block: str) -> Kept:
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in plan.kinds}
-        if missing := some.keys() - settle.kept.keys():
+        if missing := some.keys() - remover.kept.keys():
             raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
-        return {(block, of.units.kind, of.units.name): torch.tensor(settle.kept[name]) for name, of in some.items()}
+        return {(block, of.units.kind, of.units.name): torch.tensor(remover.kept[name]) for name, of in some.items()}
 
     def call_back(index: int, report: BlockReport) -> None:
         of_block = kept_of(report.name)
         if on_block is not None:
             on_block(index, report, of_block)
 
-    reports = run_blocks(
-        comm,
+    report = run_blocks(
+        meter,
         sample_group,
         model,
         samples,
-        make_pruner,
-        has_targets=options.has_targets,
+        options,
+        plan.linears,
+        list(shards.values()),
+        remover,
         offload=offload,
         finished=finished,
         on_block=call_back,
+        method=chosen.name,
+        pattern=", ".join(f"{kind} {share}" for kind, share in keep.items()),
+        seed=None,
+        other_blocks=(),
     )
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     with together(comm):
-        for of_block in reports:
+        for of_block in report.blocks:
             kept |= kept_of(of_block.name)
-    report = OneShotReport(
-        chosen.name,
-        ", ".join(f"{kind} {share}" for kind, share in keep.items()),
-        "layer",
-        options.target_share,
-        None,
-        len(samples),
-        reports,
-        (),
-        *dataclasses.astuple(meter.read()),
-    )
     layers_left = tuple(index for index in range(len(blocks)) if index not in plan.skipped)
     return Removal(kept, layers_left, report)
 
 
 @dataclass(frozen=True)
-class _Settle:
+class _Remover:
     """Has units of readers removed; ``kept`` are those that stay, by reader, on every rank."""
 
     asked: Mapping[str, Asked]
