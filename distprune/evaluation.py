@@ -13,12 +13,11 @@ from torch import nn
 
 from distprune.calibration import check_fit, find_sample_group, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, sum_together, together
-from distprune.models import evaluating, keeping_weights
+from distprune.models import cross_entropy, evaluating, keeping_weights
 from distprune.shards import reset_forward
 
 __all__ = ["Continuation", "log_likelihoods", "perplexities", "perplexity", "tokenize_file"]
 
-_LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
 
 Progress = Callable[[int, int], None] | None
@@ -122,7 +121,7 @@ def log_likelihoods(
     """Return, float64 (number of ``asked``, 2): each one's log likelihood, and 1 where all its targets are most likely.
 
     Continuations of similar length are run together, at most ``batch_tokens`` tokens in one forward (or one of them);
-    shorter ones are filled up behind their end, where a causal model does not look. Batches are dealt out in turn to
+    shorter ones are right-padded; a causal model ignores the padding. Batches are dealt out in turn to
     ranks, of which those that need each other to run one (a tensor-parallel group) run the same; where batches do not
     divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
     needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
@@ -189,9 +188,6 @@ def _batches(asked: Sequence[Continuation], batch_tokens: int, num_groups: int) 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the log likelihood of ``targets`` (n,) by the last n rows of ``logits``, and 1 if they are most likely."""
-    total, is_greedy = 0.0, True
     last = logits[len(logits) - len(targets) :]
-    for rows, wanted in zip(torch.split(last, _LOSS_ROWS), torch.split(targets, _LOSS_ROWS), strict=True):
-        total -= float(nn.functional.cross_entropy(rows.float(), wanted, reduction="sum").double())
-        is_greedy = is_greedy and bool((rows.argmax(dim=-1) == wanted).all())
-    return torch.tensor([total, float(is_greedy)], dtype=torch.float64)
+    is_greedy = bool((last.argmax(dim=-1) == targets).all())
+    return torch.tensor([-cross_entropy(last, targets), float(is_greedy)], dtype=torch.float64)

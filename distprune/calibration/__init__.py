@@ -1,6 +1,7 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.batches import Batches
+from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import Samples, check_fit, load_samples, own_samples, spread
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
@@ -12,7 +13,7 @@ from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
-from distprune.calibration.walk import Walk, catch_inputs
+from distprune.calibration.walk import Walk
 
 __all__ = [
     "Axis",

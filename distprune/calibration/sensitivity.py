@@ -28,12 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import Samples
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, sum_together
-from distprune.models import LinearLayer, bare_model, evaluating, expert_gradients, keeping_weights
+from distprune.models import LinearLayer, bare_model, cross_entropy, evaluating, expert_gradients, keeping_weights
 from distprune.shards import local_of, reset_forward
 
 __all__ = ["Sensitivity", "measure_sensitivities"]
 
-_LOSS_ROWS = 256  # tokens whose logits are in float32 at a time
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 
 
@@ -145,7 +144,8 @@ class _Listener:
             raise NotImplementedError(
                 f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
             )
-        loss, gradient = _cross_entropy(logits.detach(), targets)
+        gradient = torch.empty_like(logits)
+        loss = cross_entropy(logits.detach(), targets, gradient)
         torch.autograd.backward(logits, gradient)
         if number is None:
             return
@@ -251,16 +251,3 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
             stack.callback(vars(block).pop, "forward")
             vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
         yield
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return the cross-entropy of ``logits`` (tokens, vocabulary), summed over tokens, and its gradient."""
-    loss, gradient = 0.0, torch.empty_like(logits)
-    for start in range(0, len(logits), _LOSS_ROWS):
-        rows = slice(start, start + _LOSS_ROWS)
-        of_targets = targets[rows, None]
-        log_probabilities = nn.functional.log_softmax(logits[rows].float(), dim=1)
-        loss -= float(log_probabilities.gather(1, of_targets).sum(dtype=torch.float64))
-        ones = torch.ones_like(of_targets, dtype=torch.float32)
-        gradient[rows] = log_probabilities.exp_().scatter_add_(1, of_targets, -ones)
-    return loss, gradient

@@ -36,7 +36,7 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sums import add_products, square_sums
 from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
-from distprune.collectives import Alone, Communicator, max_together, sum_together, swap_known
+from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
 from distprune.shards import all_finite, local_of
 
@@ -290,24 +290,15 @@ class InputStatistics:
 
     def _sum_at_owners(self, comm: Communicator, of_owner: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
         """Return the sums over all ranks, packed, of ``of_owner[this rank]``, by the first layer; one round."""
-        own: dict[str, torch.Tensor] = {}
+        sizes = [sum(map(self._numel, inputs)) for inputs in of_owner]
+        own = of_owner[comm.rank]
 
-        def make() -> list[torch.Tensor]:
-            own.update({of.names[0]: self._addend(of) for of in of_owner[comm.rank]})
-            pieces = [torch.empty(0, dtype=torch.float64) for _ in of_owner]
-            for rank, inputs in enumerate(of_owner):
-                if inputs and rank != comm.rank:
-                    pieces[rank] = torch.cat([self._addend(of) for of in inputs])
-            return [piece.view(torch.uint8) for piece in pieces]
+        def make(rank: int) -> torch.Tensor:
+            addends = [self._addend(of) for of in of_owner[rank]]
+            return addends[0] if len(addends) == 1 else torch.cat(addends)
 
-        sizes = [8 * sum(map(self._numel, inputs)) for inputs in of_owner]
-        sent = [size if rank != comm.rank else 0 for rank, size in enumerate(sizes)]
-        coming = [sizes[comm.rank] if rank != comm.rank else 0 for rank in range(comm.size)]
-        for received in filter(len, swap_known(comm, make, (sent, coming))):
-            addends = torch.split(received.view(torch.float64), [total.numel() for total in own.values()])
-            for total, addend in zip(own.values(), addends, strict=True):
-                total += addend
-        return own
+        total = sum_at_owners(comm, sizes, make)
+        return dict(zip([of.names[0] for of in own], torch.split(total, list(map(self._numel, own))), strict=True))
 
     def _shapes(self, of: SharedInput) -> dict[str, tuple[int, int]]:
         """Return what is summed over ranks for ``"pairs"``: X^T X, packed, and what leads towards targets."""

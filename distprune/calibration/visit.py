@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import own_samples
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
-from distprune.calibration.walk import Walk, catch_inputs
+from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, sum_together, together
 from distprune.models import evaluating
 

@@ -24,11 +24,14 @@ from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
 from distprune.collectives.slow import work_together
 from distprune.collectives.tensors import (
+    as_bytes,
     broadcast_tensor,
     exchange,
+    from_bytes,
     gather_features,
     gather_pairwise,
     lookup_rows,
+    sum_at_owners,
     whole_tensor,
 )
 
@@ -45,9 +48,11 @@ __all__ = [
     "Roster",
     "Traffic",
     "agree",
+    "as_bytes",
     "broadcast_tensor",
     "communicator",
     "exchange",
+    "from_bytes",
     "gather_features",
     "gather_pairwise",
     "is_raised_together",
@@ -57,6 +62,7 @@ __all__ = [
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",
+    "sum_at_owners",
     "sum_together",
     "swap_known",
     "swap_unknown",

@@ -1,5 +1,6 @@
 """What a model is made of: decoder blocks, linear layers, experts; and which parameters to prune. No communication."""
 
+from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs
@@ -21,6 +22,7 @@ __all__ = [
     "bare_model",
     "check_experts",
     "check_one_stack",
+    "cross_entropy",
     "decoder_blocks",
     "dense_weights",
     "evaluating",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.collectives import Communicator, swap_known, together
+from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
 from distprune.oneshot.rows import Rows
 from distprune.shards import Runs
 
@@ -51,7 +51,7 @@ class MovedRows:
 
         def make() -> list[torch.Tensor]:
             return [
-                _joined([v for n in going[to] for v in _at(self.rows[n].weight, moves[n].runs[to])]) for to in ranks
+                as_bytes([v for n in going[to] for v in _at(self.rows[n].weight, moves[n].runs[to])]) for to in ranks
             ]
 
         received = swap_known(comm, make, (sent, arriving))
@@ -94,7 +94,7 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
                 whole = whole.new_empty((before.num_out, before.num_in))
                 _copy(_at(whole, runs), _split(before.weight, runs))
             found[name] = Rows(whole, ((0, before.num_out),) if is_owner else (), before.num_out, is_owner, before.name)
-        return [_joined([rows[name].weight for name in names]) for names in going]
+        return [as_bytes([rows[name].weight for name in names]) for names in going]
 
     error: Exception | None = None
     received = swap_known(comm, make, (sent, arriving))
@@ -119,14 +119,6 @@ def _copy(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Non
         view.copy_(source)
 
 
-def _joined(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``views`` as the bytes that travel."""
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8), *(v.contiguous().view(-1).view(torch.uint8).cpu() for v in views)]
-    )
-
-
 def _write(piece: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
     """Write into ``views`` what was joined of as many elements of the same dtypes."""
-    for view, part in zip(views, torch.split(piece, [view.nbytes for view in views]) if views else (), strict=True):
-        view.copy_(part.clone().view(view.dtype).view(view.shape))  # a copy is aligned for any dtype
+    _copy(views, from_bytes(piece, views))

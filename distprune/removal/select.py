@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, swap_known, together
+from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
 from distprune.shards import runs_of_splits, splits_of
 
 __all__ = ["Selection", "select"]
@@ -71,7 +71,7 @@ def select(
 
     def make() -> list[torch.Tensor]:
         return [
-            _bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in of.beside(parts)])
+            as_bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in of.beside(parts)])
             for of in moves.sending
         ]
 
@@ -80,13 +80,10 @@ def select(
         kept = local.new_empty([*local.shape[:dim], moves.num_kept, *local.shape[dim + 1 :]])
         kept_parts = list(kept.unbind(0)) if index.ndim == 2 else [kept]
         for of, piece in zip(moves.coming, received, strict=True):
-            begin = 0
-            for part, (_, at) in of.beside(kept_parts):
-                end = begin + len(at) * width
-                values = piece[begin:end].clone().view(local.dtype)  # aligned
-                values = values.view([*part.shape[:part_dim], len(at), *part.shape[part_dim + 1 :]])
+            pairs = of.beside(kept_parts)
+            like = [part.narrow(part_dim, 0, len(at)) for part, (_, at) in pairs]
+            for (part, (_, at)), values in zip(pairs, from_bytes(piece, like), strict=True):
                 part.index_copy_(part_dim, at.to(part.device), values.to(part.device))
-                begin = end
     return kept
 
 
@@ -153,9 +150,3 @@ def _slice_size(parts: Sequence[torch.Tensor], dim: int) -> int:
     """Return how many elements one index along ``dim`` has."""
     shape = parts[0].shape if parts else ()
     return math.prod(size for at, size in enumerate(shape) if at != dim)
-
-
-def _bytes(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8), *(p.contiguous().view(-1).view(torch.uint8).cpu() for p in parts)]
-    )

@@ -1,0 +1,201 @@
+"""How a model calls its decoder blocks: learned by forwards in which blocks are stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distprune.calibration.root_parameters import RootParameters
+from distprune.calibration.walk import Call, Walk, check_plain, hidden_of
+from distprune.collectives import Alone, Communicator
+from distprune.models import decoder_blocks, keeping_weights
+from distprune.shards import reset_forward, take_roots
+
+__all__ = ["catch_inputs"]
+
+
+def catch_inputs(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    offload: bool = False,
+    comm: Communicator | None = None,
+) -> Walk:
+    """Return the walk that begins before the first decoder block of ``model``.
+
+    Each batch is one sample: the keyword arguments of the model's forward. The first one runs the first
+    block and what is around the blocks, to learn how each of them is called; the others stop where the last
+    kind of call begins, which for most models is at the first block. With ``offload`` the hidden states wait on the
+    CPU between blocks. Every rank must pass as many batches. Under FSDP2 alone, embeddings are looked up in their
+    shards (see ``RootParameters``; its rounds count in the traffic of ``comm``); in other layouts that FSDP2 is part
+    of, it gathers the root once for all samples.
+
+    Raises:
+        ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
+            block other hidden states than the one before puts out; it names the block.
+        RuntimeError: a forward that changes the model's own weights.
+        NotImplementedError: hidden states that are DTensors.
+    """
+    blocks = decoder_blocks(model)
+    if not batches:
+        raise ValueError("there is no calibration sample")
+    take_roots(model)
+    walk, learner = Walk(model, blocks, offload=offload), _Learner(model, blocks, comm or Alone())
+    firsts: list[int] = []  # by block, the first of its kind
+    reset_forward(model)
+    try:
+        with keeping_weights(model):
+            for batch in batches:
+                hidden, calls = learner.calls(batch, max(firsts) + 1 if firsts else len(blocks))
+                if not firsts:
+                    firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
+                walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
+                walk.calls.append([calls[first] for first in firsts])
+    finally:
+        reset_forward(model)
+    return walk
+
+
+class _ReachedLast(Exception):
+    """Ends a forward before the last block that is asked for."""
+
+
+class _Learner:
+    """Learns how ``model`` calls its ``blocks``, which are stood in for, so that none of them is gathered or run.
+
+    But the first one runs once, to show what a block puts out.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Communicator) -> None:
+        self._model = model
+        self._blocks = blocks
+        of_root = RootParameters.can_stand_in(model, [block for _, block in blocks])
+        self._root = RootParameters(comm, model) if of_root else None
+        self._output: Any = None  # of a block
+        self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
+        self._num_asked = 0
+        self._first_hidden: torch.Tensor | None = None
+        self._put_out = torch.empty(0)  # a copy of what the block called last hands on
+        self._calls: list[Call] = []
+
+    def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
+        """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
+        self._num_asked, self._first_hidden, self._calls = num_asked, None, []
+        with ExitStack() as stack, torch.no_grad():
+            for index in range(num_asked):
+                stack.enter_context(self._standing_in(index))
+            try:
+                if self._root is None:
+                    self._model(**batch)
+                else:
+                    with self._root:
+                        self._model.forward(**batch)  # without the hooks that gather
+            except _ReachedLast:
+                assert self._first_hidden is not None
+                return self._first_hidden, self._calls
+            except (TypeError, ValueError) as error:
+                if self._calls or not getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+                    raise
+                raise ValueError(
+                    f"{type(self._model).__name__} is an encoder-decoder model that does not run on input_ids alone: "
+                    f"{error}"
+                ) from error
+        raise ValueError(
+            f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"
+        )
+
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call and return what a block would put out; end the forward with the last one that is asked for."""
+        name, block = self._blocks[index]
+        if index != len(self._calls):
+            raise ValueError(
+                f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
+                "once, in order"
+            )
+        hidden, call = _part(name, args, kwargs)
+        if any(given is extra for given in _tensors((call.args, call.kwargs)) for extra in self._extras):
+            raise NotImplementedError(
+                f"block {name!r} is given more of what the one before puts out than hidden states, which a walk from "
+                "block to block cannot follow; prune_model prunes by the weights alone"
+            )
+        self._calls.append(call)
+        if index == 0:
+            self._first_hidden = hidden
+        elif not _equal(hidden, self._put_out):
+            raise ValueError(
+                f"block {name!r} is not given what {self._blocks[index - 1][0]!r} puts out: the model changes hidden "
+                "states between them, which a walk from block to block cannot follow"
+            )
+        if len(self._calls) == self._num_asked:
+            raise _ReachedLast
+        if self._output is None:
+            self._output = block(*args, **kwargs)
+            self._put_out = hidden_of(self._output).clone()
+            beside = self._output[1:] if isinstance(self._output, tuple | list) else ()
+            self._extras = list(_tensors(beside))
+            return self._output
+        self._put_out = hidden.clone()
+        output = self._output
+        return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
+
+    @contextmanager
+    def _standing_in(self, index: int) -> Iterator[None]:
+        name, block = self._blocks[index]
+        parent_name, _, child = name.rpartition(".")
+        siblings = self._model.get_submodule(parent_name)._modules
+        siblings[child] = _StandIn(self, index, block)
+        try:
+            yield
+        finally:
+            siblings[child] = block
+
+
+class _StandIn(nn.Module):
+    """In place of a block while a model shows how it calls it."""
+
+    def __init__(self, learner: _Learner, index: int, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_learner=learner, _index=index, _block=block)  # the block is no submodule of this
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._learner.called(self._index, args, kwargs)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
+
+
+def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
+    hidden_name, others = None, args[1:]
+    hidden = args[0] if args else None
+    if not args:
+        hidden_name, hidden = next(((key, v) for key, v in kwargs.items() if isinstance(v, torch.Tensor)), (None, None))
+        kwargs = {key: value for key, value in kwargs.items() if key != hidden_name}
+    if not isinstance(hidden, torch.Tensor):
+        raise ValueError(f"block {name!r} is called without a tensor of hidden states in front")
+    check_plain(f"block {name!r} is called with", hidden)
+    return hidden, Call(others, kwargs, hidden_name)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both hold the same values, in which NaN is one."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
