@@ -35,7 +35,7 @@ from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owner
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sums import add_products, square_sums
 from distprune.calibration.targets import DenseSample, Targets
-from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.calibration.triangle import pack_triangle, triangle_like, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
 from distprune.shards import all_finite, local_of
@@ -300,9 +300,9 @@ class InputStatistics:
         total = sum_at_owners(comm, sizes, make)
         return dict(zip([of.names[0] for of in own], torch.split(total, list(map(self._numel, own))), strict=True))
 
-    def _shapes(self, of: SharedInput) -> dict[str, tuple[int, int]]:
+    def _shapes(self, of: SharedInput) -> dict[str, Sequence[int]]:
         """Return what is summed over ranks for ``"pairs"``: X^T X, packed, and what leads towards targets."""
-        shapes = {_PRODUCTS: (of.num_in // 2 + 1, of.num_in)}
+        shapes: dict[str, Sequence[int]] = {_PRODUCTS: triangle_like(of.num_in).shape}
         if self.sums:
             shapes[_SUMS] = (of.num_in, 2)
         if self.targets is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_triangle", "unpack_triangle"]
+__all__ = ["pack_triangle", "triangle_like", "unpack_triangle"]
 
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
@@ -20,6 +20,11 @@ def pack_triangle(symmetric: torch.Tensor, *, out: torch.Tensor | None = None) -
     corner = packed[1 : 1 + len(rest), : len(rest)]
     corner.copy_(corner.triu(1) + rest.triu().t())
     return packed
+
+
+def triangle_like(size: int) -> torch.Tensor:
+    """Return a meta tensor like the triangle of a matrix (``size``, ``size``), float32, that is packed."""
+    return torch.empty(size // 2 + 1, size, device="meta")
 
 
 def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:

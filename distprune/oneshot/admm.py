@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.calibration import Moments, MomentsOf, pack_triangle, triangle_like, unpack_triangle
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
@@ -66,20 +66,18 @@ class ADMM(Solver["_Inputs"]):
         return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override
-    def packed_numel(self, rows: Rows) -> int:
-        return 2 * (rows.num_in // 2 + 1) * rows.num_in + rows.num_in
+    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
+        triangle = triangle_like(rows.num_in)
+        return triangle, triangle, torch.empty(rows.num_in, device="meta")
 
     @override
-    def pack(self, prepared: _Inputs) -> torch.Tensor:
-        triangles = [pack_triangle(of).reshape(-1) for of in (prepared.inverse, prepared.a)]
-        return torch.cat([*triangles, prepared.scale])
+    def pack(self, prepared: _Inputs) -> Sequence[torch.Tensor]:
+        return pack_triangle(prepared.inverse), pack_triangle(prepared.a), prepared.scale
 
     @override
-    def unpack(self, packed: torch.Tensor, rows: Rows) -> _Inputs:
-        half = (packed.numel() - rows.num_in) // 2
-        inverse, a, scale = torch.split(packed, [half, half, rows.num_in])
-        inverse, a = (unpack_triangle(of.view(-1, rows.num_in)) for of in (inverse, a))
-        return _Inputs(inverse, a, scale, self.damping)
+    def unpack(self, *packed: torch.Tensor) -> _Inputs:
+        inverse, a, scale = packed
+        return _Inputs(unpack_triangle(inverse), unpack_triangle(a), scale, self.damping)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 from distprune.calibration import Moments
-from distprune.collectives import Alone, Communicator, Member, agree, broadcast_tensor, roster_of_one
+from distprune.collectives import (
+    Alone,
+    Communicator,
+    Member,
+    agree,
+    as_bytes,
+    broadcast_tensor,
+    from_bytes,
+    roster_of_one,
+)
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Outcome, sum_outcomes
@@ -135,17 +144,18 @@ class _Work:
     def prepare_together(self, comm: Communicator, spread: list[Moments]) -> list[_Task]:
         """Return the tasks of ``spread``, which is used up, prepared. Every rank must call it."""
         tasks = [self.task(m) for m in spread]
-        sizes = [self.solver.packed_numel(task.first) for task in tasks]
-        sends = any(sizes) and (len(tasks) > 1 or self.solver.decides)
+        likes = [self.solver.packed_like(task.first) for task in tasks]
+        sends = any(likes) and (len(tasks) > 1 or self.solver.decides)
         packed: list[torch.Tensor] = []
         with self.keeping_error():
-            packed += [torch.empty(numel) for numel in sizes if sends]
+            sizes = [sum(of.nbytes for of in like) for like in likes]
+            packed += [torch.empty(size, dtype=torch.uint8) for size in sizes if sends]
             for i, task in enumerate(tasks):
                 m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
                 if self.error is None and (task.owner == self.rank or not sends):
                     tasks[i] = self.prepared(m)
                     if sends:
-                        packed[i] = self.solver.pack(tasks[i].prepared)
+                        packed[i] = as_bytes(self.solver.pack(tasks[i].prepared))
         if not sends:
             return tasks
         with self.clock("factor"):
@@ -153,10 +163,10 @@ class _Work:
             for i, task in enumerate(tasks):
                 packed[i] = broadcast_tensor(comm, packed[i], task.owner)
             with self.keeping_error():
-                for task in tasks:
-                    values = packed.pop(0)
+                for task, like in zip(tasks, likes, strict=True):
+                    joined, device = packed.pop(0), task.first.weight.device
                     if task.owner != self.rank:
-                        task.prepared = self.solver.unpack(values.to(task.first.weight.device), task.first)
+                        task.prepared = self.solver.unpack(*(of.to(device) for of in from_bytes(joined, like)))
         return tasks
 
     def solve(self, comm: Communicator, tasks: Sequence[_Task]) -> None:

@@ -100,15 +100,15 @@ class Solver(ABC, Generic[Prepared]):
     def prepare(self, moments: Moments) -> Prepared:
         """Return what :meth:`begin` is given; ``moments`` may be overwritten, or returned as they are."""
 
-    def packed_numel(self, rows: Rows) -> int:  # noqa: ARG002
-        """Return how many float32 numbers what is prepared for ``rows`` is sent as; 0: it is made on every rank."""
-        return 0
+    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:  # noqa: ARG002
+        """Return meta tensors like those that what is prepared for ``rows`` is sent as; none: every rank prepares."""
+        return ()
 
-    def pack(self, prepared: Prepared) -> torch.Tensor:
-        """Return ``prepared`` as one vector, float32, as it is sent."""
+    def pack(self, prepared: Prepared) -> Sequence[torch.Tensor]:
+        """Return ``prepared`` as the tensors that are sent."""
         raise NotImplementedError
 
-    def unpack(self, packed: torch.Tensor, rows: Rows) -> Prepared:
+    def unpack(self, *packed: torch.Tensor) -> Prepared:
         """Return what was packed, bit by bit."""
         raise NotImplementedError
 

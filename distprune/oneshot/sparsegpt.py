@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.calibration import Moments, MomentsOf, pack_triangle, triangle_like, unpack_triangle
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
@@ -28,7 +28,6 @@ __all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
 COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product
-_FLOATS = 2  # float32 numbers that a float64 takes
 _STRETCH = 192  # columns of a triangular matrix that are inverted together
 
 
@@ -104,23 +103,20 @@ class SparseGPT(Solver[Factor]):
         return factor(moments.values, moments.num_tokens, moments.names[0])
 
     @override
-    def packed_numel(self, rows: Rows) -> int:
-        return (rows.num_in // 2 + 1) * rows.num_in + rows.num_in + 3 * _FLOATS
+    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
+        dead = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
+        return triangle_like(rows.num_in), dead, torch.empty(3, dtype=torch.float64, device="meta")
 
     @override
-    def pack(self, prepared: Factor) -> torch.Tensor:
+    def pack(self, prepared: Factor) -> Sequence[torch.Tensor]:
         numbers = torch.tensor([prepared.num_raised, prepared.added, prepared.scale], dtype=torch.float64)
-        upper = prepared.upper
-        return torch.cat(
-            [pack_triangle(upper).reshape(-1), prepared.dead.float(), numbers.view(torch.float32).to(upper.device)]
-        )
+        return pack_triangle(prepared.upper), prepared.dead, numbers
 
     @override
-    def unpack(self, packed: torch.Tensor, rows: Rows) -> Factor:
-        num_in = rows.num_in
-        triangle, dead, numbers = torch.split(packed, [packed.numel() - num_in - 3 * _FLOATS, num_in, 3 * _FLOATS])
-        num_raised, added, scale = numbers.cpu().clone().view(torch.float64).tolist()
-        return Factor(unpack_triangle(triangle.view(-1, num_in)).triu_(), dead != 0, int(num_raised), added, scale)
+    def unpack(self, *packed: torch.Tensor) -> Factor:
+        triangle, dead, numbers = packed
+        num_raised, added, scale = numbers.tolist()
+        return Factor(unpack_triangle(triangle).triu_(), dead, int(num_raised), added, scale)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Pruning:

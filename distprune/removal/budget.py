@@ -91,7 +91,7 @@ class Budget:
         """Return how many parameters leave if ``size`` of ``kind`` stays, of the other kinds what is said."""
         return self.left({}) - self.left({kind: size})
 
-    def settled(self, kind: str, size: int | float | None) -> Budget:
+    def with_size(self, kind: str, size: int | float | None) -> Budget:
         """Return the budget that is left where ``size`` of ``kind`` stays; ``None``: all of it."""
         options = {other: of for other, of in self.options.items() if other != kind}
         if size is None:
@@ -107,17 +107,21 @@ class Budget:
 
         ``cost`` must not fall where less of a kind stays. ``None``: none meet it.
         """
+        # Combinations of all kinds but the one with the most sizes, of which the first that meets the limit is found.
         filled = max(self.options, key=lambda kind: len(self.options[kind].sizes), default="")
         found: list[tuple[float, int, Chosen]] = []
         for chosen in self._alternatives(lambda sizes: [None, *sizes], without=filled):
-            tried = [chosen]
+            falling = [chosen]
             if filled and not {filled, *chosen} >= _EXCLUSIVE:
-                tried += [{**chosen, filled: size} for size in self.options[filled].sizes]
-            place = bisect_left(tried, -self.limit, key=lambda of: -self.left(of))
-            if place < len(tried):
-                best = tried[place]
-                found.append((math.fsum(cost(*of) for of in best.items()), -self.left(best), best))
+                falling += [{**chosen, filled: size} for size in self.options[filled].sizes]
+            first = bisect_left(falling, True, key=self.is_met)
+            for best in falling[first : first + 1]:
+                found.append((math.fsum(itertools.starmap(cost, best.items())), -self.left(best), best))
         return min(found, key=lambda of: of[:2])[2] if found else None
+
+    def is_met(self, chosen: Mapping[str, int | float]) -> bool:
+        """Return whether at most ``limit`` parameters are left."""
+        return self.left(chosen) <= self.limit
 
     def _inside(self, chosen: Mapping[str, int | float]) -> Sequence[int]:
         """Return how many parameters are left in each block."""

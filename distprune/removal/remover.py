@@ -9,7 +9,7 @@ which each rank changes where they lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -125,24 +125,19 @@ class UnitRemover(Solver[Fitted]):
         return Fitted(stays, coefficients.float(), lost.float(), means.float())
 
     @override
-    def packed_numel(self, rows: Rows) -> int:
-        return sum(map(math.prod, self._shapes(rows)))
-
-    @override
-    def pack(self, prepared: Fitted) -> torch.Tensor:
-        parts = (prepared.stays, prepared.coefficients, prepared.lost, prepared.means)
-        return torch.cat([part.float().reshape(-1) for part in parts])
-
-    @override
-    def unpack(self, packed: torch.Tensor, rows: Rows) -> Fitted:
-        shapes = self._shapes(rows)
-        parts = torch.split(packed, list(map(math.prod, shapes)))
-        stays, *others = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-        return Fitted(stays != 0, *others)
-
-    def _shapes(self, rows: Rows) -> list[tuple[int, ...]]:
+    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
         num_gone = self.asked[rows.name].num_gone
-        return [(rows.num_in,), (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)]
+        shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
+        stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
+        return stays, *(torch.empty(shape, device="meta") for shape in shapes)
+
+    @override
+    def pack(self, prepared: Fitted) -> Sequence[torch.Tensor]:
+        return prepared.stays, prepared.coefficients, prepared.lost, prepared.means
+
+    @override
+    def unpack(self, *packed: torch.Tensor) -> Fitted:
+        return Fitted(*packed)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:

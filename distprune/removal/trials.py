@@ -182,26 +182,39 @@ def _next(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
 def _next_together(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
     """Return the cheapest that meets the limit; then what promises most beside the best that was tried."""
     best, cost = _best(budget, trials), _cost(budget, trials)
-    found = [_cheapest(budget, trials)]
     if best is None:
-        return found[0]
+        return _cheapest(budget, trials)
+    tried = [trial.sizes for trial in trials]
+    promises = [
+        (math.fsum(itertools.starmap(cost, sizes.items())), sizes)
+        for sizes in _candidates(budget, trials, best, cost)
+        if sizes not in tried
+    ]
+    promise, sizes = min(promises, key=lambda of: of[0], default=(math.inf, None))
+    return sizes if promise < _MARGIN * best.cost else None
+
+
+def _candidates(
+    budget: Budget, trials: Sequence[Trial], best: Trial, cost: Callable[[str, int | float], float]
+) -> Iterator[Chosen]:
+    """Yield the cheapest of all; then, for each kind, the cheapest with none of it gone, half as much, or as in trials.
+
+    Half as much as in the ``best`` trial, and as much as in each of ``trials`` of that kind alone.
+    """
+    yield _cheapest(budget, trials)
     for kind, of in budget.options.items():
         num = budget.removed(kind, best.sizes[kind]) if kind in best.sizes else 0
         half = [size for size in of.sizes if budget.removed(kind, size) <= num / 2]
         alone = [trial.sizes[kind] for trial in trials if trial.sizes.keys() == {kind}]
         for size in (None, *half[-1:], *alone):
-            rest = budget.settled(kind, size).cheapest(cost)
+            rest = budget.with_size(kind, size).cheapest(cost)
             if rest is not None:
-                found.append(rest if size is None else {**rest, kind: size})
-    tried = [trial.sizes for trial in trials]
-    promised = [(math.fsum(itertools.starmap(cost, sizes.items())), sizes) for sizes in found if sizes not in tried]
-    promising = [of for of in promised if of[0] < _MARGIN * best.cost]
-    return min(promising, key=lambda of: of[0])[1] if promising else None
+                yield rest if size is None else {**rest, kind: size}
 
 
 def _best(budget: Budget, trials: Sequence[Trial]) -> Trial | None:
     """Return the cheapest trial that meets the limit."""
-    meet = [trial for trial in trials if budget.left(trial.sizes) <= budget.limit]
+    meet = [trial for trial in trials if budget.is_met(trial.sizes)]
     return min(meet, key=lambda trial: trial.cost, default=None)
 
 

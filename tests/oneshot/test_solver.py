@@ -121,9 +121,9 @@ def test_what_is_sent_is_what_was_prepared(solver: Solver[Any], num_in: int) -> 
     upper = (x.t() @ x).triu()  # not every BLAS makes the product symmetric to the bit, as moments are
     prepared = solver.prepare(Moments(("up",), 40, upper + upper.triu(1).t()))
     rows = Rows(torch.zeros(3, num_in), ((0, 3),), 3, owned=True)
-    packed = solver.pack(prepared)
-    assert (packed.dtype, packed.shape) == (torch.float32, (solver.packed_numel(rows),))
-    sent = solver.unpack(packed, rows)
+    packed, like = solver.pack(prepared), solver.packed_like(rows)
+    assert [(of.dtype, of.shape) for of in packed] == [(of.dtype, of.shape) for of in like]
+    sent = solver.unpack(*packed)
     for name, value in vars(prepared).items():
         assert torch.equal(torch.as_tensor(vars(sent)[name]), torch.as_tensor(value)), name
 

@@ -62,7 +62,7 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
     for kind, of in possible.items():
         for settled in (None, *of):
             with_it = [each for each in every if each[2].get(kind) == settled and -each[1] <= limit]
-            rest = budget.settled(kind, settled).cheapest(cost)
+            rest = budget.with_size(kind, settled).cheapest(cost)
             assert (rest is None) == (not with_it)
             if rest is not None:
                 whole = {**rest, kind: settled} if settled else rest
