@@ -1,17 +1,15 @@
-"""What the README shows runs, on one process and under torchrun, and prints the same; what it names is there."""
+"""What the README shows runs, on one process and on two ranks, and prints the same; what it names is there."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.contract import readme_table
 from tests.hf_models import make_model
+from tests.started import run_script
 from tests.training.optimizers import optimizer_table
 
 ROOT = Path(__file__).parent.parent
@@ -61,14 +59,8 @@ def test_examples(tmp_path: Path) -> None:
     make_model(tmp_path / "build" / "demo" / "smollm2-135m")  # a small one in the place of the demo's
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for start in ([sys.executable], torchrun):
-        command = [*start, str(runner), *map(str, paths)]
-        ended = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert ended.returncode == 0, ended.stderr
+    for num_ranks in (0, 2):
+        run_script(num_ranks, tmp_path, str(runner), *map(str, paths))
     for path, said in zip(paths, SAID, strict=True):
         for who in ("alone", "0", "1"):
             text = path.with_suffix(f".{who}").read_text()

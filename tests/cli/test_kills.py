@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 
-from distprune.cli.main import run
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches, unfinished
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.pruning import streamed
-from tests.cli.test_launches import by_hand
 from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.sampling import only_whole
+from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("kills")]
 
-NUM_BLOCKS = 8
+NUM_BLOCKS = 5
 SECONDS = 120  # for a start that nobody kills, on a busy machine
 SECONDS_TO_END = 90  # for the rank that is left; what it was waiting for takes 20 to time out
 # So long after what is waited for a kill comes at most, in seconds.
@@ -34,6 +31,7 @@ WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 0.5, 0.3, 0.2
 
 Moment = Literal["load", "prune", "write", "finish"]
 MOMENTS: dict[str, tuple[Moment, ...]] = {
+    "one rank once": ("write",),
     "one rank": ("load", "write", "prune", "write", "finish"),
     "all": ("write", "prune", "finish"),  # no rank is left that could wait for another
 }
@@ -75,18 +73,6 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) 
     text = arguments[arguments.index("--calibration") + 1]
     line = f"--data {text} --teacher {arguments[1]} --steps 8 --batch-size 6 --sequence-length 64 --save-every 0"
     return ["finetune", str(pruned), *line.split(), "--timeout", "20"]
-
-
-def be_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    """Be one rank of the command, which says everything to ``log``, if that is a name."""
-    if log:
-        said = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    sys.argv = ["distprune", *arguments]
-    run()
 
 
 def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
@@ -198,7 +184,7 @@ def start(arguments: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job
         one.close()
 
 
-@pytest.mark.parametrize("whom", MOMENTS)
+@pytest.mark.parametrize("whom", ["one rank once", *(only_whole(whom) for whom in list(MOMENTS)[1:])])
 def test_killed_again_and_again_and_resumed(
     tmp_path: Path, start: Callable[[bool], Job], expected: dict[str, str], whom: str
 ) -> None:
@@ -207,7 +193,7 @@ def test_killed_again_and_again_and_resumed(
     for number, moment in enumerate(MOMENTS[whom]):
         job = start(number > 0)
         job.wait_for(moment, chance)
-        victims = [chance.randrange(2)] if whom == "one rank" else chance.sample([0, 1], 2)
+        victims = [chance.randrange(2)] if whom != "all" else chance.sample([0, 1], 2)
         job.kill(victims)
         job.has_ended(victims)
         seen.append(job.num_done())
@@ -218,32 +204,34 @@ def test_killed_again_and_again_and_resumed(
             assert said in job.said()
     last = start(True)
     last.succeeds()
-    assert f"going on at block {NUM_BLOCKS} of {NUM_BLOCKS}" in last.said()
+    assert f"going on at block {seen[-1]} of {NUM_BLOCKS}" in last.said()
     assert digests(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out"]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))
 
 
+@pytest.mark.whole
 def test_shrinking_killed_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
     text = arguments[arguments.index("--calibration") + 1]
-    line = "--mlp 0.5 --layers 7 --layer-criterion influence --samples 30 --sequence-length 64 --no-speed --timeout 20"
-    shrinking = ["shrink", arguments[1], "--calibration", text, *line.split()]
+    line = "--mlp 0.5 --layer-criterion influence --samples 30 --sequence-length 64 --no-speed --timeout 20"
+    shrinking = ["shrink", arguments[1], "--calibration", text, "--layers", str(NUM_BLOCKS - 1), *line.split()]
     first = Job([*shrinking, "--output", str(tmp_path / "out")], tmp_path)
     first.until(lambda: any(tmp_path.glob(".out.partial-*")))
     first.kill([0, 1])
     first.has_ended([0, 1])
-    assert first.num_done() == 7
+    assert first.num_done() == NUM_BLOCKS - 1
     assert not (tmp_path / "out").exists()
     last = Job([*shrinking, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
     last.succeeds()
-    assert "going on at block 7 of 7\n" in last.said()
+    assert f"going on at block {NUM_BLOCKS - 1} of {NUM_BLOCKS - 1}\n" in last.said()
     assert "layers that stay" not in last.said()  # they are recorded
     Job([*shrinking, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]
 
 
+@pytest.mark.whole
 def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) -> None:
     first = Job([*fine_tuning, "--output", str(tmp_path / "out")], tmp_path)
     first.until(lambda: first.num_done() > 2)
@@ -258,6 +246,7 @@ def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) 
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
+@pytest.mark.whole
 def test_streaming_killed_four_times_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
     asked = ["prune", arguments[1], "--streamed", "--sparsity", "0.5", "--timeout", "20"]
     asked += ["--output", str(tmp_path / "out")]

@@ -17,7 +17,8 @@ import torch
 
 from distprune.cli import launchers, ranks
 from distprune.cli.launchers import Start, check_size, detect, first_host, likely_rank
-from distprune.cli.ranks import Launch, schedule_as_batch
+from distprune.cli.ranks import Launch, schedule_as_batch, use_huge_pages
+from tests.sampling import only_whole
 
 TORCHRUN = {
     "RANK": "5",
@@ -232,7 +233,7 @@ def test_threads_are_scheduled_as_a_batch_unless_the_user_said_otherwise(chosen:
     assert found == [getattr(os, after)]
 
 
-@pytest.mark.parametrize("chosen", [None, "0"])
+@pytest.mark.parametrize("chosen", [None, only_whole("0")])
 def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise(chosen: str | None) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
@@ -252,3 +253,9 @@ def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise
     )
     (found,) = re.findall(r"AnonHugePages: *(\d+) kB", done.stdout)
     assert (int(found) >= 1 << 14) == (chosen is None)  # of 65536 kB: some may be in ordinary pages
+
+
+def test_what_the_user_chose_of_huge_pages_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    use_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"

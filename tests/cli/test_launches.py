@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from distprune.cli.launchers import detect
+from tests.started import be_rank
+from tests.worlds import CONTEXT
 
 # One worker runs them, one after the other: they are several processes each.
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
@@ -43,8 +45,11 @@ def finish(command: list[str]) -> subprocess.CompletedProcess[str]:
 def expected(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_file: Path) -> bytes:
     """The weights one process writes, without a launcher."""
     output = tmp_path_factory.mktemp("alone") / "out"
-    done = finish([*PYTHON, *arguments(model_folder, output, text_file)])
-    assert done.returncode == 0, done.stderr
+    command = arguments(model_folder, output, text_file)
+    process = CONTEXT.Process(target=be_rank, args=({}, command, str(output.parent / "log.txt")))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0, (output.parent / "log.txt").read_text()
     return (output / "model.safetensors").read_bytes()
 
 
@@ -71,16 +76,6 @@ def test_mpiexec(tmp_path: Path, model_folder: Path, text_file: Path, expected: 
     assert done.returncode == 0, done.stderr
     assert "2 on cpu" in done.stdout
     check_output(tmp_path / "out", expected)
-
-
-def by_hand(num_ranks: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set for each of so many ranks, with a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    size = str(num_ranks)
-    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 class Started:
@@ -116,6 +111,7 @@ def is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.whole
 def test_srun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes, start: list[Started]) -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     step["SLURM_STEP_NODELIST"] = "localhost"
@@ -142,23 +138,7 @@ def wait_for(folder: Path, pattern: str, started: Started) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_rank_ends_the_other(
-    tmp_path: Path, model_folder: Path, text_file: Path, start: list[Started]
-) -> None:
-    long_text = tmp_path / "long.txt"
-    long_text.write_text(text_file.read_text() * 100)
-    folder = tmp_path / "outputs"
-    start.append(Started(by_hand(2), [*PYTHON, *arguments(model_folder, folder / "out", long_text, 250_000)]))
-    wait_for(folder, ".out.partial-*", start[0])  # the job is under way
-    killed = time.monotonic()
-    start[0].processes[1].kill()
-    code, _, error = start[0].finish(0)
-    assert code == 1
-    assert "RuntimeError" in error  # gloo's: the connection is gone
-    assert time.monotonic() - killed < 60
-    assert list(folder.iterdir()) == []
-
-
+@pytest.mark.whole
 def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
     psutil = pytest.importorskip("psutil")
     long_text = tmp_path / "long.txt"
@@ -177,6 +157,7 @@ def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Pat
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_mpiexec_with_different_arguments(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
     line = arguments(model_folder, tmp_path / "out", text_file)
     done = finish([mpiexec(), "-n", "1", *PYTHON, *line, ":", "-n", "1", *PYTHON, *line, "--seed", "9"])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from distprune.jobs import PruneJob, run_prune_job
-from tests.cli.test_kills import be_rank
-from tests.cli.test_launches import by_hand, finish
+from tests.cli.test_launches import finish
+from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
 
 pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("launcher")]
@@ -105,6 +105,15 @@ def test_sigterm_ends_a_rank_that_waits_for_the_other_and_then_the_other(pair: P
     os.kill(other, signal.SIGCONT)
     assert pair.code(1 - leaving) == 1
     assert not (pair.outputs / "out").exists()
+
+
+def test_a_killed_rank_ends_the_other(pair: Pair) -> None:
+    pair.start([*LINE, *LONG], [*LINE, *LONG])
+    pair.is_under_way()
+    pair.ranks[1].kill()
+    assert pair.code(0) == 1
+    assert "RuntimeError" in pair.said(0)  # gloo's: the connection is gone
+    assert list(pair.outputs.iterdir()) == []
 
 
 def test_sigterm_does_not_hold_up_a_rank_that_leaves(pair: Pair) -> None:

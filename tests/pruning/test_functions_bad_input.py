@@ -2,109 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.utils.prune
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 import distprune
 from distprune.collectives import Alone
 from distprune.masks import reparametrize
-from distprune.shards import Fsdp2Params, torch_private
-from tests import layouts
-from tests.worlds import ProcessPool, drawing, run_threads
+from distprune.shards import torch_private
+from tests.pruning.failing import Act, World, failing, local, made, raised, spread_over
+from tests.sampling import in_turn, only_whole
+from tests.worlds import ProcessPool, run_threads
 
 theirs: Any = torch.nn.utils.prune
 ours: Any = distprune
-Act = Callable[[Any, Any], object]  # on a rank and a network
 Mistake = tuple[Act, type[Exception], str]  # here on a library and a layer; a pattern of the text
-World = tuple[int, str]  # how many ranks (0: no process group), and the layout of every parameter
 WORLDS: list[World] = [(0, "plain"), (2, "plain"), (2, "shard0"), (3, "shard1"), (2, "fsdp2")]
 SCORES = torch.arange(24.0).view(6, 4) * 7 % 24 - 11
-
-
-def made(layout: str) -> Any:
-    """Return the same network everywhere, in that layout; 3 ranks cut its matrices unevenly."""
-    with drawing(0):
-        net: Any = nn.Sequential(OrderedDict(up=nn.Linear(4, 6), down=nn.Linear(6, 5)))
-        other = nn.Embedding(6, 4)
-    net.up.register_buffer("scale", torch.ones(4))
-    makers: dict[str, Any] = {each.name: each.make for each in layouts.LAYOUTS if each.name != "plain"}
-    makers["partial"] = lambda n: lambda _, t: DTensor.from_local(t, init_device_mesh("cpu", (n,)), [Partial()])
-    spread = makers[layout](dist.get_world_size()) if layout in makers else lambda _, whole: whole
-    for i, (path, parameter) in enumerate(list(net.named_parameters())):
-        order = torch.randperm(parameter.numel(), generator=torch.Generator().manual_seed(i))
-        values = (order.view(parameter.shape) - 10.5) / 20
-        setattr(net.get_submodule(path.split(".")[0]), path.split(".")[1], nn.Parameter(spread(i, values)))
-    if "fsdp1" in layout:
-        return FullyShardedDataParallel(net, use_orig_params="original" in layout, device_id=torch.device("cpu"))
-    if "tied" in layout:
-        net.add_module("other", other)
-        net.other.weight = net.up.weight
-    if "fsdp2" in layout:
-        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    if "second" in layout:
-        net.up = net.other
-    return net
-
-
-def spread_over(tensor: torch.Tensor, *placements: Placement) -> DTensor:
-    return distribute_tensor(tensor, init_device_mesh("cpu", (dist.get_world_size(),)), placements, src_data_rank=None)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def state(net: nn.Module) -> list[Any]:
-    """Return everything a call may change, to compare, and last the tensors, which keeps their ids theirs."""
-    seen: list[Any] = [list(net.state_dict())]
-    fsdp2, kept = Fsdp2Params()._found, []
-    for path, module in net.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        values = [(name, id(t), None if t is None else local(t).numpy().tobytes()) for name, t in tensors.items()]
-        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        methods = [[*getattr(hook, "_pruning_methods", ())] for _, hook in hooks]
-        params = [fsdp2.get((id(module), name)) for name in tensors]
-        managed = [(m.name, type(m.param), getattr(m.param, "_watch", None)) for m in params if m is not None]
-        always = [*module._forward_hooks_always_called], sorted(module._non_persistent_buffers_set)
-        seen += [path, type(module), sorted(module.__dict__), values, hooks, methods, managed, always]
-        kept.append(tensors)
-    return [*seen, kept]
-
-
-def raised(rank: int, net: Any, act: Act) -> Exception:
-    """Return what ``act`` raises, having seen that it changed nothing."""
-    before = state(net)
-    with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is checked for all ranks
-        act(rank, net)
-    assert state(net)[:-1] == before[:-1]
-    return caught.value
-
-
-def failing(world: World, act: Act, kind: type[Exception], text: str, prepare: Act = lambda *_: None) -> list[str]:
-    """See that every rank raises that, and that nothing changed; return the texts."""
-
-    def on_rank(rank: int) -> Exception:
-        net = made(world[1])
-        prepare(rank, net)
-        return raised(rank, net, act)
-
-    errors: list[Any] = run_threads(world[0], on_rank, draws=True) if world[0] else [on_rank(0)]
-    assert [type(error) for error in errors] == [kind] * len(errors), errors
-    assert all(re.search(text, str(error)) for error in errors), errors
-    return [str(error) for error in errors]
 
 
 class Method(distprune.BasePruningMethod):  # a user's, made of a function
@@ -170,19 +91,26 @@ OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
 ]
 
 
+@pytest.mark.parametrize("parity", [0, only_whole(1)])
 @pytest.mark.parametrize(("act", "kind", "text"), MISTAKES + LATER + OURS)
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_mistakes(world: World, again: bool, act: Act, kind: type[Exception], text: str) -> None:
-    again = again or (act, kind, text) in LATER
-    failing(world, lambda _, net: act(ours, net.up), kind, text, lambda _, net: l1(net, 20) if again else None)
-    if world == (0, "plain") and (act, kind, text) not in OURS:
-        layer = made("plain").up
-        if again:
-            theirs.l1_unstructured(layer, "weight", 20)
-        with pytest.raises(kind) as caught:
-            act(theirs, layer)
-        assert type(caught.value) is kind
+def test_mistakes(act: Act, kind: type[Exception], text: str, parity: int) -> None:
+    """In every world, before and after a first pruning in turn."""
+    number = (MISTAKES + LATER + OURS).index((act, kind, text)) + parity
+    for i, world in enumerate(WORLDS):
+        again = (number + i) % 2 == 1 or (act, kind, text) in LATER
+        failing(world, lambda _, net: act(ours, net.up), kind, text, partial(prune_first, again))
+        if world == (0, "plain") and (act, kind, text) not in OURS:
+            layer = made("plain").up
+            if again:
+                theirs.l1_unstructured(layer, "weight", 20)
+            with pytest.raises(kind) as caught:
+                act(theirs, layer)
+            assert type(caught.value) is kind
+
+
+def prune_first(again: bool, _: int, net: Any) -> None:
+    if again:
+        l1(net, 20)
 
 
 @pytest.mark.parametrize("prune", [ours, theirs], ids=["distprune", "torch"])
@@ -236,14 +164,18 @@ WRONG: list[Mistake] = [  # on 1 where the rank is wrong, else 0
 ]
 
 
-@pytest.mark.parametrize("world", WORLDS[1:], ids=str)
-@pytest.mark.parametrize(("act", "kind", "text"), WRONG)
-@pytest.mark.parametrize("prepare", [ONCE, AGAIN])
-def test_wrong_on_one_rank_only(prepare: Act, act: Act, kind: type[Exception], text: str, world: World) -> None:
-    if kind is RuntimeError and world[1] != "plain":
-        kind = NotImplementedError  # it is what a DTensor raises for what it cannot do
-    texts = failing(world, lambda rank, net: act(int(rank == 1), net), kind, text, prepare)
-    assert all((f"rank 1 of {world[0]}: " in each) == (rank != 1) for rank, each in enumerate(texts))
+@pytest.mark.parametrize(("world", "numbers"), in_turn(WORLDS[1:], range(2 * len(WRONG)), num=len(WRONG)))
+def test_wrong_on_one_rank_only(world: World, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        act, kind, text = WRONG[number % len(WRONG)]
+        if kind is RuntimeError and world[1] != "plain":
+            kind = NotImplementedError  # it is what a DTensor raises for what it cannot do
+        texts = failing(world, partial(act_on_one, act), kind, text, (ONCE, AGAIN)[number % 2])
+        assert all((f"rank 1 of {world[0]}: " in each) == (rank != 1) for rank, each in enumerate(texts))
+
+
+def act_on_one(act: Act, rank: int, net: Any) -> None:
+    act(int(rank == 1), net)
 
 
 CALLS: dict[str, Callable[..., object]] = {
@@ -327,21 +259,23 @@ def test_unsuitable_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if layout == "fsdp2":
         monkeypatch.setitem(vars(torch_private.FSDP2), "missing", ["FSDPParam._sharded_param_data"])
     # Without the names all objects there are have to be looked through, which takes long here.
-    for call in CALLS if layout != "fsdp2" else ("l1", "mask"):
+    calls = list(CALLS)[layout.endswith("second") :: 2 if "tied" in layout else 1]
+    for call in calls if layout != "fsdp2" else ("l1", "mask"):
         failing((2, layout), partial(call_on, call), NotImplementedError, UNSUITABLE[layout])
         CALLS[call](made("plain"))
         run_threads(2, call_on_shards, call)
 
 
-def fsdp1_on_rank(rank: int, layout: str, call: str) -> Exception:
-    return raised(rank, made(layout), lambda _, net: CALLS[call](net))
+def fsdp1_on_rank(rank: int, layout: str) -> list[Exception]:
+    return [raised(rank, made(layout), partial(call_on, call)) for call in CALLS]
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("layout", "kind"), [("fsdp1 original", NotImplementedError), ("fsdp1 flat", TypeError)])
-def test_fsdp1(layout: str, kind: type[Exception], call: str, pool: ProcessPool) -> None:
-    errors = pool.run(2, fsdp1_on_rank, layout, call)
-    assert all(type(error) is kind and "distprune.prune_model" in str(error) for error in errors), errors
+def test_fsdp1(layout: str, kind: type[Exception], pool: ProcessPool) -> None:
+    for errors in pool.run(2, fsdp1_on_rank, layout):
+        for call, error in zip(CALLS, errors, strict=True):
+            assert type(error) is kind, (call, error)
+            assert "distprune.prune_model" in str(error), (call, error)
 
 
 @pytest.mark.parametrize("call", ["l1", "rows", "global", "user's"])

@@ -1,13 +1,12 @@
-"""The examples run under torchrun, and Accelerate's wrappers are held whether they come before or after."""
+"""The examples run on two ranks, and Accelerate's wrappers are held whether they come before or after."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.started import run_script
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -46,18 +45,10 @@ accelerator.end_training()
 """
 
 
-def torchrun(*arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 @pytest.mark.launcher
 def test_example(tmp_path: Path) -> None:
     script, saved = ROOT / "launch" / "train_sparse_fsdp2.py", tmp_path / "saved"
-    printed = torchrun(str(script), "--steps", "20", "--output", str(saved)).splitlines()
+    printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()
     assert printed[0].endswith("0.0% zeros")
     assert printed[-1] == "80.0% of the weights in the layers are zero"
     assert (saved / ".metadata").exists()
@@ -66,9 +57,9 @@ def test_example(tmp_path: Path) -> None:
 @pytest.mark.launcher
 def test_example_of_a_trainer(tmp_path: Path) -> None:
     script, saved = ROOT / "launch" / "trainer_sparse.py", tmp_path / "saved"
-    printed = torchrun(str(script), "--steps", "20", "--output", str(saved)).splitlines()
+    printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()
     assert printed[-1] == "80.0% of the weights in the layers are zero"
-    assert (saved / "checkpoint-20" / "model.safetensors").exists()
+    assert (saved / "checkpoint-10" / "model.safetensors").exists()
     assert (saved / "model.safetensors").exists()
 
 
@@ -76,4 +67,4 @@ def test_example_of_a_trainer(tmp_path: Path) -> None:
 def test_accelerate(tmp_path: Path) -> None:
     script = tmp_path / "accelerated.py"
     script.write_text(ACCELERATED)
-    assert torchrun(str(script)).count("held on 2") == 2
+    assert run_script(2, tmp_path, str(script)).count("held on 2") == 2
