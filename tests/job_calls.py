@@ -20,7 +20,8 @@ from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, r
 from distprune.jobs.block_journal import BLOCK, BlockJournal, digest_of
 from distprune.jobs.journal import Item, Journal
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.run import Job, Run
+from distprune.jobs.options import Job
+from distprune.jobs.run import Run
 from distprune.jobs.unfinished import Unfinished
 from distprune.models import decoder_blocks
 from distprune.removal import remove_units

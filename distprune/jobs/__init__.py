@@ -10,6 +10,7 @@ from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error, remova
 from distprune.jobs.finetune import run_finetune_job
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
+from distprune.jobs.options import Job, Option, choices_of, options_of
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.shrink import run_shrink_job
 from distprune.jobs.shrink_job import ShrinkJob
@@ -18,15 +19,19 @@ from distprune.jobs.watcher import Watcher
 
 __all__ = [
     "FinetuneJob",
+    "Job",
     "Kind",
     "OneShotJob",
+    "Option",
     "PruneJob",
     "ShrinkJob",
     "StreamedJob",
     "Watcher",
     "by_metric",
+    "choices_of",
     "kinds_of",
     "mean_error",
+    "options_of",
     "removal_rows",
     "run_finetune_job",
     "run_one_shot_job",

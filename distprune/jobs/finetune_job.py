@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from typing_extensions import override
 
-from distprune.jobs.run import Job
+from distprune.jobs.options import Job, ask
 from distprune.jobs.unfinished import check_unfinished
 
 __all__ = ["FinetuneJob"]
 
+_MOST = 1 << 30
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneJob(Job):
-    """Train a pruned model with its zeros held; the fields of :class:`Job`, whose ``seed`` draws the text.
+    """Train a pruned model with its zeros held.
 
-    Args:
-        data: a text or JSON-lines file. Every step reads ``batch_size`` windows of ``sequence_length`` tokens, over
-            all ranks, drawn from all over it.
-        steps: how many. Either these are given, or ``minutes``, without the time to load, evaluate and write.
-        teacher: the dense model, named as ``model`` is: the loss is then the Kullback-Leibler divergence from what it
-            predicts.
-        learning_rate: at its highest, after a tenth of the job.
-        compute_dtype: of forwards, bfloat16 or float32; weights and moments are float32 until they are written.
-        save_every: seconds between two states that ``resume`` can go on with.
-        resume: go on where a job that was killed has saved its last state.
+    The learning rate is at its highest after a tenth of the job. With a teacher the loss is the Kullback-Leibler
+    divergence from what it predicts.
     """
 
-    data: str
-    steps: int | None = None
-    minutes: float | None = None
-    teacher: str | None = None
-    learning_rate: float = 2e-4
-    batch_size: int = 8
-    sequence_length: int = 256
-    compute_dtype: torch.dtype = torch.bfloat16
-    save_every: float = 300.0
-    resume: bool = False
+    data: str = field(metadata=ask("Text or JSON-lines file to train on.", metavar="PATH", is_file=True))
+    steps: int | None = field(default=None, metadata=ask("How many steps to do; or else --minutes.", least=1))
+    minutes: float | None = field(
+        default=None,
+        metadata=ask("How long to train, without the time to load, evaluate and write; or else --steps.", above=0),
+    )
+    teacher: str | None = field(
+        default=None, metadata=ask("The dense model: learn what it predicts, and not the text.", is_file=True)
+    )
+    learning_rate: float = field(default=2e-4, metadata=ask("Of AdamW, at its highest.", above=0))
+    batch_size: int = field(default=8, metadata=ask("Windows a step, over all ranks.", least=1, most=_MOST))
+    sequence_length: int = field(default=256, metadata=ask("Tokens in each.", least=2, most=_MOST))
+    compute_dtype: torch.dtype = field(
+        default=torch.bfloat16, metadata=ask("Of forwards. Weights are trained in float32.", choices=_DTYPES)
+    )
+    save_every: float = field(
+        default=300.0, metadata=ask("Seconds between states that --resume can go on with.", least=0)
+    )
+    resume: bool = field(
+        default=False,
+        metadata=ask("Go on where a job that was killed has saved its last state.", in_facts=False),
+    )
 
-    def check_length(self) -> None:
-        """Raise a ValueError unless it is said in one way how long to train, and how. Local."""
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
         if (self.steps is None) == (self.minutes is None):
-            raise ValueError(f"either steps or minutes are called for, not {self.steps=} and {self.minutes=}")
-        for name in ("steps", "minutes", "learning_rate", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} is not above 0, and finite")
-        if self.compute_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"compute_dtype={self.compute_dtype} is neither bfloat16 nor float32")
-        if self.sequence_length < 2 or not self.save_every >= 0:
-            raise ValueError(
-                f"{self.sequence_length=}, {self.save_every=}: a window has two tokens or more, and time goes forward"
-            )
+            raise ValueError(f"give steps or minutes, not steps={self.steps} and minutes={self.minutes}")
 
     @override
     def check(self) -> None:
         check_unfinished(self, self.resume)
-        self.check_length()
         super().check()
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BLOCK, BlockJournal
 from distprune.jobs.calibrated import calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
+from distprune.jobs.options import CalibratedJob, PruningJob, ask
 from distprune.jobs.picture import can_draw, draw
-from distprune.jobs.run import PruningJob, Run, clock
+from distprune.jobs.run import Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import check_unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -26,7 +27,6 @@ from distprune.oneshot import (
     Allocation,
     OneShotMethod,
     Sequential,
-    TargetsOf,
     allocate,
     prune_blocks,
     updates_weights,
@@ -37,40 +37,31 @@ __all__ = ["OneShotJob", "run_one_shot_job"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneShotJob(PruningJob):
-    """Prune with calibration text; the fields of :class:`PruningJob`, and those of ``prune_blocks``.
+class OneShotJob(PruningJob, CalibratedJob):
+    """Prune with calibration text, as ``prune_blocks`` does."""
 
-    Args:
-        method: a solver's name.
-        sequential: as ``prune_blocks`` takes it, and ``targets`` and ``target_share``.
-        calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
-            are drawn; ``None``: all of them.
-        allocation: ``"uniform"``: every linear map ends with ``sparsity``; ``"gradients"``: each with its own, by
-            :func:`distprune.allocate`; ``None``: the latter from 60 % on with ADMM by rows, where it can be found.
-        offload: keep activations on the CPU between blocks.
-        resume: go on where a job that was killed has stopped.
-    """
+    method: OneShotMethod = field(default="admm", metadata=ask("How weights are chosen."))
+    sequential: Sequential | None = field(
+        default=None,
+        metadata=ask("Prune the layers of a block at once, or map by map in the order they run (admm's default)."),
+    )
+    allocation: Allocation | None = field(
+        default=None,
+        metadata=ask(
+            "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "
+            "default from 0.6 on with admm."
+        ),
+    )
 
-    method: OneShotMethod = "admm"
-    calibration: str
-    sequential: Sequential | None = None
-    targets: TargetsOf | None = None
-    target_share: float = 0.5
-    samples: int | None = 128
-    sequence_length: int = 2048
-    allocation: Allocation | None = None
-    offload: bool = False
-    resume: bool = False
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
 
     @override
     def check(self) -> None:
         check_unfinished(self, self.resume)
-        allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
         super().check()
-
-    @override
-    def inputs(self) -> list[str]:
-        return [*super().inputs(), self.calibration]
 
 
 def run_one_shot_job(

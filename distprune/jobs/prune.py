@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from distprune.checkpoint import save_model, writing
 from distprune.jobs.documents import write_documents
-from distprune.jobs.run import PruningJob, Run, clock
+from distprune.jobs.options import PruningJob, ask
+from distprune.jobs.run import Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import prune_model
@@ -21,21 +22,28 @@ __all__ = ["PruneJob", "run_prune_job"]
 
 @dataclass(frozen=True, kw_only=True)
 class PruneJob(PruningJob):
-    """Prune by the weights alone; the fields of :class:`PruningJob`, and those of ``prune_model``.
+    """Prune by the weights alone, as ``prune_model`` does."""
 
-    Args:
-        method: a score's name, ``"magnitude"`` or ``"random"``.
-    """
-
-    method: str = "magnitude"
-    scope: Scope | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    method: Literal["magnitude", "random"] = field(default="magnitude", metadata=ask("How weights are chosen."))
+    scope: Scope | None = field(
+        default=None,
+        metadata=ask("global: all weights compete (the default). tensor: those of each tensor."),
+    )
+    include: tuple[str, ...] = field(
+        default=(),
+        metadata=ask(
+            "Prune the parameters that match, instead of the default ones. Repeatable.",
+            metavar="NAMES",
+        ),
+    )
+    exclude: tuple[str, ...] = field(
+        default=(), metadata=ask("Leave out the parameters that match. Repeatable.", metavar="NAMES")
+    )
 
     @override
-    def check(self) -> None:
+    def check_asked(self) -> None:
+        super().check_asked()
         as_pattern(self.pattern, self.sparsity, self.scope)
-        super().check()
 
 
 def run_prune_job(

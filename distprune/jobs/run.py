@@ -1,4 +1,4 @@
-"""What the jobs share: what is asked for, and the steps from a model directory to its report."""
+"""What the jobs share: the steps from a model directory to its report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,72 +27,13 @@ from distprune.checkpoint import (
 )
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
+from distprune.jobs.options import Job
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
-from distprune.patterns import Pattern
 
-__all__ = ["REPORT_NAME", "Job", "PruningJob", "Run", "clock", "write_report"]
+__all__ = ["REPORT_NAME", "Run", "clock", "write_report"]
 
 REPORT_NAME = "report.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What every job is asked for; all ranks must ask for the same.
-
-    Args:
-        model: a Hugging Face directory, or an id of the hub (``org/name[@revision]``).
-        output: the directory to write, on storage that all ranks share.
-        seed: of what is drawn: windows of text, and by the method ``"random"``.
-        dtype: of the weights that are written; ``None``: what they are stored in.
-        overwrite: replace the model that is in ``output``.
-        evaluate_on: text or JSON-lines files; the report then has the perplexity on each before and after.
-        evaluation_tokens: how much of each is used, in windows of ``evaluation_length`` tokens.
-        tasks: of lm-eval, by name; the report then has their metrics before and after.
-    """
-
-    model: str
-    output: str
-    seed: int = 0
-    dtype: torch.dtype | None = None
-    overwrite: bool = False
-    evaluate_on: tuple[str, ...] = ()
-    evaluation_tokens: int = 8192
-    evaluation_length: int = 512
-    tasks: tuple[str, ...] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        """Return all fields as JSON carries them, but for those that change nothing in the end."""
-        return {
-            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value
-            for name, value in vars(self).items()
-            if name not in ("resume", "sync_files")
-        }
-
-    def flags(self) -> dict[str, Any]:
-        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
-        return {f"--{name.replace('_', '-')}": value for name, value in self.arguments().items()}
-
-    def check(self) -> None:
-        """Raise what can be known to be wrong before anything is read. Local."""
-        check_output(self.output, overwrite=self.overwrite, inputs=self.inputs())
-
-    def inputs(self) -> list[str]:
-        """Return the files and directories that are read, which the output must not replace."""
-        return [self.model, *self.evaluate_on]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruningJob(Job):
-    """What a job that prunes is asked for beside that.
-
-    Args:
-        sparsity: the final share of zeros, in [0, 1]; existing zeros count toward it.
-        pattern: one, or its text; N:M says itself how much is pruned.
-    """
-
-    sparsity: float | None = None
-    pattern: Pattern | str | None = None
 
 
 class Run:

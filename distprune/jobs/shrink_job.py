@@ -2,70 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from typing_extensions import override
 
-from distprune.jobs.run import Job
+from distprune.jobs.options import CalibratedJob, Option, ask, parse_budget, parse_size
 from distprune.jobs.unfinished import check_unfinished
-from distprune.oneshot import TargetsOf
 from distprune.removal import CriterionName, ExpertCriterion, LayerCriterion, Refit, Sizes
 
 __all__ = ["ShrinkJob"]
 
 
+def _size(help: str) -> dict[str, Option]:
+    return ask(help, parse=parse_size, metavar="N|SHARE")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ShrinkJob(Job):
-    """Make a model smaller; the fields of :class:`Job`, and those of :func:`distprune.shrink_model`.
+class ShrinkJob(CalibratedJob):
+    """Make a model smaller, as :func:`distprune.shrink_model` does."""
 
-    Args:
-        mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share; ``None``: all.
-        parameters: at most as many stay of all parameters, or which share; what leaves is then found by trials, of the
-            kinds of which nothing is said.
-        calibration: a text or JSON-lines file, from all over which ``samples`` windows of ``sequence_length`` tokens
-            are drawn; ``None``: all of them.
-        offload: keep activations on the CPU between blocks.
-        speed: measure the model before and after in plain transformers, on the first rank's machine, one after the
-            other; each must fit into its memory.
-        resume: go on where a job that was killed has stopped.
-    """
-
-    mlp: int | float | None = None
-    heads: int | float | None = None
-    kv_groups: int | float | None = None
-    experts: int | float | None = None
-    layers: int | float | None = None
-    parameters: int | float | None = None
-    calibration: str
-    criterion: CriterionName = "obs"
-    layer_criterion: LayerCriterion = "loss"
-    expert_criterion: ExpertCriterion = "output"
-    refit: Refit = "least_squares"
-    targets: TargetsOf | None = None
-    target_share: float = 0.5
-    samples: int | None = 128
-    sequence_length: int = 2048
-    offload: bool = False
-    speed: bool = True
-    resume: bool = False
+    mlp: int | float | None = field(default=None, metadata=_size("MLP channels that stay, such as 0.75 of them."))
+    heads: int | float | None = field(default=None, metadata=_size("Query heads that stay, as many of each KV group."))
+    kv_groups: int | float | None = field(
+        default=None, metadata=_size("KV heads that stay, each with its query heads.")
+    )
+    experts: int | float | None = field(default=None, metadata=_size("Experts that stay of each mixture."))
+    layers: int | float | None = field(default=None, metadata=_size("Decoder layers that stay, such as 24."))
+    parameters: int | float | None = field(
+        default=None,
+        metadata=ask(
+            "At most as many parameters stay, such as 100M. What leaves, of all of which nothing is said but experts, "
+            "is found by trials on --calibration.",
+            parse=parse_budget,
+            metavar="N[K|M|B]|SHARE",
+        ),
+    )
+    criterion: CriterionName = field(
+        default="obs",
+        metadata=ask("How units are chosen. obs: by what the least squares fit of the rest loses."),
+    )
+    layer_criterion: LayerCriterion = field(
+        default="loss",
+        metadata=ask(
+            "How layers are chosen. loss: one by one, by the loss without each; influence: by angles.",
+            needs=("layers", "parameters"),
+        ),
+    )
+    expert_criterion: ExpertCriterion = field(
+        default="output",
+        metadata=ask(
+            "How experts are chosen. output: by what they put out; usage: by how many tokens they get.",
+            needs=("experts",),
+        ),
+    )
+    refit: Refit = field(
+        default="least_squares",
+        metadata=ask("What becomes of the layers that read what goes: fitted anew, their bias alone, or none."),
+    )
+    speed: bool = field(
+        default=True,
+        metadata=ask(
+            "Measure tokens per second and memory before and after; both models must fit on one rank.", in_card=False
+        ),
+    )
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(
-            mlp=self.mlp,
-            heads=self.heads,
-            kv_groups=self.kv_groups,
-            experts=self.experts,
-            layers=self.layers,
-            parameters=self.parameters,
-        )
+        return Sizes(**{of.name: getattr(self, of.name) for of in fields(Sizes)})
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        self.sizes.check_asked()
 
     @override
     def check(self) -> None:
         check_unfinished(self, self.resume)
-        self.sizes.check_asked()
         super().check()
-
-    @override
-    def inputs(self) -> list[str]:
-        return [*super().inputs(), self.calibration]

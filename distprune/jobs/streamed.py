@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import together
 from distprune.jobs.documents import write_documents
+from distprune.jobs.options import ask
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import STRETCH, StretchWriter
@@ -35,26 +36,32 @@ class StreamedJob(PruneJob):
     """:class:`PruneJob` for a checkpoint that may be larger than memory: the same bytes, and no model.
 
     Nothing is evaluated, and dtypes stay as they are stored.
-
-    Args:
-        resume: go on with a job that was killed.
-        sync_files: wait until the output is on the disk, as ``torch.distributed.checkpoint.FileSystemWriter`` does.
-            Without, the system writes it when it likes, as after ``cp``: a killed job can go on all the same, but when
-            the machine fails soon after the job the output may not be whole.
     """
 
-    streamed: bool = True  # for the report and the card
-    resume: bool = False
-    sync_files: bool = True
+    streamed: bool = field(  # for the report and the card
+        default=True, metadata=ask("Build no model: stream the weights from file to file, whatever their size.")
+    )
+    resume: bool = field(default=False, metadata=ask("Go on where a job that was killed has stopped.", in_facts=False))
+    # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
+    sync_files: bool = field(
+        default=True,
+        metadata=ask(
+            "Wait until the output is on the disk; without, it may be lost if the machine fails.", in_facts=False
+        ),
+    )
 
     @override
-    def check(self) -> None:
+    def check_asked(self) -> None:
+        super().check_asked()
         if self.evaluate_on or self.tasks:
             raise ValueError("--streamed builds no model that --eval or --tasks could run; evaluate the output")
         if self.dtype is not None:
             raise ValueError(
                 f"--streamed leaves weights in the dtype they are stored in; leave out --dtype {self.dtype}"
             )
+
+    @override
+    def check(self) -> None:
         check_unfinished(self, self.resume)
         super().check()
 

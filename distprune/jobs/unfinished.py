@@ -21,8 +21,9 @@ from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.jobs.model_card import CARD_NAME
+from distprune.jobs.options import Job
 from distprune.jobs.picture import PICTURE_NAME
-from distprune.jobs.run import REPORT_NAME, Job
+from distprune.jobs.run import REPORT_NAME
 
 __all__ = ["STATE", "Unfinished", "check_unfinished", "open_unfinished"]
 

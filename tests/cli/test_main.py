@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from distprune.cli import main
-from distprune.cli.options import Request
+from distprune.cli.commands import Start
 from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, StreamedJob
 
 
@@ -48,28 +48,28 @@ def end(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     raise AssertionError("run() ends the process")
 
 
-def asked(line: str) -> list[Request]:
+def asked(line: str) -> list[Start]:
     """Return what this command line asks for."""
-    requests: list[Request] = []
+    requests: list[Start] = []
     assert CliRunner().invoke(main.app, line.split(), obj=requests.append).exit_code == 0
     return requests
 
 
 def test_defaults() -> None:
     assert asked("prune m --output o --sparsity 0.5") == [
-        Request(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
+        Start(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
     ]
     assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
-        Request(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
+        Start(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
     ]
     assert asked("prune m --output o --pattern 2:4 --streamed --resume --include *.q") == [
-        Request(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
+        Start(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
     ]
     assert asked("finetune m --output o --data d --steps 3") == [
-        Request(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
+        Start(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
     ]
     assert asked("shrink m --output o --calibration c --mlp 0.75") == [
-        Request(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
+        Start(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
     ]
 
 
@@ -102,7 +102,7 @@ def test_every_option_arrives() -> None:
     }
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
-    assert asked(f"prune {line}{in_place}") == [Request(job, "cpu", 30)]
+    assert asked(f"prune {line}{in_place}") == [Start(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential layer --targets dense --target-share 0.25"
     one_shot += " --allocation gradients"
@@ -121,9 +121,9 @@ def test_every_option_arrives() -> None:
         offload=True,
         resume=True,
     )
-    assert asked(f"prune {line}{one_shot} --resume") == [Request(calibrated, "cpu", 30)]
+    assert asked(f"prune {line}{one_shot} --resume") == [Start(calibrated, "cpu", 30)]
     everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
-    assert asked(everything) == [Request(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
+    assert asked(everything) == [Start(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
     training = (
         "--data d --minutes 1.5 --teacher t --learning-rate 0.1 --batch-size 2 --sequence-length 9 --save-every 5 "
         "--compute-dtype float32 --resume"
@@ -140,7 +140,7 @@ def test_every_option_arrives() -> None:
         compute_dtype=torch.float32,
         resume=True,
     )
-    assert asked(f"finetune {line} {training}") == [Request(tuned, "cpu", 30)]
+    assert asked(f"finetune {line} {training}") == [Start(tuned, "cpu", 30)]
     removal = (
         "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
         "--layer-criterion influence "
@@ -164,7 +164,7 @@ def test_every_option_arrives() -> None:
         speed=False,
         resume=True,
     )
-    assert asked(f"shrink {line} {removal}") == [Request(smaller, "cpu", 30)]
+    assert asked(f"shrink {line} {removal}") == [Start(smaller, "cpu", 30)]
     (request,) = asked("shrink m --output o --calibration c --kv-groups 2")
     assert isinstance(request.job, ShrinkJob)
     assert (request.job.kv_groups, type(request.job.kv_groups)) == (2, int)  # two of them, and not a share of 2.0
@@ -199,6 +199,22 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --calibration t --streamed",
         "prune m --output o --sparsity 0.3 --streamed --device cuda",
         "prune m --output o --sparsity 0.3 --no-sync-files",
+        "prune m --output o --sparsity 0.3 --streamed --eval t",
+        "prune m --output o --sparsity 0.3 --streamed --dtype float16",
+        # options that say nothing without others
+        "prune m --output o --sparsity 0.3 --targets dense",
+        "prune m --output o --sparsity 0.3 --target-share 0.3",
+        "prune m --output o --sparsity 0.3 --sequential map",
+        "prune m --output o --sparsity 0.3 --samples 16",
+        "prune m --output o --sparsity 0.3 --sequence-length 16",
+        "prune m --output o --sparsity 0.3 --offload",
+        "prune m --output o --sparsity 0.3 --streamed --samples 16",
+        "prune m --output o --sparsity 0.3 --eval-length 16",
+        "prune m --output o --sparsity 0.3 --eval-tokens 16",
+        "prune m --output o --sparsity 0.3 --calibration t --target-share 7",
+        "shrink m --output o --calibration c --mlp 0.5 --layer-criterion loss",
+        "shrink m --output o --calibration c --mlp 0.5 --expert-criterion usage",
+        "shrink m --output o --calibration c --mlp 0.5 --target-share 2",
         "prune m --output o --sparsity 0.3 --calibration t --no-sync-files",
         "prune m --output o --sparsity 0.3 --dtype int8",
         "prune m --output o --sparsity 0.3 --eval-length 1",
@@ -273,7 +289,6 @@ def test_prunes_and_inspects(
         ("org/name@v1 --output {out}", "hf download org/name --revision v1"),
         ("{model} --output {out} --tasks arc_easy", "pip install 'distprune[tasks]'"),
         ("{model} --output {text}/out", "is a file"),
-        ("{model} --output {out} --streamed --eval {text}", "builds no model"),
         ("{loop} --output {out}", "loop"),
         ("{model} --output {loop}/out", "loop"),
         ("{model} --output {out} --eval {loop}", "loop"),
@@ -311,7 +326,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(main, "run_prune_job", fail)
+    monkeypatch.setitem(main._RUN, PruneJob, fail)
 
 
 LINE = ("prune", "m", "--output", "o", "--sparsity", "0.3")
@@ -345,5 +360,5 @@ def test_what_ends_a_job_is_never_taken_for_a_success(
 
 
 def test_a_table_that_cannot_be_shown_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "run_prune_job", lambda *_, **__: {})  # no report: the table fails
+    monkeypatch.setitem(main._RUN, PruneJob, lambda *_, **__: {})  # no report: the table fails
     assert end(monkeypatch, *LINE) == 0

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_same_bytes_over_any_number_of_ranks(
     pool: ProcessPool,
     tmp_path: Path,
     job: PruneJob,
-    method: str,
+    method: Literal["magnitude", "random"],
     scope: Scope,
     dtype: torch.dtype,
     world_size: int,

@@ -1,0 +1,260 @@
+"""What jobs are asked for: dataclasses, whose fields say all that the command line needs to know of an option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from math import inf
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from typing_extensions import override
+
+from distprune.checkpoint import check_output
+from distprune.oneshot import TargetsOf
+from distprune.patterns import Pattern
+
+__all__ = [
+    "EVALUATION",
+    "CalibratedJob",
+    "Job",
+    "Option",
+    "PruningJob",
+    "ask",
+    "choices_of",
+    "options_of",
+    "parse_budget",
+    "parse_samples",
+    "parse_size",
+]
+
+EVALUATION = "Evaluation"  # a panel of the help
+_MOST = 1 << 30
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the command line says of a field, and which values it takes."""
+
+    help: str
+    flag: str = ""  # if it is not the field's name
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None  # and finite
+    choices: Mapping[str, Any] | None = None  # what each word stands for
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    separator: str | None = None  # of several values in one word
+    needs: tuple[str, ...] = ()  # it says something only where one of these fields is set
+    is_file: bool = False
+    in_facts: bool = True  # a resumed job must be asked for the same
+    in_card: bool = True
+    panel: str | None = None
+
+
+def ask(help: str, **of: Any) -> dict[str, Option]:
+    """Return the metadata of a field: ``steps: int = field(default=1, metadata=ask("How many.", least=1))``."""
+    return {"option": Option(help, **of)}
+
+
+def options_of(job: type[Job]) -> dict[str, Option]:
+    """Return the options of a job by the names of their fields, with their flags."""
+    found = {}
+    for of in fields(job):
+        option: Option = of.metadata["option"]
+        found[of.name] = Option(**{**vars(option), "flag": option.flag or f"--{of.name.replace('_', '-')}"})
+    return found
+
+
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """Return the values of the ``Literal`` in a type, which may be a union; empty: there is none."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return tuple(value for part in parts for value in choices_of(part))
+
+
+def parse_samples(text: str) -> int | None:
+    """Return how many windows are meant; ``None``: all."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise ValueError(f"{text!r} is neither 'all' nor a number from 1 to {_MOST}")
+    return int(text)
+
+
+def parse_size(text: str, most: int = _MOST) -> int | float:
+    """Return how many are to stay, or which share of them, which has a point."""
+    try:
+        size: int | float = float(text) if "." in text else int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a number such as 6 nor a share such as 0.75") from None
+    if not (0 < size <= 1 if isinstance(size, float) else 1 <= size <= most):
+        raise ValueError(f"{text} is neither a number from 1 on nor a share above 0 and at most 1.0")
+    return size
+
+
+def parse_budget(text: str) -> int | float:
+    """Return how many parameters may stay, such as 100M, or which share of them."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT])", text)
+    if found is None and not re.fullmatch(r"[0-9.]+", text):
+        raise ValueError(f"{text!r} is neither a number such as 100M or 100000000 nor a share such as 0.8")
+    return parse_size(text, 10**15) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
+
+    model: str = field(
+        metadata=ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
+    )
+    output: str = field(
+        metadata=ask("Directory to write, which all ranks see. It must not exist, or be empty.", metavar="PATH")
+    )
+    seed: int = field(default=0, metadata=ask("Draws windows of text, and the zeros of --method random."))
+    dtype: torch.dtype | None = field(
+        default=None, metadata=ask("Of the weights that are written. auto: as they are stored.", choices=_DTYPES)
+    )
+    overwrite: bool = field(default=False, metadata=ask("Replace the model in the output directory.", in_card=False))
+    evaluate_on: tuple[str, ...] = field(
+        default=(),
+        metadata=ask(
+            "Text or JSON-lines file. Report the perplexity before and after. Repeatable.",
+            flag="--eval",
+            metavar="PATH",
+            is_file=True,
+            panel=EVALUATION,
+        ),
+    )
+    evaluation_tokens: int = field(
+        default=8192,
+        metadata=ask(
+            "How much of each to use.",
+            flag="--eval-tokens",
+            least=2,
+            most=_MOST,
+            needs=("evaluate_on",),
+            panel=EVALUATION,
+        ),
+    )
+    evaluation_length: int = field(
+        default=512,
+        metadata=ask(
+            "Tokens in one window.",
+            flag="--eval-length",
+            least=2,
+            most=_MOST,
+            needs=("evaluate_on",),
+            panel=EVALUATION,
+        ),
+    )
+    tasks: tuple[str, ...] = field(
+        default=(),
+        metadata=ask(
+            "Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.",
+            metavar="NAMES",
+            separator=",",
+            is_file=True,
+            panel=EVALUATION,
+        ),
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all fields as JSON carries them, but for those that change nothing in the end."""
+        return {
+            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value
+            for name, value in vars(self).items()
+            if options_of(type(self))[name].in_facts
+        }
+
+    def flags(self) -> dict[str, Any]:
+        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
+        options = options_of(type(self))
+        return {options[name].flag: value for name, value in self.arguments().items()}
+
+    def check_asked(self) -> None:
+        """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
+        hints = get_type_hints(type(self))
+        for name, option in options_of(type(self)).items():
+            value = getattr(self, name)
+            literals = choices_of(hints[name])
+            if literals and value is not None and value not in literals:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, literals))}")
+            if option.choices is not None and value not in option.choices.values():
+                raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, option.choices.values()))}")
+            _check_bounds(name, value, option)
+
+    def check(self) -> None:
+        """Raise what can be known to be wrong before anything is read. Local."""
+        self.check_asked()
+        check_output(self.output, overwrite=self.overwrite, inputs=self.inputs())
+
+    def inputs(self) -> list[str]:
+        """Return the files and directories that are read, which the output must not replace."""
+        return [self.model, *self.evaluate_on]
+
+
+def _check_bounds(name: str, value: Any, option: Option) -> None:
+    bounds = {
+        "above": None if option.above is None else value is None or option.above < value < inf,
+        "at least": None if option.least is None else value is None or value >= option.least,
+        "at most": None if option.most is None else value is None or value <= option.most,
+    }
+    if False in bounds.values():
+        limits = zip(bounds, (option.above, option.least, option.most), strict=True)
+        said = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        raise ValueError(f"{name}={value} is not {said}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningJob(Job):
+    """What a job that prunes is asked for beside that."""
+
+    sparsity: float | None = field(
+        default=None, metadata=ask("The final share of zeros, such as 0.5. Existing zeros count toward it.")
+    )
+    pattern: Pattern | str | None = field(
+        default=None,
+        metadata=ask(
+            "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.", parse=str, metavar="TEXT"
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedJob(Job):
+    """What a job that walks through the blocks with a text is asked for beside that."""
+
+    calibration: str = field(
+        metadata=ask(
+            "Text or JSON-lines file. Work block by block, with the inputs this text gives each layer.",
+            metavar="PATH",
+            is_file=True,
+        )
+    )
+    samples: int | None = field(
+        default=128,
+        metadata=ask(
+            "Calibration windows, drawn by --seed.", parse=parse_samples, metavar="N|all", least=1, most=_MOST
+        ),
+    )
+    sequence_length: int = field(default=2048, metadata=ask("Tokens in each.", least=1, most=_MOST))
+    targets: TargetsOf | None = field(
+        default=None,
+        metadata=ask("Aim at each layer's own output, or at the dense model's (the default of admm and of obs)."),
+    )
+    target_share: float = field(
+        default=0.5, metadata=ask("How much of the way to the dense model's output.", above=0, most=1)
+    )
+    offload: bool = field(default=False, metadata=ask("Keep activations on the CPU between blocks."))
+    resume: bool = field(default=False, metadata=ask("Go on where a job that was killed has stopped.", in_facts=False))
+
+    @override
+    def inputs(self) -> list[str]:
+        return [*super().inputs(), self.calibration]
