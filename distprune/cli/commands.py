@@ -141,7 +141,7 @@ def _parameter(name: str, kinds: Mapping[str, type[Job]]) -> inspect.Parameter:
                 help=option.help,
                 min=option.least if hint in (int, float) and option.parse is None else None,
                 max=option.most if hint in (int, float) and option.parse is None else None,
-                metavar=option.metavar,
+                metavar=option.metavar or ("PATH" if option.is_file else None),
                 parser=None if option.parse is None else _parser(option.parse),
                 rich_help_panel=option.panel or goes_with,
                 show_default=shown,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,13 @@ from typing_extensions import override
 from distprune.checkpoint import ModelWriter, locking, name_of_model
 from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BLOCK, BlockJournal
-from distprune.jobs.calibrated import calibration_facts, load_calibrated
+from distprune.jobs.calibrated import CalibratedJob, calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
-from distprune.jobs.options import CalibratedJob, PruningJob, ask
+from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.picture import can_draw, draw
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
-from distprune.jobs.unfinished import check_unfinished, open_unfinished
+from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
 from distprune.oneshot import (
@@ -36,32 +35,24 @@ from distprune.patterns import as_pattern
 __all__ = ["OneShotJob", "run_one_shot_job"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@asked
 class OneShotJob(PruningJob, CalibratedJob):
     """Prune with calibration text, as ``prune_blocks`` does."""
 
-    method: OneShotMethod = field(default="admm", metadata=ask("How weights are chosen."))
-    sequential: Sequential | None = field(
-        default=None,
-        metadata=ask("Prune the layers of a block at once, or map by map in the order they run (admm's default)."),
+    method: OneShotMethod = ask("How weights are chosen.", default="admm")
+    sequential: Sequential | None = ask(
+        "Prune the layers of a block at once, or map by map in the order they run (admm's default).", default=None
     )
-    allocation: Allocation | None = field(
+    allocation: Allocation | None = ask(
+        "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "
+        "default from 0.6 on with admm.",
         default=None,
-        metadata=ask(
-            "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "
-            "default from 0.6 on with admm."
-        ),
     )
 
     @override
     def check_asked(self) -> None:
         super().check_asked()
         allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
-
-    @override
-    def check(self) -> None:
-        check_unfinished(self, self.resume)
-        super().check()
 
 
 def run_one_shot_job(

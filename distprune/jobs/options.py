@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from decimal import Decimal
 from math import inf
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
-from typing_extensions import override
 
 from distprune.checkpoint import check_output
-from distprune.oneshot import TargetsOf
 from distprune.patterns import Pattern
 
 __all__ = [
     "EVALUATION",
-    "CalibratedJob",
+    "MOST",
     "Job",
     "Option",
     "PruningJob",
     "ask",
+    "asked",
     "choices_of",
     "options_of",
     "parse_budget",
@@ -32,7 +31,8 @@ __all__ = [
 ]
 
 EVALUATION = "Evaluation"  # a panel of the help
-_MOST = 1 << 30
+_Class = TypeVar("_Class")
+MOST = 1 << 30
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,15 +51,21 @@ class Option:
     metavar: str | None = None
     separator: str | None = None  # of several values in one word
     needs: tuple[str, ...] = ()  # it says something only where one of these fields is set
-    is_file: bool = False
+    is_file: bool = False  # and its path is not shown in the card
     in_facts: bool = True  # a resumed job must be asked for the same
     in_card: bool = True
     panel: str | None = None
 
 
-def ask(help: str, **of: Any) -> dict[str, Option]:
-    """Return the metadata of a field: ``steps: int = field(default=1, metadata=ask("How many.", least=1))``."""
-    return {"option": Option(help, **of)}
+def ask(help: str, *, default: Any = MISSING, **of: Any) -> Any:
+    """Return a field with its :class:`Option`: ``steps: int = ask("How many.", default=1, least=1)``."""
+    return field(default=default, metadata={"option": Option(help, **of)})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(ask,))
+def asked(cls: type[_Class]) -> type[_Class]:
+    """Make ``cls`` a frozen dataclass of fields by :func:`ask`."""
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def options_of(job: type[Job]) -> dict[str, Option]:
@@ -83,12 +89,12 @@ def parse_samples(text: str) -> int | None:
     """Return how many windows are meant; ``None``: all."""
     if text == "all":
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
-        raise ValueError(f"{text!r} is neither 'all' nor a number from 1 to {_MOST}")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise ValueError(f"{text!r} is neither 'all' nor a number from 1 to {MOST}")
     return int(text)
 
 
-def parse_size(text: str, most: int = _MOST) -> int | float:
+def parse_size(text: str, most: int = MOST) -> int | float:
     """Return how many are to stay, or which share of them, which has a point."""
     try:
         size: int | float = float(text) if "." in text else int(text)
@@ -107,62 +113,49 @@ def parse_budget(text: str) -> int | float:
     return parse_size(text, 10**15) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@asked
 class Job:
     """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
 
-    model: str = field(
-        metadata=ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
+    model: str = ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
+    output: str = ask("Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True)
+    seed: int = ask("Draws windows of text, and the zeros of --method random.", default=0)
+    dtype: torch.dtype | None = ask(
+        "Of the weights that are written. auto: as they are stored.", default=None, choices=_DTYPES
     )
-    output: str = field(
-        metadata=ask("Directory to write, which all ranks see. It must not exist, or be empty.", metavar="PATH")
-    )
-    seed: int = field(default=0, metadata=ask("Draws windows of text, and the zeros of --method random."))
-    dtype: torch.dtype | None = field(
-        default=None, metadata=ask("Of the weights that are written. auto: as they are stored.", choices=_DTYPES)
-    )
-    overwrite: bool = field(default=False, metadata=ask("Replace the model in the output directory.", in_card=False))
-    evaluate_on: tuple[str, ...] = field(
+    overwrite: bool = ask("Replace the model in the output directory.", default=False, in_card=False)
+    evaluate_on: tuple[str, ...] = ask(
+        "Text or JSON-lines file. Report the perplexity before and after. Repeatable.",
         default=(),
-        metadata=ask(
-            "Text or JSON-lines file. Report the perplexity before and after. Repeatable.",
-            flag="--eval",
-            metavar="PATH",
-            is_file=True,
-            panel=EVALUATION,
-        ),
+        flag="--eval",
+        is_file=True,
+        panel=EVALUATION,
     )
-    evaluation_tokens: int = field(
+    evaluation_tokens: int = ask(
+        "How much of each to use.",
         default=8192,
-        metadata=ask(
-            "How much of each to use.",
-            flag="--eval-tokens",
-            least=2,
-            most=_MOST,
-            needs=("evaluate_on",),
-            panel=EVALUATION,
-        ),
+        flag="--eval-tokens",
+        least=2,
+        most=MOST,
+        needs=("evaluate_on",),
+        panel=EVALUATION,
     )
-    evaluation_length: int = field(
+    evaluation_length: int = ask(
+        "Tokens in one window.",
         default=512,
-        metadata=ask(
-            "Tokens in one window.",
-            flag="--eval-length",
-            least=2,
-            most=_MOST,
-            needs=("evaluate_on",),
-            panel=EVALUATION,
-        ),
+        flag="--eval-length",
+        least=2,
+        most=MOST,
+        needs=("evaluate_on",),
+        panel=EVALUATION,
     )
-    tasks: tuple[str, ...] = field(
+    tasks: tuple[str, ...] = ask(
+        "Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.",
         default=(),
-        metadata=ask(
-            "Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.",
-            metavar="NAMES",
-            separator=",",
-            is_file=True,
-            panel=EVALUATION,
-        ),
+        metavar="NAMES",
+        separator=",",
+        is_file=True,
+        panel=EVALUATION,
     )
 
     def arguments(self) -> dict[str, Any]:
@@ -212,49 +205,14 @@ def _check_bounds(name: str, value: Any, option: Option) -> None:
         raise ValueError(f"{name}={value} is not {said}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@asked
 class PruningJob(Job):
     """What a job that prunes is asked for beside that."""
 
-    sparsity: float | None = field(
-        default=None, metadata=ask("The final share of zeros, such as 0.5. Existing zeros count toward it.")
-    )
-    pattern: Pattern | str | None = field(
+    sparsity: float | None = ask("The final share of zeros, such as 0.5. Existing zeros count toward it.", default=None)
+    pattern: Pattern | str | None = ask(
+        "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.",
         default=None,
-        metadata=ask(
-            "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.", parse=str, metavar="TEXT"
-        ),
+        parse=str,
+        metavar="TEXT",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibratedJob(Job):
-    """What a job that walks through the blocks with a text is asked for beside that."""
-
-    calibration: str = field(
-        metadata=ask(
-            "Text or JSON-lines file. Work block by block, with the inputs this text gives each layer.",
-            metavar="PATH",
-            is_file=True,
-        )
-    )
-    samples: int | None = field(
-        default=128,
-        metadata=ask(
-            "Calibration windows, drawn by --seed.", parse=parse_samples, metavar="N|all", least=1, most=_MOST
-        ),
-    )
-    sequence_length: int = field(default=2048, metadata=ask("Tokens in each.", least=1, most=_MOST))
-    targets: TargetsOf | None = field(
-        default=None,
-        metadata=ask("Aim at each layer's own output, or at the dense model's (the default of admm and of obs)."),
-    )
-    target_share: float = field(
-        default=0.5, metadata=ask("How much of the way to the dense model's output.", above=0, most=1)
-    )
-    offload: bool = field(default=False, metadata=ask("Keep activations on the CPU between blocks."))
-    resume: bool = field(default=False, metadata=ask("Go on where a job that was killed has stopped.", in_facts=False))
-
-    @override
-    def inputs(self) -> list[str]:
-        return [*super().inputs(), self.calibration]

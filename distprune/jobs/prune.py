@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from distprune.checkpoint import save_model, writing
 from distprune.jobs.documents import write_documents
-from distprune.jobs.options import PruningJob, ask
+from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.run import Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
@@ -20,25 +19,16 @@ from distprune.pruning import prune_model
 __all__ = ["PruneJob", "run_prune_job"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@asked
 class PruneJob(PruningJob):
     """Prune by the weights alone, as ``prune_model`` does."""
 
-    method: Literal["magnitude", "random"] = field(default="magnitude", metadata=ask("How weights are chosen."))
-    scope: Scope | None = field(
-        default=None,
-        metadata=ask("global: all weights compete (the default). tensor: those of each tensor."),
+    method: Literal["magnitude", "random"] = ask("How weights are chosen.", default="magnitude")
+    scope: Scope | None = ask("global: all weights compete (the default). tensor: those of each tensor.", default=None)
+    include: tuple[str, ...] = ask(
+        "Prune the parameters that match, instead of the default ones. Repeatable.", default=(), metavar="NAMES"
     )
-    include: tuple[str, ...] = field(
-        default=(),
-        metadata=ask(
-            "Prune the parameters that match, instead of the default ones. Repeatable.",
-            metavar="NAMES",
-        ),
-    )
-    exclude: tuple[str, ...] = field(
-        default=(), metadata=ask("Leave out the parameters that match. Repeatable.", metavar="NAMES")
-    )
+    exclude: tuple[str, ...] = ask("Leave out the parameters that match. Repeatable.", default=(), metavar="NAMES")
 
     @override
     def check_asked(self) -> None:

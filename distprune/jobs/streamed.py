@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +15,11 @@ from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import together
 from distprune.jobs.documents import write_documents
-from distprune.jobs.options import ask
+from distprune.jobs.options import ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import STRETCH, StretchWriter
-from distprune.jobs.unfinished import Unfinished, check_unfinished, open_unfinished
+from distprune.jobs.unfinished import ResumableJob, Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
@@ -31,23 +30,19 @@ __all__ = ["StreamedJob", "run_streamed_job"]
 _COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take clearly longer to load than they bring
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamedJob(PruneJob):
+@asked
+class StreamedJob(PruneJob, ResumableJob):
     """:class:`PruneJob` for a checkpoint that may be larger than memory: the same bytes, and no model.
 
     Nothing is evaluated, and dtypes stay as they are stored.
     """
 
-    streamed: bool = field(  # for the report and the card
-        default=True, metadata=ask("Build no model: stream the weights from file to file, whatever their size.")
-    )
-    resume: bool = field(default=False, metadata=ask("Go on where a job that was killed has stopped.", in_facts=False))
+    streamed: bool = ask("Build no model: stream the weights from file to file, whatever their size.", default=True)
     # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
-    sync_files: bool = field(
+    sync_files: bool = ask(
+        "Wait until the output is on the disk; without, it may be lost if the machine fails.",
         default=True,
-        metadata=ask(
-            "Wait until the output is on the disk; without, it may be lost if the machine fails.", in_facts=False
-        ),
+        in_facts=False,
     )
 
     @override
@@ -59,11 +54,6 @@ class StreamedJob(PruneJob):
             raise ValueError(
                 f"--streamed leaves weights in the dtype they are stored in; leave out --dtype {self.dtype}"
             )
-
-    @override
-    def check(self) -> None:
-        check_unfinished(self, self.resume)
-        super().check()
 
 
 def run_streamed_job(

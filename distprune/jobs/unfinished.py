@@ -16,16 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from distprune.checkpoint import Inputs, check_shared, make_staging, publish, remove_files
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.jobs.model_card import CARD_NAME
-from distprune.jobs.options import Job
+from distprune.jobs.options import Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME
 
-__all__ = ["STATE", "Unfinished", "check_unfinished", "open_unfinished"]
+__all__ = ["STATE", "ResumableJob", "Unfinished", "check_unfinished", "open_unfinished"]
 
 STATE = "state"  # an item's kind: of a training, in a file of its own
 _STATE_NAME = re.compile(r"state-\d+\.safetensors")
@@ -94,6 +96,18 @@ def check_unfinished(job: Job, resume: bool) -> None:
         _tidy(target)
         if resume and not job.overwrite:
             raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
+
+
+@asked
+class ResumableJob(Job):
+    """A job that can go on."""
+
+    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, in_facts=False)
+
+    @override
+    def check(self) -> None:
+        check_unfinished(self, self.resume)
+        super().check()
 
 
 @contextmanager
