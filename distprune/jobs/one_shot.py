@@ -41,7 +41,7 @@ class OneShotJob(PruningJob, CalibratedJob):
 
     method: OneShotMethod = ask("How weights are chosen.", default="admm")
     sequential: Sequential | None = ask(
-        "Prune the layers of a block at once, or map by map in the order they run (admm's default).", default=None
+        "Prune the layers of a block at once, or layer by layer in the order they run (admm's default).", default=None
     )
     allocation: Allocation | None = ask(
         "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "

@@ -204,7 +204,7 @@ def test_every_option_arrives() -> None:
         # options that say nothing without others
         "prune m --output o --sparsity 0.3 --targets dense",
         "prune m --output o --sparsity 0.3 --target-share 0.3",
-        "prune m --output o --sparsity 0.3 --sequential map",
+        "prune m --output o --sparsity 0.3 --sequential layer",
         "prune m --output o --sparsity 0.3 --samples 16",
         "prune m --output o --sparsity 0.3 --sequence-length 16",
         "prune m --output o --sparsity 0.3 --offload",
