@@ -202,6 +202,7 @@ def _check_bounds(name: str, value: Any, option: Option) -> None:
     if False in bounds.values():
         limits = zip(bounds, (option.above, option.least, option.most), strict=True)
         said = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+        said += " and finite" if option.most is None and option.above is not None else ""
         raise ValueError(f"{name}={value} is not {said}")
 
 

@@ -40,20 +40,20 @@ class StreamedJob(PruneJob, ResumableJob):
     streamed: bool = ask("Build no model: stream the weights from file to file, whatever their size.", default=True)
     # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
     sync_files: bool = ask(
-        "Wait until the output is on the disk; without, it may be lost if the machine fails.",
+        "Wait until the output is on the disk; without, as after cp.",
         default=True,
         in_facts=False,
     )
 
     @override
     def check_asked(self) -> None:
-        super().check_asked()
         if self.evaluate_on or self.tasks:
             raise ValueError("--streamed builds no model that --eval or --tasks could run; evaluate the output")
         if self.dtype is not None:
             raise ValueError(
                 f"--streamed leaves weights in the dtype they are stored in; leave out --dtype {self.dtype}"
             )
+        super().check_asked()
 
 
 def run_streamed_job(

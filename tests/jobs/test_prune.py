@@ -184,7 +184,7 @@ def test_model_without_tokenizer(job: PruneJob, tmp_path: Path, text_file: Path)
         ({"seed": 6}, "--seed: 5 on rank 0; 6 on rank 1"),
         ({"exclude": ("*k_proj*",)}, "--exclude"),
         ({"model": "elsewhere"}, "--model"),
-        ({"evaluation_length": 8}, "--evaluation-length"),
+        ({"evaluation_length": 8}, "--eval-length"),
     ],
 )
 def test_ranks_with_different_arguments(
