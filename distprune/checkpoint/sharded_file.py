@@ -21,7 +21,7 @@ from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives import Communicator, together
 from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
-__all__ = ["Stretch", "chunks_of", "places_of", "read_shards", "write_chunk", "write_shards"]
+__all__ = ["Stretch", "chunks_of", "read_shards", "stretches_of", "write_chunk", "write_shards"]
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
@@ -30,7 +30,7 @@ _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by 
 
 
 def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard], *, like: Path) -> None:
-    """Write ``shards``, whose owners are settled, into the new file ``path``, no more readable than the file ``like``.
+    """Write ``shards``, with their owners, into the new file ``path``, no more readable than the file ``like``.
 
     Every rank must call it: two rounds of 64 bytes.
 
@@ -64,10 +64,10 @@ def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]
     numel = shard.local.numel()
     for start in range(0, numel, step):
         stop = min(start + step, numel)
-        yield flat_chunk(shard.local, start, stop).cpu().contiguous(), places_of(shard.geometry, start, stop)
+        yield flat_chunk(shard.local, start, stop).cpu().contiguous(), stretches_of(shard.geometry, start, stop)
 
 
-def places_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
+def stretches_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
     """Return where the elements from local offset ``start`` to ``stop`` lie side by side in the whole. Local."""
     if geometry.flat_start is not None:
         return [(geometry.flat_start + start, 0, stop - start)]

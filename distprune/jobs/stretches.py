@@ -26,7 +26,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.sharded_file import chunks_of, places_of, write_chunk
+from distprune.checkpoint.sharded_file import chunks_of, stretches_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
 from distprune.checkpoint.stored_slices import Progress, read_ahead
 from distprune.collectives import Communicator, sum_together, together, work_together
@@ -254,7 +254,7 @@ class StretchWriter:
         def put(start: int, left: npt.NDArray[Any]) -> None:
             stop = start + len(left)
             if whole is None:
-                places = places_of(piece, start, stop)
+                places = stretches_of(piece, start, stop)
                 with turn:
                     write_chunk(descriptor, part.entry, left, places)
                 digest.update(bytes_of(left))

@@ -9,8 +9,8 @@ from distprune.masks.in_place import (
     make_zeros_positive,
     read_kept,
     seems_kept,
-    settle_kept,
     write_negative_zeros,
+    write_signed_zeros,
     zero_where_pruned,
 )
 from distprune.masks.plain_keys import dense_state_dict
@@ -37,9 +37,9 @@ __all__ = [
     "read_kept",
     "reparametrize",
     "seems_kept",
-    "settle_kept",
     "snapshot",
     "undo_reparametrization",
     "write_negative_zeros",
+    "write_signed_zeros",
     "zero_where_pruned",
 ]

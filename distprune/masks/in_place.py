@@ -22,8 +22,8 @@ __all__ = [
     "make_zeros_positive",
     "read_kept",
     "seems_kept",
-    "settle_kept",
     "write_negative_zeros",
+    "write_signed_zeros",
     "zero_where_pruned",
 ]
 
@@ -151,7 +151,7 @@ def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def settle_kept(local: torch.Tensor, kept: torch.Tensor) -> None:
+def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
     """Write +0.0 where ``kept`` is False, and -0.0 over a +0.0 where it is True. Local, chunk by chunk.
 
     So the bits of ``local`` say which weights are kept.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.masks.hooks import pruning_hooks
-from distprune.masks.in_place import settle_kept
+from distprune.masks.in_place import write_signed_zeros
 from distprune.shards import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
 __all__ = ["dense_state_dict", "joined", "local_mask", "plain_keys", "take_plain_key", "write_plain_keys"]
@@ -74,7 +74,7 @@ def _masked(original: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     keep = local_mask(original, mask) if isinstance(original, DTensor) else local_of(mask)
     values = local_of(original)
     values = values.clone() if keep.dtype is torch.bool else values * keep.to(values)
-    settle_kept(values, (keep != 0).to(values.device))
+    write_signed_zeros(values, (keep != 0).to(values.device))
     return dtensor_like(original, values) if isinstance(original, DTensor) else values
 
 

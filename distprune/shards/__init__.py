@@ -27,8 +27,8 @@ from distprune.shards.local_shard import (
     flat_chunks,
 )
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.parameter_range import ParameterRange, gradients_of, ranges_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
-from distprune.shards.place import Place, gradients_of, places_of
 from distprune.shards.torch_private import private
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "Managed",
     "Matrix",
     "Ownership",
-    "Place",
+    "ParameterRange",
     "Runs",
     "Split",
     "all_finite",
@@ -72,8 +72,8 @@ __all__ = [
     "on_host",
     "own_params",
     "pieces_of",
-    "places_of",
     "private",
+    "ranges_of",
     "reset_forward",
     "resize",
     "runs_of_splits",

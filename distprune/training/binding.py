@@ -14,7 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.models import NamePattern, find_shards
-from distprune.shards import Fsdp2Params, LocalShard, Place, is_flattened, local_of, local_shard, places_of, private
+from distprune.shards import (
+    Fsdp2Params,
+    LocalShard,
+    ParameterRange,
+    is_flattened,
+    local_of,
+    local_shard,
+    private,
+    ranges_of,
+)
 from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 
@@ -47,14 +56,16 @@ class Binding:
         self._names: frozenset[str] = frozenset()
         self._at_gradient, self._at_load = at_gradient, at_load
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
-        self._places: dict[int, tuple[object, list[tuple[Held, Place]]]] = {}  # by optimizer, with what they are of
+        self._ranges: dict[
+            int, tuple[object, list[tuple[Held, ParameterRange]]]
+        ] = {}  # by optimizer, with what they are of
         self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._versions = Versions()
         self.held: list[Held] = []
 
     def take(self, shards: Sequence[LocalShard]) -> None:
-        """Hold ``shards``, and later what is in their places."""
+        """Hold ``shards``, and later what is in their ranges."""
         self._names = frozenset(shard.name for shard in shards)
         self._bind(shards)
 
@@ -77,18 +88,18 @@ class Binding:
         found = find_shards(self._model if model is None else model, self._include, self._exclude).shards
         return [shard for shard in found if shard.name in self._names]  # the default follows from the whole model
 
-    def of(self, optimizer: Optimizer) -> list[tuple[Held, Place]]:
+    def of(self, optimizer: Optimizer) -> list[tuple[Held, ParameterRange]]:
         """Return what ``optimizer`` moves of what is held."""
         parameters = parameters_of(optimizer)
         key = [(id(parameter), local_of(parameter).data_ptr()) for parameter in parameters]
-        known = self._places.get(id(optimizer))
+        known = self._ranges.get(id(optimizer))
         if known is not None and known[0] == key:
             return known[1]
         found = self._found_in(parameters)
         if not found and not in_backward():  # wrappers may have replaced the parameters
             self._bind(self.find())
             found = self._found_in(parameters)
-        self._places[id(optimizer)] = key, found
+        self._ranges[id(optimizer)] = key, found
         return found
 
     def follow(self) -> None:
@@ -118,7 +129,7 @@ class Binding:
             if known is not None and known.shard.geometry == shard.geometry:
                 held.num_held = known.num_held
             self.held.append(held)
-        self._places.clear()
+        self._ranges.clear()
         if self._of_model:
             self._watch()
 
@@ -132,9 +143,9 @@ class Binding:
                 hook = _Weak(self._at_gradient, held)
                 self._watched.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, Place]]:
-        places = places_of([held.shard for held in self.held], parameters)
-        return [(held, place) for held, place in zip(self.held, places, strict=True) if place is not None]
+    def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, ParameterRange]]:
+        ranges = ranges_of([held.shard for held in self.held], parameters)
+        return [(held, where) for held, where in zip(self.held, ranges, strict=True) if where is not None]
 
 
 class _Weak:

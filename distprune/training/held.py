@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.masks import read_kept, seems_kept, settle_kept, zero_where_pruned
-from distprune.shards import LocalShard, Place, is_laid_out_like, local_of, on_host
+from distprune.masks import read_kept, seems_kept, write_signed_zeros, zero_where_pruned
+from distprune.shards import LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
 
 __all__ = ["Held", "Versions"]
 
@@ -99,42 +99,42 @@ class Held:
             self._counts[0] = 0
             self.is_new, self._masked = True, None
 
-    def mask_gradient(self, place: Place) -> None:
+    def mask_gradient(self, where: ParameterRange) -> None:
         """Write zeros into the gradient where weights are held."""
-        gradient = place.parameter.grad
+        gradient = where.parameter.grad
         if gradient is None:
             return
         if gradient.is_sparse:
             gradient._values().mul_(self.kept[tuple(gradient._indices())].to(gradient.dtype))
-        elif not isinstance(gradient, DTensor) or is_laid_out_like(gradient, cast(DTensor, place.parameter)):
+        elif not isinstance(gradient, DTensor) or is_laid_out_like(gradient, cast(DTensor, where.parameter)):
             local = local_of(gradient)
             before = local._version
-            zero_where_pruned(place.part_of(gradient), self.kept)
+            zero_where_pruned(where.part_of(gradient), self.kept)
             self._masked = id(gradient), self._versions.masked(local, before)
-        # A partial sum stays: the optimizer reduces it itself, and what it writes is settled.
+        # A partial sum stays: the optimizer reduces it itself, and what it writes is zeroed then.
 
-    def mask_gradient_again(self, place: Place) -> None:
+    def mask_gradient_again(self, where: ParameterRange) -> None:
         """Do so before a step, unless nobody has touched the gradient since that was done."""
-        gradient, masked = place.parameter.grad, self._masked
+        gradient, masked = where.parameter.grad, self._masked
         if gradient is None or masked is None or masked[0] != id(gradient) or not masked[1].is_of(local_of(gradient)):
-            self.mask_gradient(place)
+            self.mask_gradient(where)
         self._masked = None  # the next gradient may have the same id
 
-    def clean(self, place: Place, state: dict[str, object]) -> None:
+    def clean(self, where: ParameterRange, state: dict[str, object]) -> None:
         """Write zeros into an optimizer's per-element ``state`` where weights are held, if the mask has changed."""
         if not self.is_new:
             return
         for name, value in state.items():
-            if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
+            if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != where.parameter.shape:
                 continue
             if type(local_of(value)) is torch.Tensor and value.is_floating_point():
-                zero_where_pruned(place.part_of(value), self.kept)
+                zero_where_pruned(where.part_of(value), self.kept)
         self.is_new = False
 
-    def settle(self) -> None:
+    def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
         local = self.shard.local
-        settle_kept(local, self.kept)
+        write_signed_zeros(local, self.kept)
         # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
         is_counted = on_host(local.device) and self.shard.tensor is not None
         self._as_read = self._version() if is_counted else None

@@ -24,7 +24,7 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.masks import bits_of, make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.pruning.agreement import Agreed, agree_on_model
-from distprune.shards import Place, count_zeros, fetched, private
+from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding, in_backward
 from distprune.training.held import Held
 from distprune.training.optimizers import Optimizers, state_of, unwrapped
@@ -112,7 +112,7 @@ class Hold:
         self._include, self._exclude = include, exclude
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
-        self._stepping: dict[int, list[tuple[Held, Place]]] = {}  # by optimizer
+        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
         self._handles: list[RemovableHandle] = []
         self._listeners: list[BeforeStep] = []
         self._check_due = False  # whether all ranks together look for a dense checkpoint at the next step
@@ -213,10 +213,10 @@ class Hold:
         if all(held.shard.tensor is not None for held in self._binding.held):
             return
         for optimizer in optimizers:
-            for held, place in self._binding.of(optimizer):
+            for held, where in self._binding.of(optimizer):
                 if held.shard.tensor is None:
                     held.read()
-                    held.mask_gradient(place)
+                    held.mask_gradient(where)
 
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:
@@ -226,15 +226,15 @@ class Hold:
         if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in found):
             for state in optimizer.state.values():
                 state["n_iter"] = 0  # a history over all parameters at once: it starts anew
-        for held, place in found:
-            held.clean(place, state_of(optimizer, place.parameter))
-            held.mask_gradient_again(place)
+        for held, where in found:
+            held.clean(where, state_of(optimizer, where.parameter))
+            held.mask_gradient_again(where)
         self._stepping[id(optimizer)] = found
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for held, _place in self._stepping.pop(id(optimizer), ()):
-            held.settle()
+        for held, _where in self._stepping.pop(id(optimizer), ()):
+            held.write_zeros()
 
     def _read(self, held: Sequence[Held]) -> None:
         """Read which weights of ``held`` are zero now; raise if all of the zeros are gone."""
@@ -266,7 +266,7 @@ class Hold:
             held.read()
         tensor = held.shard.tensor
         assert tensor is not None
-        held.mask_gradient(Place(tensor, 0, held.shard.geometry.local_shape))
+        held.mask_gradient(ParameterRange(tensor, 0, held.shard.geometry.local_shape))
 
     def before_step(self, listener: BeforeStep) -> None:
         """Call ``listener`` before each step of the first optimizer, and before it is read what is held. Local."""

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.models import find_shards
-from distprune.shards import LocalShard, local_of, places_of
+from distprune.shards import LocalShard, local_of, ranges_of
 from tests.wrapped import PRUNED
 
 __all__ = [
@@ -151,7 +151,7 @@ def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     num = 0
     for shard in targets(model):
         for parameter, state in inner.state.items():
-            place = places_of([shard], [parameter])[0]
+            place = ranges_of([shard], [parameter])[0]
             if place is None:
                 continue
             for name, value in state.items():

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 
-__all__ = ["Place", "gradients_of", "places_of"]
+__all__ = ["ParameterRange", "gradients_of", "ranges_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ParameterRange:
     """A range of a parameter's local elements: all of them, but for the flat parameters of FSDP1."""
 
     parameter: torch.Tensor
@@ -31,7 +31,7 @@ class Place:
         return local.view(-1)[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
-def places_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[Place | None]:
+def ranges_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[ParameterRange | None]:
     """Return where each of ``shards`` is among ``parameters``, by the memory they share.
 
     ``None`` for one that is not there, or holds nothing. Local.
@@ -40,11 +40,11 @@ def places_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) 
     for parameter in parameters:
         by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
     candidates = [by_storage.get(shard.local.untyped_storage().data_ptr(), []) for shard in shards]
-    return [_place_of(shard, those) for shard, those in zip(shards, candidates, strict=True)]
+    return [_range_of(shard, those) for shard, those in zip(shards, candidates, strict=True)]
 
 
-def _place_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> Place | None:
-    """Return the place among ``parameters`` in the same storage."""
+def _range_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> ParameterRange | None:
+    """Return the range of one of ``parameters``, which are in the same storage."""
     own = shard.local
     for parameter in parameters if own.numel() else ():
         local = local_of(parameter).detach()
@@ -53,23 +53,23 @@ def _place_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> Place | 
         start = int(own.storage_offset() - local.storage_offset())
         is_whole = start == 0 and local.numel() == own.numel()
         if is_whole or (start >= 0 and local.is_contiguous() and start + own.numel() <= local.numel()):
-            return Place(parameter, start, shard.geometry.local_shape)
+            return ParameterRange(parameter, start, shard.geometry.local_shape)
     return None
 
 
 def gradients_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each of ``shards``, of local shape; ``None`` if there is none that is reduced. Local."""
-    places = places_of(shards, parameters)
-    return [_gradient_of(shard, place) for shard, place in zip(shards, places, strict=True)]
+    ranges = ranges_of(shards, parameters)
+    return [_gradient_of(shard, where) for shard, where in zip(shards, ranges, strict=True)]
 
 
-def _gradient_of(shard: LocalShard, place: Place | None) -> torch.Tensor | None:
+def _gradient_of(shard: LocalShard, where: ParameterRange | None) -> torch.Tensor | None:
     if shard.local.numel() == 0:
         return shard.local
-    gradient = None if place is None else place.parameter.grad
-    if place is None or gradient is None or gradient.is_sparse:
+    gradient = None if where is None else where.parameter.grad
+    if where is None or gradient is None or gradient.is_sparse:
         return None
-    if isinstance(place.parameter, DTensor) and not is_laid_out_like(gradient, place.parameter):
+    if isinstance(where.parameter, DTensor) and not is_laid_out_like(gradient, where.parameter):
         return None
-    same_size = local_of(gradient).numel() == local_of(place.parameter).numel()
-    return place.part_of(gradient) if same_size else None
+    same_size = local_of(gradient).numel() == local_of(where.parameter).numel()
+    return where.part_of(gradient) if same_size else None
