@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distprune import kernels
+from distprune import host_loops
 from distprune.cli.ranks import schedule_as_batch
 from tests.worlds import ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
-kernels.load()
+host_loops.load()
 schedule_as_batch()  # and with it every rank the tests start
 
 
@@ -54,8 +54,8 @@ def _process_wide_settings() -> Iterator[None]:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with compiled loops, and without. Others have them, but in processes that they start."""
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "_loaded", None)
-    elif kernels.compiled() is None:
+        monkeypatch.setattr(host_loops, "_loaded", None)
+    elif host_loops.compiled() is None:
         pytest.skip("needs numba; pip install 'distprune[fast]'")
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from typing_extensions import override
 
 import distprune as prune
-from distprune.patterns import Choice, Chosen, Pattern, Ranked
-from distprune.scores import Elements
+from distprune.patterns import Choice, Pattern, Put, Ranked
+from distprune.scores import Elements, LocalScores
 from tests.oracle import keep_highest, random_scores
 from tests.pattern_oracle import keep_in_pattern
 
@@ -299,16 +299,13 @@ class Below(prune.Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        def settle() -> list[Chosen]:
-            found = []
-            for scores in ranked.scores:
-                at = slice(0, scores.shard.local.numel())
-                keep = (scores.values(at).abs() > self.threshold).view(scores.shard.local.shape)
-                num_gone = int((scores.shard.local == 0).sum())
-                found.append(Chosen(num_gone, int((~keep).sum()), mask=keep & (scores.shard.local != 0)))
-            return found
+        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+            at, weight = slice(0, scores.shard.local.numel()), scores.shard.local.reshape(-1)
+            keep = (scores.values(at).abs() > self.threshold) & (weight != 0)
+            put.stays(at, keep)
+            return torch.stack([(~keep).sum(), (weight == 0).sum(), torch.tensor(0)])
 
-        return Choice([self.threshold] * len(ranked.roster.members), settle)
+        return Choice([self.threshold] * len(ranked.roster.members), decide)
 
 
 def own_cases() -> list[dict[str, Any]]:

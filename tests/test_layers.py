@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 
 LEVEL = {
     "collectives": 0,
-    "kernels": 0,
+    "host_loops": 0,
     "shards": 1,
     "models": 2,
     "scores": 3,

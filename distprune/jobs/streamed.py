@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune import kernels
+from distprune import host_loops
 from distprune.checkpoint import locking
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
@@ -89,7 +89,7 @@ def run_streamed_job(
             values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
             num_bytes = sum(entry.stop - entry.start for file in run.directory.weight_files for entry in file.tensors)
             if num_bytes >= _COMPILED_BYTES * comm.size:
-                kernels.load()
+                host_loops.load()
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")

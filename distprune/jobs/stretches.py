@@ -229,9 +229,7 @@ class StretchWriter:
                 totals[name] = [*map(sum, zip(totals[name], counts, strict=True))]
         return [*totals.values()]
 
-    def _write(
-        self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, digest: Any
-    ) -> tuple[int, int, int] | None:
+    def _write(self, descriptor: int, turn: Lock, part: _Part, piece: Geometry, digest: Any) -> list[int] | None:
         """Write what is left of a piece of ``part``; return what is pruned, was before, and is NaN, if it counts."""
         name, values = part.entry.name, self._values[part.entry.name]
 
@@ -261,10 +259,10 @@ class StretchWriter:
             else:
                 bytes_of(whole).view(left.dtype)[start:stop] = left
 
-        chosen = self._pruning.prune(part.parameter, piece, put)
+        counts = self._pruning.prune(part.parameter, piece, put)
         if whole is not None:
             write(part.shard_as_stored(LocalShard(name, whole, piece)))
-        return (chosen.num_pruned, chosen.num_gone, chosen.num_nans) if part.region.name == first[0].name else None
+        return counts if part.region.name == first[0].name else None
 
     def _of_pieces(self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, Any], None]) -> bytes:
         """Do ``work`` for all pieces of a stretch, in any order, and return their digests, in theirs."""

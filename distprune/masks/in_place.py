@@ -11,11 +11,11 @@ import torch
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from distprune.kernels import compiled
-from distprune.selection import Put
+from distprune.selection import Put, put_size
 from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
 __all__ = [
+    "InPlace",
     "Zeroing",
     "as_numbers",
     "bits_of",
@@ -44,8 +44,28 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 @final
+class InPlace(Put):
+    """Writes 0 into ``local`` where elements are pruned."""
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self._flat = bits_of(local).view(-1)
+        self._bits = as_array(local) if on_host(local.device) else None
+
+    @override
+    def bits(self, at: slice) -> npt.NDArray[np.signedinteger] | None:
+        return None if self._bits is None else self._bits[at]
+
+    @override
+    def stays(self, at: slice, stays: torch.Tensor) -> None:
+        if self._bits is None:
+            self._flat[at] *= stays
+        else:
+            _zero(self._bits[at], stays.numpy().view(np.int8), self._bits[at])
+
+
+@final
 class Zeroing(Put):
-    """Gives ``take`` the bits of ``values``, on the host, with 0 where they go: range by range, in the same memory."""
+    """Gives ``take`` the bits of ``values``, on the host, 0 where they are pruned: range by range, in one buffer."""
 
     def __init__(self, values: torch.Tensor, take: Callable[[int, npt.NDArray[np.signedinteger]], None]) -> None:
         self._values, self._take = values, take
@@ -53,31 +73,32 @@ class Zeroing(Put):
         self._memory: npt.NDArray[np.signedinteger] = np.empty(0, dtype=f"i{values.itemsize}")
 
     @override
-    def memory(self, num: int) -> npt.NDArray[np.signedinteger]:
-        if len(self._memory) < num:
-            self._memory = np.empty(num, dtype=self._memory.dtype)
-        return self._memory[:num]
+    def bits(self, at: slice) -> npt.NDArray[np.signedinteger]:
+        if len(self._memory) < at.stop - at.start:
+            self._memory = np.empty(at.stop - at.start, dtype=self._memory.dtype)
+        return self._memory[: at.stop - at.start]
 
     @override
-    def stays(self, start: int, stays: npt.NDArray[np.bool_]) -> None:
-        stop, left = start + len(stays), self.memory(len(stays))
-        bits = bits_of(flat_chunk(self._values, start, stop)).numpy() if self._bits is None else self._bits[start:stop]
-        _zero(bits, stays.view(np.int8), left)
-        self._take(start, left)
+    def stays(self, at: slice, stays: torch.Tensor) -> None:
+        for start in range(at.start, at.stop, put_size(stays.device)):
+            part = slice(start, min(start + put_size(stays.device), at.stop))
+            bits = (
+                bits_of(flat_chunk(self._values, part.start, part.stop)).numpy()
+                if self._bits is None
+                else self._bits[part]
+            )
+            left = self.bits(part)
+            _zero(bits, stays[part.start - at.start : part.stop - at.start].numpy().view(np.int8), left)
+            self._take(part.start, left)
 
     @override
-    def left(self, start: int, left: npt.NDArray[np.signedinteger]) -> None:
-        self._take(start, left)
+    def left(self, at: slice, left: npt.NDArray[np.signedinteger]) -> None:
+        self._take(at.start, left)
 
 
 def _zero(bits: Any, keep: Any, out: Any) -> None:
     """Write ``bits``, integers, into ``out`` where ``keep`` is 1, and 0, which are those of 0.0, where it is 0."""
-    if isinstance(bits, np.ndarray) and bits.ndim == 1 and (loops := compiled()) is not None:
-        loops.zero_pruned(bits, keep, out)
-    elif isinstance(bits, np.ndarray):
-        np.multiply(bits, keep, out=out)
-    else:
-        torch.mul(bits, keep, out=out)
+    (np if isinstance(bits, np.ndarray) else torch).multiply(bits, keep, out=out)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

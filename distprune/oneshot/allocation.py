@@ -232,7 +232,7 @@ def _num_lowest(comm: Communicator, linears: Sequence[_Map], num: int) -> dict[s
     choice = Unstructured(num).choose(ranked)
 
     def count(words: torch.Tensor) -> None:
-        for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.settle(), strict=True)):
+        for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.masks(ranked.scores), strict=True)):
             words[i] = chosen.num_pruned if scores.shard.owned else 0
 
     counts = sum_together(comm, (len(linears),), count).tolist()

@@ -34,7 +34,7 @@ from distprune.oneshot.outcome import Outcome, sum_outcomes
 from distprune.oneshot.retarget import Aim, retarget
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
-from distprune.patterns import Choice, Pattern, Ranked
+from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
 from distprune.shards import all_finite
 
@@ -185,7 +185,7 @@ class _Work:
                 ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
                 choice = some[0].stages[stage].pattern.choose(ranked)
                 with self.keeping_error():
-                    self._apply(some, stage, choice)
+                    self._apply(some, stage, choice.masks(ranked.scores))
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
                     self._note(task.pruning.finish(), task.owner == self.rank)
@@ -196,8 +196,8 @@ class _Work:
             raise self.error
         return [scores for task in tasks for scores in task.pruning.scores(stage)]
 
-    def _apply(self, tasks: Sequence[_Task], stage: int, choice: Choice) -> None:
-        chosen = dict(zip([name for task in tasks for name in task.rows], choice.settle(), strict=True))
+    def _apply(self, tasks: Sequence[_Task], stage: int, masks: Sequence[Chosen]) -> None:
+        chosen = dict(zip([name for task in tasks for name in task.rows], masks, strict=True))
         if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
             raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
         for task in tasks:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, check_share, own_share, shares_of
+from distprune.patterns.base import Choice, Chosen, Pattern, Ranked, Scope, check_share, own_share, shares_of
 from distprune.patterns.block import Block
 from distprune.patterns.census import check_parts
 from distprune.patterns.channels import Channels
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import NByM, PerRow
-from distprune.selection import Chosen
+from distprune.selection import Put
 
 __all__ = [
     "Block",
@@ -21,6 +21,7 @@ __all__ = [
     "NByM",
     "Pattern",
     "PerRow",
+    "Put",
     "Ranked",
     "Scope",
     "Unstructured",

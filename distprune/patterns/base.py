@@ -23,17 +23,27 @@ from typing_extensions import override
 
 from distprune.collectives import Communicator, Roster
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Competition, Counts, Entry, Order, Put, common_order, select_lowest
-from distprune.shards import Matrix
+from distprune.selection import (
+    Competition,
+    Entry,
+    Keyed,
+    MaskPut,
+    Order,
+    Put,
+    Selection,
+    common_order,
+    select_lowest,
+)
+from distprune.shards import Geometry, Matrix, fetched
 
 __all__ = [
     "Choice",
+    "Chosen",
+    "Competing",
     "Pattern",
-    "Place",
     "Ranked",
     "Scope",
     "check_share",
-    "compete",
     "num_lowest",
     "own_share",
     "shares_of",
@@ -41,7 +51,6 @@ __all__ = [
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
-Place = Callable[[int], tuple[int, int]]  # of a member: its competition, and its first position there
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,7 @@ class Ranked:
 
     ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
     of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
-    that the ranks' shards fit together. ``streams``: the caller decides its shards, which lie on the host and cut no
-    unit, piece by piece, by ``Choice.decide`` alone: no mask of a whole shard is made.
+    that the ranks' shards fit together.
     """
 
     comm: Communicator
@@ -60,7 +68,6 @@ class Ranked:
     make_scores: Callable[[], Sequence[LocalScores]]
     of_left: bool = False
     checks: bool = True
-    streams: bool = False
 
     @cached_property
     def scores(self) -> Sequence[LocalScores]:
@@ -68,7 +75,7 @@ class Ranked:
         return self.make_scores()
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def index(self) -> dict[str, int]:
         """The index of every member, by name."""
         return self.roster.index()
 
@@ -89,20 +96,37 @@ class Ranked:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """What was chosen from one shard: its ``mask`` (bool, local shape, True = keep), and counts of what is False."""
+
+    mask: torch.Tensor
+    num_pruned: int
+    num_gone: int  # of these, before
+    num_nans: int
+
+
+@dataclass(frozen=True)
 class Choice:
     """What a pattern chose.
 
     ``thresholds``: by member, the highest score that is pruned; ``None`` where nothing new is pruned, or where each
-    group or row has its own. ``settle`` returns a :class:`Chosen` for each of this rank's scores. It is local; the
-    caller runs it within its next round and sums ``num_nans``, which must be 0.
+    group or row has its own.
 
-    ``decide`` chooses from a piece, on the host, of one of this rank's shards, given the scores of that piece: local.
-    The piece cuts no unit (see :meth:`Pattern.unit`), and neither does the shard. The caller sums ``num_nans`` too.
+    ``decide(scores, put)`` puts what stays of one of this rank's shards, or of a piece of one on the host that cuts no
+    unit (see :meth:`Pattern.unit`). It returns how many elements are pruned, how many of these were gone before, and
+    how many scores are NaN: int64, on the device of the scores. It is local; the caller runs it within its next round
+    and sums the NaNs, which must be 0. ``is_checked``: they are, since the pattern's own rounds have looked for them.
     """
 
     thresholds: list[float | int | None]
-    settle: Callable[[], list[Chosen]]
-    decide: Callable[[LocalScores, Put], Counts] | None = None  # of a pattern that has no unit
+    decide: Callable[[LocalScores, Put], torch.Tensor]
+    is_checked: bool = False
+
+    def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
+        """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
+        puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
+        counts = fetched([self.decide(each, put) for each, put in zip(scores, puts, strict=True)])
+        return [Chosen(put.mask, *of.tolist()) for put, of in zip(puts, counts, strict=True)]
 
 
 class Pattern(ABC):
@@ -269,43 +293,53 @@ def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, wha
     return before + wanted
 
 
-def compete(
-    ranked: Ranked,
-    share: Shares,
-    scope: Scope,
-    numels: Sequence[int],
-    num_gone: Sequence[int],
-    order: Callable[[Sequence[int]], Order],
-    make_entries: Callable[[Place, Sequence[LocalScores]], list[Entry]],
-    *,
-    writes: bool = True,
-) -> Choice:
-    """Choose the ``share`` lowest of each member, or of all together. Every rank must call it.
+@dataclass(frozen=True)
+class Competing:
+    """The members of a call, in one competition (``scope="global"``) or each in its own (``"tensor"``).
 
-    ``numels`` and ``num_gone`` count by member what competes: elements, or blocks. ``order`` returns the order of some
-    members. ``make_entries`` takes a function of a member that returns its competition and its first position there,
-    and scores. ``writes``, rounds and errors are those of :func:`select_lowest`.
+    ``num_of``: by member, what competes of it: elements, or blocks.
     """
-    names = [member.name for member in ranked.roster.members]
-    firsts = list(itertools.accumulate(numels, initial=0))
-    competitors = [[i] for i in range(len(names))]
-    if scope == "global" and names:
-        competitors = [list(range(len(names)))]
 
-    def place(member: int) -> tuple[int, int]:
-        return (0, firsts[member]) if scope == "global" else (member, 0)
+    ranked: Ranked
+    scope: Scope
+    num_of: Sequence[int]
 
-    competitions = []
-    for members in competitors:
-        num, gone = sum(numels[i] for i in members), sum(num_gone[i] for i in members)
-        wanted = num_lowest(share, [names[i] for i in members], num, gone, of_left=ranked.of_left)
-        name = repr(names[members[0]]) if scope == "tensor" else "all parameters together"
-        competitions.append(Competition(name, order(members), num, wanted))
-    selection = select_lowest(ranked.comm, competitions, lambda: make_entries(place, ranked.scores), writes=writes)
-    thresholds = [selection.thresholds[place(i)[0]] for i in range(len(names))]
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return list(itertools.accumulate(self.num_of, initial=0))
 
-    def decide(piece: LocalScores, put: Put) -> Counts:
-        (entry,) = make_entries(place, [piece])
-        return selection.decide(entry, put)
+    @property
+    def members(self) -> list[list[int]]:
+        """The members in each competition."""
+        if self.scope == "global":
+            return [list(range(len(self.num_of)))] if self.num_of else []
+        return [[i] for i in range(len(self.num_of))]
 
-    return Choice(thresholds, selection.settle, decide)
+    def entry(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool) -> Entry:
+        """Return what ``member`` enters into its competition."""
+        name = self.ranked.roster.members[member].name
+        first = (0, self._firsts[member]) if self.scope == "global" else (member, 0)
+        return Entry(name, scores, geometry, owned, *first)
+
+    def select(
+        self,
+        share: Shares,
+        num_gone: Sequence[int],
+        order: Callable[[Sequence[int]], Order],
+        make_entries: Callable[[], Sequence[Entry]],
+    ) -> tuple[Selection, list[float | int | None]]:
+        """Choose the ``share`` lowest of each competition. Every rank must call it.
+
+        Return also the threshold of each member. ``num_gone``: by member. ``order`` returns the order of some members.
+        Rounds and errors are those of :func:`select_lowest`.
+        """
+        names = [member.name for member in self.ranked.roster.members]
+        competitions = []
+        for members in self.members:
+            num, gone = sum(self.num_of[i] for i in members), sum(num_gone[i] for i in members)
+            wanted = num_lowest(share, [names[i] for i in members], num, gone, of_left=self.ranked.of_left)
+            name = repr(names[members[0]]) if self.scope == "tensor" else "all parameters together"
+            competitions.append(Competition(name, order(members), num, wanted))
+        selection = select_lowest(self.ranked.comm, competitions, make_entries)
+        thresholds = selection.thresholds
+        return selection, thresholds * len(names) if self.scope == "global" else thresholds

@@ -19,10 +19,10 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import sum_together
-from distprune.patterns.base import Choice, Pattern, Place, Ranked, Scope, Shares, check_scope, check_share, compete
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_scope, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import Inquiry, Question, home_of
-from distprune.patterns.units import (
+from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
     NUM_GONE,
     IntArray,
@@ -33,7 +33,7 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen, Counts, Entry, Put, put_whole
+from distprune.selection import Entry, MaskPut, Put, Selection
 from distprune.shards import Geometry, LocalMatrix, Matrix, fetched
 
 __all__ = ["Block"]
@@ -113,50 +113,43 @@ class Block(Pattern):
             num_left = sum_together(comm, (len(members),), own.count_left).tolist()
             num_gone = [num - left for num, left in zip(own.numels, num_left, strict=True)]
 
-        def make_entries(place: Place, _: Sequence[LocalScores]) -> list[Entry]:
-            return [
-                Entry(keys.name, keys, keys.geometry, owned, *place(member))
-                for member, keys, owned in own.competitors()
-            ]
-
         order = unit_order(score)
-        choice = compete(ranked, self.sparsity, self.scope, own.numels, num_gone, lambda _: order, make_entries)
-        thresholds = [_threshold(key, scale, score) for key, scale in zip(choice.thresholds, own.scales, strict=True)]
-        if not any(census.num_cut):
-            return Choice(thresholds, lambda: own.spread(choice.settle(), None), own.deciding(choice.settle))
-        chosen: list[Chosen] = []
+        competing = Competing(ranked, self.scope, own.numels)
+        selection, keys = competing.select(self.sparsity, num_gone, lambda _: order, lambda: own.entries(competing))
+        thresholds = [_threshold(key, scale, score) for key, scale in zip(keys, own.scales, strict=True)]
+        stays = cache(lambda: own.stays(selection, competing))
+        answered: Callable[[], Sequence[BoolArray]] = list
+        if any(census.num_cut):
+            answered = own.inquiry.answer(lambda: own.answers(stays()))
+        of_blocks = cache(lambda: own.joined(stays(), answered()))
 
-        def answers() -> list[list[bytes]]:
-            chosen[:] = choice.settle()
-            return own.answers(chosen)
+        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+            part, (ids, keep) = own.part_of(scores), of_blocks()[ranked.index[scores.shard.name]]
+            return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.ids))], put)
 
-        answered = own.inquiry.answer(answers)
-        return Choice(thresholds, lambda: own.spread(chosen, answered()), own.deciding(lambda: chosen))
+        return Choice(thresholds, decide, is_checked=True)
 
 
 class _ShardBlocks(ShardUnits):
     """The blocks of one shard: their numbers in the whole parameter, ``ids``, ascend."""
 
-    def __init__(self, scores: LocalScores, size: int) -> None:
-        self._size = size
-        self._matrix = matrix = scores.shard.as_matrix()
-        self._num_across = max(matrix.num_in // size, 1)
-        geometry, first = scores.shard.geometry, None
-        none = np.empty(0, dtype=np.int64)
-        local = LocalMatrix.of(geometry, matrix) if geometry.local_numel else LocalMatrix(none, none, None)
-        if local is None:  # a stretch of the flattened parameter: all the rows that it touches
-            ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
-            low, high = (0, matrix.num_rows - 1) if matrix.transposed else matrix.place(ends)[0].tolist()
-            num_out = matrix.num_out if matrix.transposed else None
-            local, first = LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), num_out), low * matrix.num_in
-        rows, row, num_rows = np.unique(local.rows // size, return_inverse=True, return_counts=True)
-        columns, column, num_columns = np.unique(local.columns // size, return_inverse=True, return_counts=True)
+    def __init__(
+        self, scores: LocalScores, size: int, matrix: LocalMatrix, num_out: int | None, first: int | None = None
+    ) -> None:
+        """Local elements fill the lines of ``matrix`` (its columns, ``num_out`` at a time, if that is not ``None``).
+
+        ``first``: as of :class:`ShardUnits`; then the shard may hold only parts of these lines.
+        """
+        self._size, self._matrix = size, scores.shard.as_matrix()
+        self._num_across = max(self._matrix.num_in // size, 1)
+        rows, row, num_rows = np.unique(matrix.rows // size, return_inverse=True, return_counts=True)
+        columns, column, num_columns = np.unique(matrix.columns // size, return_inverse=True, return_counts=True)
         self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
         of_rows, of_columns = torch.from_numpy(row * len(columns)), torch.from_numpy(column)
-        if local.num_local_out is None:
+        if num_out is None:
             super().__init__(scores, len(self.ids), of_rows, of_columns[None], first)
         else:
-            super().__init__(scores, len(self.ids), of_columns, of_rows.view(-1, local.num_local_out), first)
+            super().__init__(scores, len(self.ids), of_columns, of_rows.view(-1, num_out), first)
         num_elements = (num_rows[:, None] * num_columns).reshape(-1)
         if first is not None:
             there = torch.zeros(self.num_units, dtype=torch.int64, device=scores.device)
@@ -165,6 +158,31 @@ class _ShardBlocks(ShardUnits):
             num_elements = fetched([there])[0].numpy()
         self.is_whole: BoolArray = num_elements == size * size
         self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
+
+    @staticmethod
+    def of(scores: LocalScores, size: int) -> _ShardBlocks:
+        """Return the blocks of a shard: none, a part of a matrix, or a stretch of the flattened parameter."""
+        geometry, matrix = scores.shard.geometry, scores.shard.as_matrix()
+        if not geometry.local_numel:
+            none = np.empty(0, dtype=np.int64)
+            return _ShardBlocks(scores, size, LocalMatrix(none, none, None), None)
+        local = LocalMatrix.of(geometry, matrix)
+        return (
+            _ShardBlocks.of_stretch(scores, size)
+            if local is None
+            else _ShardBlocks(scores, size, local, local.num_local_out)
+        )
+
+    @staticmethod
+    def of_stretch(scores: LocalScores, size: int) -> _ShardBlocks:
+        """Return the blocks of a stretch of the flattened parameter, by all the rows that it touches."""
+        geometry, matrix = scores.shard.geometry, scores.shard.as_matrix()
+        low, high, num_out = 0, matrix.num_rows - 1, matrix.num_out if matrix.transposed else None
+        if not matrix.transposed:
+            ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
+            low, high = matrix.place(ends)[0].tolist()
+        local = LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), num_out)
+        return _ShardBlocks(scores, size, local, num_out, low * matrix.num_in)
 
     def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
         """Return what the homes of the cut blocks are told, and asked: their sums, if this rank owns them."""
@@ -189,10 +207,15 @@ class _OwnBlocks:
         self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table
 
     def part(self, scores: LocalScores) -> _ShardBlocks:
-        member = self._ranked.place[scores.shard.name]
+        member = self._ranked.index[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = _ShardBlocks(scores, self._size)
+            self._parts[member] = _ShardBlocks.of(scores, self._size)
         return self._parts[member]
+
+    def part_of(self, scores: LocalScores) -> _ShardBlocks:
+        """Return the blocks of ``scores``, of one of this rank's shards or of a piece of one."""
+        part = self._parts[self._ranked.index[scores.shard.name]]
+        return part if part.scores is scores else _ShardBlocks.of(scores, self._size)
 
     def scores(self) -> dict[int, LocalScores]:
         return {member: part.scores for member, part in self._parts.items()}
@@ -235,59 +258,53 @@ class _OwnBlocks:
         for member, (_, table) in self._decided[0].items():
             left[member] += torch.count_nonzero(~self._is_gone(table))
 
-    def competitors(self) -> list[tuple[int, UnitKeys, bool]]:
-        """Return (member, units, whether they are owned): whole blocks of this rank, then cut ones it decides."""
+    def entries(self, competing: Competing) -> list[Entry]:
+        """Return what competes: the whole blocks of each of this rank's shards, then the cut ones that it decides."""
         found = []
         for member, part in self._parts.items():
             whole = self._tables[member][torch.from_numpy(part.is_whole)]
             keys = self._keys(member, part.ids[part.is_whole], whole)
-            found.append((member, keys, part.scores.shard.owned))
+            found.append(competing.entry(member, keys, keys.geometry, owned=part.scores.shard.owned))
         for member, (ids, table) in self._decided[0].items():
-            found.append((member, self._keys(member, ids, table), True))
+            keys = self._keys(member, ids, table)
+            found.append(competing.entry(member, keys, keys.geometry, owned=True))
         return found
+
+    def stays(self, selection: Selection, competing: Competing) -> list[BoolArray]:
+        """Return which blocks of each of :meth:`entries` stay."""
+        masks = []
+        for entry in self.entries(competing):
+            put = MaskPut.empty(entry.geometry.local_shape, entry.scores.device)
+            selection.decide(entry, put)
+            masks.append(put.mask.numpy())
+        return masks
 
     def _keys(self, member: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        return UnitKeys(name, Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
+        return UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
 
     def _is_gone(self, table: torch.Tensor) -> torch.Tensor:
         return table[:, NUM_GONE] == self._size**2
 
-    def answers(self, chosen: list[Chosen]) -> list[list[bytes]]:
+    def answers(self, stays: Sequence[BoolArray]) -> list[list[bytes]]:
         """Return the answers to the ranks that asked this one."""
-        masks = [each.mask.numpy() for each in chosen[len(self._parts) :]]
-        stays = np.concatenate([np.empty(0, dtype=np.bool_), *masks])[self._decided[1]]
+        of_cut = np.concatenate([np.empty(0, dtype=np.bool_), *stays[len(self._parts) :]])[self._decided[1]]
         ends = np.cumsum([len(rows) for rows in self._asked])
-        return [[answer.tobytes()] for answer in np.split(stays, ends[:-1])]
+        return [[answer.tobytes()] for answer in np.split(of_cut, ends[:-1])]
 
-    def deciding(self, settle: Callable[[], list[Chosen]]) -> Callable[[LocalScores, Put], Counts]:
-        """Return ``Choice.decide``, of shards that hold whole blocks alone; what is settled is kept."""
-
-        @cache
-        def stays() -> dict[int, torch.Tensor]:
-            return dict(zip(self._parts, (each.mask for each in settle()), strict=False))
-
-        def decide(scores: LocalScores, put: Put) -> Counts:
-            member, piece = self._ranked.place[scores.shard.name], _ShardBlocks(scores, self._size)
-            at = torch.from_numpy(np.searchsorted(self._parts[member].ids, piece.ids))
-            mask, counts = piece.spread(stays()[member][at])
-            return put_whole(Chosen(*counts.tolist(), mask=mask), put)
-
-        return decide
-
-    def spread(self, chosen: list[Chosen], answered: list[BoolArray] | None) -> list[Chosen]:
-        """Return the masks of all of this rank's shards."""
-        keep: dict[int, torch.Tensor] = {}
+    def joined(
+        self, stays: Sequence[BoolArray], answered: Sequence[BoolArray]
+    ) -> dict[int, tuple[IntArray, torch.Tensor]]:
+        """Return by member the ids of this rank's blocks, and which of them stay."""
+        found = {}
         for i, (member, part) in enumerate(self._parts.items()):
-            keep[member] = torch.empty(part.num_units, dtype=torch.bool)
-            is_whole = torch.from_numpy(part.is_whole)
-            keep[member][is_whole] = chosen[i].mask
-            if answered is not None:
-                keep[member][torch.from_numpy(part.is_cut)] = torch.from_numpy(answered[i])
-        members = [self._ranked.place[scores.shard.name] for scores in self._ranked.scores]
-        found = [self._parts[member].spread(keep[member]) for member in members]
-        return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
+            keep = np.empty(part.num_units, dtype=np.bool_)
+            keep[part.is_whole] = stays[i]
+            if answered:
+                keep[part.is_cut] = answered[i]
+            found[member] = part.ids, torch.from_numpy(keep)
+        return found
 
 
 def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:

@@ -42,10 +42,10 @@ def take_census(ranked: Ranked, *, counts_gone: bool, num_cut: Callable[[LocalSc
         if counts_gone:
             gone = {s.shard.name: s.gone for s in ranked.scores if s.shard.owned and s.gone is not None}
             for name, num in zip(gone, count_zeros([*gone.values()]), strict=True):
-                words[ranked.place[name], 0] = num
+                words[ranked.index[name], 0] = num
         if num_cut is not None:
             for scores in ranked.scores:
-                words[ranked.place[scores.shard.name], -1] = num_cut(scores)
+                words[ranked.index[scores.shard.name], -1] = num_cut(scores)
 
     num_counts = counts_gone + (num_cut is not None)
     counts = _checked(
@@ -73,7 +73,7 @@ def _checked(
     count: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> torch.Tensor:
     """Check the ranks' ``parts``, shards and what of each is read; return the sum of ``count``, of the same round."""
-    place = roster.index()
+    index = roster.index()
 
     def fill(words: torch.Tensor) -> None:
         found = parts()
@@ -81,11 +81,11 @@ def _checked(
             if shard.local.is_meta:
                 raise ValueError(f"{shard.name!r} has no values on this rank (meta): prune when all ranks have them")
             if shard.owned:
-                words[place[shard.name], 0] = shard.geometry.fingerprint()
+                words[index[shard.name], 0] = shard.geometry.fingerprint()
         copied = [(shard, checksum(reads)) for shard, reads in found if shard.num_replicas != 1]
         for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
             # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-            words[place[shard.name], 1] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
+            words[index[shard.name], 1] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
         count(words[:, 2:])
 
     words = sum_together(comm, (len(roster.members), 2 + num_counts), fill)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import final
 
 import torch
@@ -14,7 +14,7 @@ from typing_extensions import override
 from distprune.collectives import max_together, sum_together
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, num_lowest
 from distprune.patterns.census import take_census
-from distprune.patterns.units import (
+from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
     NUM_GONE,
     ShardUnits,
@@ -24,7 +24,7 @@ from distprune.patterns.units import (
     unit_order,
 )
 from distprune.scores import LocalScores
-from distprune.selection import Chosen, Counts, Order, Put, put_whole, raise_nans
+from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, Matrix, fetched
 
 __all__ = ["Channels"]
@@ -78,46 +78,29 @@ class Channels(Pattern):
         channel); random scores take none. Without sums, one more (24 bytes a channel) if some elements are gone.
         """
         members, score = ranked.roster.members, ranked.score
-        num_channels = [member.global_shape[self.dim] for member in members]
-        sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, num_channels, strict=True)]
+        nums = [member.global_shape[self.dim] for member in members]
+        sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, nums, strict=True)]
         census = take_census(ranked, counts_gone=True)
         tables: Sequence[torch.Tensor] = []
-        extremes: torch.Tensor | None = None
-        sign = -1.0 if score.combined_by == "min" else 1.0  # both extremes are found as a maximum
         if score.combined_by == "sum" and not score.scores_units:
             scales = agree_on_scales(ranked, lambda: _owned(ranked), sizes, together=self.scope == "global")
-            tables = self._sum(ranked, num_channels, scales)
+            tables = self._sum(ranked, nums, scales)
+            values: Callable[[], Sequence[torch.Tensor]] = partial(_summed, ranked, tables)
         else:
             if any(census.num_gone):
-                tables = self._sum(ranked, num_channels, [None] * len(members))
-            if not score.scores_units:
-                extremes = self._extremes(ranked, num_channels, sign)
+                tables = self._sum(ranked, nums, [None] * len(members))
+            values = partial(_drawn, ranked, nums) if score.scores_units else self._extremes(ranked, nums)
 
         @cache
         def stays() -> list[torch.Tensor]:
-            if score.scores_units:
-                values = [score.of_units(m.name, torch.arange(n)) for m, n in zip(members, num_channels, strict=True)]
-            elif extremes is None:
-                values = [sums_of(table, score) for table in tables]
-            else:
-                bits = Order("value", torch.float64)
-                values = [bits.keys(each) for each in torch.split(extremes * sign, num_channels)]
-            keys = [unit_order(score).keys(of_member) for of_member in values]
+            keys = [unit_order(score).keys(of_member) for of_member in values()]
             left = [table[:, NUM_GONE] < size for table, size in zip(tables, sizes, strict=False)]
             return self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
 
-        def spread(scores: LocalScores) -> tuple[torch.Tensor, torch.Tensor]:
-            return _channels(scores, self.dim).spread(stays()[ranked.place[scores.shard.name]])
+        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+            return _channels(scores, self.dim).decide(stays()[ranked.index[scores.shard.name]], put)
 
-        def settle() -> list[Chosen]:
-            found = [spread(scores) for scores in ranked.scores]
-            return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
-
-        def decide(piece: LocalScores, put: Put) -> Counts:
-            mask, counts = spread(piece)
-            return put_whole(Chosen(*counts.tolist(), mask=mask), put)
-
-        return Choice([None] * len(members), settle, decide)
+        return Choice([None] * len(members), decide, is_checked=True)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
@@ -151,8 +134,9 @@ class Channels(Pattern):
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
         return torch.split(total, list(num_channels))
 
-    def _extremes(self, ranked: Ranked, num_channels: Sequence[int], sign: float) -> torch.Tensor:
-        """Return the largest of every channel's scores times ``sign``, float64: one round."""
+    def _extremes(self, ranked: Ranked, num_channels: Sequence[int]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Return a function of the largest, or smallest, of every channel's scores, as integers. One round."""
+        sign = -1.0 if ranked.score.combined_by == "min" else 1.0  # both are found as a maximum
         num_nans: dict[str, int] = {}
 
         def fill(total: torch.Tensor) -> None:
@@ -177,11 +161,23 @@ class Channels(Pattern):
         total = max_together(ranked.comm, (sum(num_channels), 2), fill, torch.float64)
         if max(total[:, 1].tolist(), default=0.0) > 0:
             raise_nans(ranked.comm, num_nans)
-        return total[:, 0]
+        bits = Order("value", torch.float64)
+        return lambda: [bits.keys(each) for each in torch.split(total[:, 0] * sign, list(num_channels))]
+
+
+def _summed(ranked: Ranked, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sum of every channel's scores, by member."""
+    return [sums_of(table, ranked.score) for table in tables]
+
+
+def _drawn(ranked: Ranked, num_channels: Sequence[int]) -> list[torch.Tensor]:
+    """Return what is drawn for every channel, by member."""
+    members = zip(ranked.roster.members, num_channels, strict=True)
+    return [ranked.score.of_units(member.name, torch.arange(num)) for member, num in members]
 
 
 def _owned(ranked: Ranked) -> dict[int, LocalScores]:
-    return {ranked.place[scores.shard.name]: scores for scores in ranked.scores if scores.shard.owned}
+    return {ranked.index[scores.shard.name]: scores for scores in ranked.scores if scores.shard.owned}
 
 
 def _channels(scores: LocalScores, dim: int) -> ShardUnits:

@@ -20,7 +20,7 @@ import torch
 from distprune.collectives import Communicator, swap_known, swap_unknown
 from distprune.shards import Geometry, LocalMatrix, Matrix
 
-__all__ = ["CutElements", "Inquiry", "LocalUnits", "Question", "find_units", "home_of", "settle_cut"]
+__all__ = ["CutElements", "Inquiry", "LocalUnits", "Question", "decide_cut", "find_units", "home_of"]
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -169,7 +169,7 @@ class Inquiry:
         return [sum(len(items) for _, items in of_rank) for of_rank in self._asked]
 
 
-def settle_cut(
+def decide_cut(
     comm: Communicator,
     make_parts: Callable[[], Sequence[tuple[CutElements, Array]]],
     keep: Callable[[int, torch.Tensor], torch.Tensor],

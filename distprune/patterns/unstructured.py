@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Pattern, Place, Ranked, Scope, Shares, check_scope, check_share, compete
-from distprune.patterns.census import Census, take_census
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_scope, check_share
+from distprune.patterns.census import take_census
 from distprune.patterns.within_rows import PerRow
 from distprune.scores import LocalScores
-from distprune.selection import Entry
+from distprune.selection import Entry, Put
 from distprune.shards import Matrix
 
 __all__ = ["Unstructured"]
@@ -51,29 +51,25 @@ class Unstructured(Pattern):
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
-        num = len(ranked.numels)
-        for members in [range(num)] if self.scope == "global" else [[i] for i in range(num)]:
+        competing = Competing(ranked, self.scope, ranked.numels)
+        for members in competing.members:
             ranked.order(members)  # raises alike on all ranks
-        census = Census([0] * num, [])
+        num_gone = [0] * len(ranked.numels)
         if ranked.checks:
-            census = take_census(ranked, counts_gone=ranked.of_left)
+            num_gone = take_census(ranked, counts_gone=ranked.of_left).num_gone
 
-        def make_entries(place: Place, scores: Sequence[LocalScores]) -> list[Entry]:
-            return [
-                Entry(s.shard.name, s, s.shard.geometry, s.shard.owned, *place(ranked.place[s.shard.name]))
-                for s in scores
-            ]
+        def entry(scores: LocalScores) -> Entry:
+            shard = scores.shard
+            return competing.entry(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
 
-        return compete(
-            ranked,
-            self.sparsity,
-            self.scope,
-            ranked.numels,
-            census.num_gone,
-            ranked.order,
-            make_entries,
-            writes=not ranked.streams,
+        selection, thresholds = competing.select(
+            self.sparsity, num_gone, ranked.order, lambda: [entry(scores) for scores in ranked.scores]
         )
+
+        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+            return selection.decide(entry(scores), put)
+
+        return Choice(thresholds, decide, is_checked=True)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:

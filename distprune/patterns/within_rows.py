@@ -15,21 +15,19 @@ from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_units import CutElements, LocalUnits, find_units, settle_cut
+from distprune.patterns.cut_units import CutElements, LocalUnits, decide_cut, find_units
 from distprune.scores import LocalScores
 from distprune.selection import (
-    PUT_NUMEL,
-    Chosen,
-    Counts,
+    MaskPut,
     Order,
     Put,
     count_beyond,
     keep_groups_of_bits,
     keep_highest_per_group,
     keep_highest_per_row,
-    put_whole,
+    put_size,
 )
-from distprune.shards import Matrix, chunk_size, count_true, fetched, on_host, sent
+from distprune.shards import Matrix, count_true, fetched, on_host, sent
 
 __all__ = ["NByM", "PerRow"]
 
@@ -67,44 +65,34 @@ class _WithinRows(Pattern):
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks.
 
-        Otherwise three more (see ``settle_cut``) for every 2**24 elements, over all ranks, in cut units. A rank sends
+        Otherwise three more (see ``decide_cut``) for every 2**24 elements, over all ranks, in cut units. A rank sends
         its own elements of cut units.
         """
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
         own = [self.of(member.name) for member in ranked.roster.members]  # so does this
-        parts: dict[int, _ParameterUnits] = {}
+        parts: dict[int, _Rows] = {}
 
-        def units_of(scores: LocalScores) -> _ParameterUnits:
-            member = ranked.place[scores.shard.name]
-            return _ParameterUnits(scores, member, own[member], orders[member], ranked.of_left)
+        def rows_of(scores: LocalScores) -> _Rows:
+            member = ranked.index[scores.shard.name]
+            if member in parts and parts[member].scores is scores:
+                return parts[member]
+            return _Rows(scores, member, own[member], orders[member], ranked.of_left)
 
-        def part_of(scores: LocalScores) -> _ParameterUnits:
-            member = ranked.place[scores.shard.name]
-            if member not in parts:
-                parts[member] = units_of(scores)
-            return parts[member]
+        def num_cut(scores: LocalScores) -> int:
+            part = parts[ranked.index[scores.shard.name]] = rows_of(scores)
+            return part.units.num_cut
 
-        def settle() -> list[Chosen]:
-            found = [part_of(scores).settle() for scores in ranked.scores]
-            return Chosen.all_of([mask for mask, _ in found], [counts for _, counts in found])
-
-        def decide(piece: LocalScores, put: Put) -> Counts:
-            return units_of(piece).decide(put)
+        def keep(member: int, keys: torch.Tensor) -> torch.Tensor:
+            return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
         if ranked.checks:
-            census = take_census(ranked, counts_gone=False, num_cut=lambda scores: part_of(scores).units.num_cut)
+            census = take_census(ranked, counts_gone=False, num_cut=num_cut)
             for batch in _batches(census.num_cut):
                 held = [(parts[member], stretch, num) for member, stretch, num in batch if member in parts]
-                kept = settle_cut(
-                    ranked.comm,
-                    partial(_cut_parts, held),
-                    lambda member, keys: own[member].keep_units(
-                        keys, _gone(orders[member], keys), of_left=ranked.of_left
-                    ),
-                )
+                stays = decide_cut(ranked.comm, partial(_cut_parts, held), keep)
                 for i, (part, _, _) in enumerate(held):
-                    part.answers.append(partial(lambda stays, of_part: stays()[of_part], kept, i))
-        return Choice([None] * len(orders), settle, decide)
+                    part.answers.append(partial(lambda of_all, of_part: of_all()[of_part], stays, i))
+        return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put))
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
@@ -218,11 +206,11 @@ class PerRow(_WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-class _ParameterUnits:
-    """The units of one parameter on this rank."""
+class _Rows:
+    """The groups, or the rows, of one parameter on this rank."""
 
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
-        self._scores = scores
+        self.scores = scores
         self._keep = partial(pattern.keep_units, of_left=of_left)
         self._keep_bits = pattern.keep_bits
         self._order = order
@@ -230,112 +218,102 @@ class _ParameterUnits:
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
         self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
-        self._bits = scores.bits(order) if self.units.is_dense else None
+        self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
         self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
 
     def cut(self, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor]:
         """Return the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows, and their keys."""
-        shard, num_rows = self._scores.shard, self._matrix.num_rows
+        shard, num_rows = self.scores.shard, self._matrix.num_rows
         rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
         flat = shard.geometry.flat_indices_at(offsets).numpy()
         part = CutElements(self._member, self._matrix, self._length, rows, flat, shard.owned)
-        return part, self._scores.keys(self._order, sent(offsets, self._scores.device))
+        return part, self.scores.keys(self._order, sent(offsets, self.scores.device))
 
-    def settle(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decide the whole units, and take over what became of the cut ones: the mask, and its counts."""
-        scores, device = self._scores, self._scores.device
-        mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=device)
-        flat_mask = mask.view(-1)
-        counts = torch.zeros(3, dtype=torch.int64, device=device)  # gone, pruned, NaNs
-        keys = self._memory(chunk_size(device), self._order.key_dtype)
+    def decide(self, put: Put) -> torch.Tensor:
+        """Decide the whole units, take over what became of the cut ones, and ``put`` what stays: see ``Choice``."""
+        scores, device = self.scores, self.scores.device
+        counts = torch.zeros(3, dtype=torch.int64, device=device)
+        if self.units.is_dense and not len(self.units.loose):
+            self._decide_dense(put, counts)
+            return counts
+        everything = slice(0, scores.shard.geometry.local_numel)
+        flags = put.flags(everything, device)
         if self.units.is_dense:
-            flags = flat_mask.numpy() if on_host(device) else None
-            for at in self._slices(chunk_size(device)):
-                if flags is None or self._keep_at_once(at, flags[at], counts) is None:
-                    self._keep_keys(at, keys, flat_mask[at], counts)
+            self._decide_dense(MaskPut(flags), counts)
         else:
-            columns = sent(torch.from_numpy(self.units.whole), device)
-            for first, last in self._row_ranges(chunk_size(device)):
+            columns, memory = sent(torch.from_numpy(self.units.whole), device), self._memory()
+            for first, last in self._row_ranges():
                 offsets = self.units.offsets(torch.arange(first, last, device=device), columns).reshape(-1)
-                flat_mask[offsets] = self._keep_keys(offsets, keys, None, counts)
+                flags[offsets] = self._keep_keys(offsets, memory, None, counts)
         for offsets, answer in zip(self._cut, self.answers, strict=True):
             there = sent(offsets, device)
             self._count(scores.keys(self._order, there), counts)
-            flat_mask[there] = sent(torch.from_numpy(answer()), device)
-        counts[1] = mask.numel() - count_true(mask)
-        return mask, counts
+            flags[there] = sent(torch.from_numpy(answer()), device)
+        counts[0] = len(flags) - count_true(flags)
+        put.stays(everything, flags)
+        return counts
 
-    def decide(self, put: Put) -> Counts:
-        """Decide whole units on the host, of which there are no others, and ``put`` what stays (see ``Choice``)."""
-        if not self.units.is_dense:
-            mask, found = self.settle()
-            return put_whole(Chosen(*found.tolist(), mask=mask), put)
-        counts, num_pruned = torch.zeros(3, dtype=torch.int64), 0
-        memory, keys = self._memory(PUT_NUMEL, torch.bool), self._memory(PUT_NUMEL, self._order.key_dtype)
-        for at in self._slices(PUT_NUMEL):
-            left = put.memory(at.stop - at.start)
-            if (num_kept := self._keep_at_once(at, left, counts)) is not None:
-                put.left(at.start, left)
-            else:
-                stays = self._keep_keys(at, keys, memory[: len(left)], counts).numpy()
-                num_kept = int(np.count_nonzero(stays))
-                put.stays(at.start, stays)
-            num_pruned += len(left) - num_kept
-        counts[1] = num_pruned
-        return Counts(*counts.tolist())
+    def _decide_dense(self, put: Put, counts: torch.Tensor) -> None:
+        """Put what stays of whole units that lie side by side, range by range."""
+        begin, width, memory = self.units.begin, len(self.units.whole), self._memory()
+        for first, last in self._row_ranges():
+            at = slice(begin + first * width, begin + last * width)
+            if self._bits is not None and self._put_at_once(at, put, counts):
+                continue
+            flags = put.flags(at, self.scores.device)
+            self._keep_keys(at, memory, flags, counts)
+            counts[0] += len(flags) - count_true(flags)
+            put.stays(at, flags)
 
-    def _num_rows(self, num: int) -> int:
-        """Return how many rows of whole units have about ``num`` elements, at least one."""
-        return max(1, num // max(len(self.units.whole), 1))
-
-    def _memory(self, num: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for that many rows: fresh memory each time would be slow."""
-        return torch.empty(self._num_rows(num) * len(self.units.whole), dtype=dtype, device=self._scores.device)
-
-    def _row_ranges(self, num: int) -> Iterator[tuple[int, int]]:
-        """Yield the local rows, about ``num`` elements of whole units at a time: the first, and the one after them."""
-        num_rows, step = len(self.units.matrix.rows) if len(self.units.whole) else 0, self._num_rows(num)
-        for first in range(0, num_rows, step):
-            yield first, min(first + step, num_rows)
-
-    def _slices(self, num: int) -> Iterator[slice]:
-        """Yield the local offsets of those rows, where they are dense."""
-        begin, width = self.units.begin, len(self.units.whole)
-        for first, last in self._row_ranges(num):
-            yield slice(begin + first * width, begin + last * width)
-
-    def _keep_at_once(self, at: slice, out: Array, counts: torch.Tensor) -> int | None:
-        """Choose from whole units on the host by one read of them, into ``out`` as ``keep_bits``; add to ``counts``.
-
-        Return how many stay. ``None``, and nothing counts: not possible.
-        """
-        if self._bits is None:
-            return None
+    def _put_at_once(self, at: slice, put: Put, counts: torch.Tensor) -> bool:
+        """Put what stays ``at``, on the host, by one read of the weights' bits; return whether that was possible."""
+        assert self._bits is not None
         bits, magnitude = self._bits[0][at], self._bits[1]
+        left = put.bits(at)
+        out = put.flags(at, self.scores.device).numpy() if left is None else left
         found = self._keep_bits(bits, magnitude, out)
         if found is None or found[1] < self._order.first:  # what is gone has rules of its own
-            return None
+            return False
         num_kept, lowest, highest = found
-        if highest > self._order.last:
-            counts[2] += count_beyond(self._order, bits, magnitude, lowest, highest)[0]
-        return num_kept
+        num_nans, _ = count_beyond(self._order, bits, magnitude, lowest, highest)
+        counts += torch.tensor([len(out) - num_kept, 0, num_nans])
+        if left is None:
+            put.stays(at, torch.from_numpy(out))
+        else:
+            put.left(at, left)
+        return True
+
+    def _num_rows(self) -> int:
+        """Return how many rows of whole units are decided at a time, at least one."""
+        return max(1, put_size(self.scores.device) // max(len(self.units.whole), 1))
+
+    def _memory(self) -> torch.Tensor:
+        """Return memory for the keys of that many rows: fresh memory each time would be slow."""
+        num = self._num_rows() * len(self.units.whole)
+        return torch.empty(num, dtype=self._order.key_dtype, device=self.scores.device)
+
+    def _row_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the local rows that are decided at a time: the first, and the one after them."""
+        num_rows, step = len(self.units.matrix.rows) if len(self.units.whole) else 0, self._num_rows()
+        for first in range(0, num_rows, step):
+            yield first, min(first + step, num_rows)
 
     def _keep_keys(
         self, at: slice | torch.Tensor, memory: torch.Tensor, out: torch.Tensor | None, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Return what stays of whole units, 1-D, and in ``out``, if given; add to ``counts``. ``memory`` is of keys."""
+        """Return what stays of whole units, 1-D, and in ``out``, if given; count gone and NaN. ``memory``: of keys."""
         width = len(self.units.whole)
-        keys = self._scores.keys(self._order, at, memory).view(-1, width)
+        keys = self.scores.keys(self._order, at, memory).view(-1, width)
         is_gone = self._count(keys, counts)
         return self._keep(keys, is_gone, None if out is None else out.view(-1, width)).view(-1)
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""
         if (is_gone := _gone(self._order, keys)) is not None:
-            counts[0] += is_gone.sum()
+            counts[1] += is_gone.sum()
         if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self._order.last):
             counts[2] += (keys > self._order.last).sum()
         return is_gone
@@ -348,7 +326,7 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     return keys < order.first
 
 
-def _cut_parts(held: Sequence[tuple[_ParameterUnits, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
+def _cut_parts(held: Sequence[tuple[_Rows, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
     """Return what of each part travels, and the keys; those of all are fetched at once."""
     found = [part.cut(stretch, num) for part, stretch, num in held]
     keys = fetched([there for _, there in found])

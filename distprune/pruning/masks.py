@@ -87,6 +87,13 @@ class Masks(Mapping[str, torch.Tensor]):
         check_parts(comm, roster, masked)
         return cls(comm, roster, held, [shard.local for shard in made])
 
+    @classmethod
+    def read(cls, comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> Masks:
+        """Return the masks that the weights of ``shards`` have now, on which all ranks agreed before. Local."""
+        fsdp2 = Fsdp2Params()
+        held = [dataclasses.replace(shard, local=_values_now(fsdp2, shard)) for shard in shards]
+        return cls(comm, roster, shards, [_present(shard) for shard in held])
+
     @override
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor, local = self._shards[name].tensor, self._local[name]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
-from distprune.masks import zero_where_pruned
+from distprune.masks import InPlace, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
 from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
@@ -28,19 +28,20 @@ from distprune.scores import (
     count_unread_nans,
     local_scores,
 )
-from distprune.selection import Chosen, raise_nans
-from distprune.shards import LocalShard, gradients_of, local_part
+from distprune.selection import MaskPut, raise_nans
+from distprune.shards import LocalShard, fetched, gradients_of, local_part
 
 __all__ = [
     "Choosing",
     "GivenEvidence",
     "Request",
+    "choose_masks",
     "compute_masks",
+    "decide_all",
     "gradients_there",
     "prune_model",
     "prune_requested",
     "prune_shards",
-    "settled",
 ]
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
@@ -113,7 +114,7 @@ def prune_model(
         Exception: on every rank: what a score of your own raised on one.
     """
     request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return prune_requested(group, request, in_place=True)
+    return prune_requested(group, request)
 
 
 def prune_shards(
@@ -135,7 +136,7 @@ def prune_shards(
     rows, unless the shard's ``matrix`` says otherwise.
     """
     request = Request(shards, sparsity, score, pattern, scope, seed, evidence)
-    return prune_requested(group, request, in_place=True)
+    return prune_requested(group, request)
 
 
 def compute_masks(
@@ -156,7 +157,10 @@ def compute_masks(
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
     request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return prune_requested(group, request, in_place=False).masks
+    choosing = Choosing(communicator(group), request)
+    ranked = choosing.ranked
+    masks, _ = choose_masks(ranked, choosing.choice)
+    return Masks(ranked.comm, ranked.roster, [scores.shard for scores in ranked.scores], masks)
 
 
 @dataclass(frozen=True)
@@ -202,41 +206,42 @@ class Request:
         return score, as_pattern(self.pattern, self.sparsity, self.scope)
 
 
-def prune_requested(group: Group, request: Request, *, in_place: bool) -> PruneReport:
-    """Find, agree, choose, and apply if ``in_place``. Every rank must call it."""
-    comm = communicator(group)
-    choosing = Choosing(comm, request)
-    ranked = choosing.ranked
-    chosen, counts = settled(ranked, choosing.choice)
+def prune_requested(group: Group, request: Request) -> PruneReport:
+    """Find, agree, choose, and apply. Every rank must call it."""
+    choosing = Choosing(communicator(group), request)
+    ranked, choice = choosing.ranked, choosing.choice
     shards = [scores.shard for scores in ranked.scores]
-    if in_place:  # The last collective is done: an error from here on leaves no other rank waiting.
-        for shard, each in zip(shards, chosen, strict=True):
-            if each.num_pruned:
-                zero_where_pruned(shard.local, each.mask)
-    return choosing.report(counts, Masks(comm, ranked.roster, shards, [each.mask for each in chosen]))
+    if choice.is_checked and ranked.score.is_weight and all(shard.local.is_contiguous() for shard in shards):
+        # The scores are the weights and none is NaN: nothing can fail any more, and no mask is needed.
+        counts = decide_all(ranked, lambda scores: choice.decide(scores, InPlace(scores.shard.local)))
+    else:
+        masks, counts = choose_masks(ranked, choice)
+        for shard, mask in zip(shards, masks, strict=True):
+            zero_where_pruned(shard.local, mask)
+    return choosing.report(counts, lambda: Masks.read(ranked.comm, ranked.roster, shards))
 
 
 class Choosing:
     """What a call has found, agreed on and chosen. Every rank must make one.
 
-    ``place`` returns a parameter that was found, and that the pattern fits, where this rank has its values; by default
-    it is there. ``streams``: as in ``Ranked``; then ``place`` sees to it that the ranks' shards fit together.
+    ``shard_of`` maps a found parameter to the shard this rank reads, and sees to it that the ranks' shards fit
+    together. Default: unchanged, and checked.
     """
 
     def __init__(
         self,
         comm: Communicator,
         request: Request,
-        place: Callable[[Pattern, LocalShard], LocalShard] = lambda _, shard: shard,
-        *,
-        streams: bool = False,
+        shard_of: Callable[[Pattern, LocalShard], LocalShard] | None = None,
     ) -> None:
         self._started, self._comm, self._traffic = time.perf_counter(), comm, comm.traffic.copy()
 
         def look() -> tuple[Found, Facts, Score, Pattern]:
             score, pattern = request.checked()
             found = request.find()
-            shards = [place(pattern, fitted(pattern, shard, shard.name)) for shard in found.shards]
+            shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
+            if shard_of is not None:
+                shards = [shard_of(pattern, shard) for shard in shards]
             return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
 
         def make_scores() -> list[LocalScores]:
@@ -246,11 +251,14 @@ class Choosing:
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()
         self.score = agreed.score
-        self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=not streams, streams=streams)
+        self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=shard_of is None)
         self.choice = self.pattern.choose(self.ranked)
 
-    def report(self, counts: Sequence[Sequence[int]], masks: Masks) -> PruneReport:
-        """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local."""
+    def report(self, counts: Sequence[Sequence[int]], masks: Callable[[], Masks]) -> PruneReport:
+        """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local.
+
+        ``masks`` returns the report's, when they are asked for.
+        """
         used = self._comm.traffic - self._traffic
         members, numels = self.ranked.roster.members, self.ranked.numels
         return PruneReport(
@@ -270,28 +278,43 @@ class Choosing:
         )
 
 
-def settled(ranked: Ranked, choice: Choice) -> tuple[list[Chosen], list[list[int]]]:
-    """Return what is chosen of each of this rank's shards, and of every member (zeros, zeros before) over all ranks.
+def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Return the mask of each of this rank's shards, and the counts of :func:`decide_all`, with its round."""
+    masks: list[torch.Tensor] = []
 
-    Every rank must call it: one round of 16 bytes a parameter.
+    def decide(scores: LocalScores) -> torch.Tensor:
+        put = MaskPut.empty(scores.shard.geometry.local_shape, scores.device)
+        masks.append(put.mask)
+        return choice.decide(scores, put)
+
+    return masks, decide_all(ranked, decide)
+
+
+def decide_all(ranked: Ranked, decide: Callable[[LocalScores], torch.Tensor]) -> list[list[int]]:
+    """Run ``decide``, which returns the counts of ``Choice.decide``, for each of this rank's shards.
+
+    Return of every member how many are pruned, and how many of these were before, over all ranks. Every rank must call
+    it: one round of 16 bytes a parameter.
+
+    Raises:
+        ValueError: on every rank: weights or scores are NaN.
     """
-    chosen: list[Chosen] = []
     num_nans: dict[str, int] = {}
 
     def count(words: torch.Tensor) -> None:
-        chosen[:] = choice.settle()
         totals = words[1:].view(-1, 2)
+        counts = fetched([decide(scores) for scores in ranked.scores])
         unread_nans = count_unread_nans(ranked.scores)
-        for scores, each, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
+        for scores, of_shard, num_unread in zip(ranked.scores, counts, unread_nans, strict=True):
             if scores.shard.owned:
-                totals[ranked.place[scores.shard.name]] = torch.tensor([each.num_pruned, each.num_gone])
-                num_nans[scores.shard.name] = each.num_nans + num_unread
+                totals[ranked.index[scores.shard.name]] = of_shard[:2]
+                num_nans[scores.shard.name] = int(of_shard[2]) + num_unread
                 words[0] += num_nans[scores.shard.name]
 
     words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), count)
     if words[0]:
         raise_nans(ranked.comm, num_nans)
-    return chosen, words[1:].view(-1, 2).tolist()
+    return words[1:].view(-1, 2).tolist()
 
 
 def _evidence(request: Request, shards: Sequence[LocalShard], needs: Sequence[str]) -> dict[str, Evidence]:

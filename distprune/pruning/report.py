@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
@@ -34,7 +36,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a call did. Ranks differ in ``masks``, ``seconds`` and, where groups are cut, ``num_bytes``."""
+    """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``."""
 
     score: str
     pattern: str  # its repr
@@ -43,7 +45,12 @@ class PruneReport:
     num_rounds: int  # of communication, this call
     num_bytes: int  # of messages per rank, this call
     seconds: float
-    masks: Masks = field(repr=False, compare=False)  # False where a weight is zero now
+    _masks: Callable[[], Masks] = field(repr=False, compare=False)
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The masks, False where a weight is zero: read from the weights when first asked for. Local."""
+        return self._masks()
 
     @property
     def num_elements(self) -> int:
@@ -75,6 +82,8 @@ class PruneReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the masks, with the totals, in types that JSON has."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("masks", "parameters")}
+        own = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("_masks", "parameters")
+        }
         totals = {name: getattr(self, name) for name in ("num_elements", "num_pruned", "num_zeros", "sparsity")}
         return {**own, "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters], **totals}

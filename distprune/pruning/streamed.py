@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from threading import Lock
 from typing import Any
 
 import numpy.typing as npt
@@ -19,7 +17,6 @@ from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores import count_unread_nans, local_scores
-from distprune.selection import Counts
 from distprune.shards import Geometry, LocalShard, Ownership, grain_of, pieces_of, share_of, within
 
 __all__ = ["StreamedPruning"]
@@ -63,11 +60,7 @@ class StreamedPruning:
                 shard, local=local, geometry=geometry, ownership=Ownership(), original_shape=original, tensor=None
             )
 
-        self._choosing = Choosing(comm, request, share, streams=True)
-        assert self._choosing.choice.decide is not None  # its pattern has units
-        self._decide = self._choosing.choice.decide
-        self._has_decided = False
-        self._deciding_first = Lock()  # what a pattern settles once, one thread settles
+        self._choosing = Choosing(comm, request, share)
         self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
 
     def pieces(self, name: str, bounds: Sequence[tuple[int, int]] | None = None) -> Iterator[Geometry]:
@@ -85,8 +78,10 @@ class StreamedPruning:
         """Return a piece of parameter ``name`` as it is stored. Local."""
         return self._values[name].cut(piece)
 
-    def prune(self, name: str, piece: Geometry, put: Callable[[int, npt.NDArray[Any]], None]) -> Counts:
-        """Put the bits of a piece, 0 where elements go, and return what was chosen. Local; the caller sums NaNs.
+    def prune(self, name: str, piece: Geometry, put: Callable[[int, npt.NDArray[Any]], None]) -> list[int]:
+        """Put the bits of a piece, 0 where elements are pruned. Local.
+
+        Return how many are pruned, how many of these were before, and how many are NaN, which the caller sums.
 
         One range of local offsets is put after the other, each in the memory of the one before, so that all of it stays
         in a core's cache from the choice to whoever takes it. Threads may prune several pieces at a time.
@@ -95,10 +90,8 @@ class StreamedPruning:
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
-        with self._deciding_first if not self._has_decided else nullcontext():
-            counts = self._decide(scores, Zeroing(values, put))
-        self._has_decided = True
-        return dataclasses.replace(counts, num_nans=counts.num_nans + num_unread)
+        num_pruned, num_gone, num_nans = self._choosing.choice.decide(scores, Zeroing(values, put)).tolist()
+        return [num_pruned, num_gone, num_nans + num_unread]
 
     @property
     def names(self) -> list[str]:
@@ -107,4 +100,4 @@ class StreamedPruning:
 
     def report(self, counts: Sequence[Sequence[int]]) -> PruneReport:
         """Return what was done; ``counts``: of every one of :attr:`names`, zeros and zeros before. Without masks."""
-        return self._choosing.report(counts, Masks(self._comm, self._choosing.ranked.roster, [], []))
+        return self._choosing.report(counts, lambda: Masks(self._comm, self._choosing.ranked.roster, [], []))

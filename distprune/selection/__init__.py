@@ -1,27 +1,17 @@
 """The exact k lowest of competitors that are spread over ranks."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.kth_value import (
-    PUT_NUMEL,
-    Chosen,
-    Counts,
-    Put,
-    Selection,
-    put_whole,
-    raise_nans,
-    select_lowest,
-)
+from distprune.selection.highest import keep_groups_of_bits, keep_highest_per_group, keep_highest_per_row
+from distprune.selection.kth_value import Selection, raise_nans, select_lowest
 from distprune.selection.order import Order, OrderedBy, common_order
+from distprune.selection.put import MaskPut, Put, put_size
 from distprune.selection.scan import Entry, Keyed, count_beyond
-from distprune.selection.within_rows import keep_groups_of_bits, keep_highest_per_group, keep_highest_per_row
 
 __all__ = [
-    "PUT_NUMEL",
-    "Chosen",
     "Competition",
-    "Counts",
     "Entry",
     "Keyed",
+    "MaskPut",
     "Order",
     "OrderedBy",
     "Put",
@@ -31,7 +21,7 @@ __all__ = [
     "keep_groups_of_bits",
     "keep_highest_per_group",
     "keep_highest_per_row",
-    "put_whole",
+    "put_size",
     "raise_nans",
     "select_lowest",
 ]

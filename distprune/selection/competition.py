@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,8 @@ from distprune.selection.order import Order
 __all__ = ["Competition", "Range", "Undecided", "Words", "add_histogram"]
 
 Words = npt.NDArray[np.int64]
+
+_HISTOGRAM_NUMEL = 1 << 16  # values at a time: the temporaries of one part are used again for the next
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Range:
 
 def add_histogram(row: torch.Tensor, values: torch.Tensor, within: Range) -> None:
     """Add the counts of ``values``, all of them inside ``within``, to the bins ``row`` (int64); all on the host."""
-    width = within.bin_width(len(row))
-    # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
-    above_low = values.numpy().astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
-    bins = above_low if width == 1 else above_low // np.uint64(width)
-    row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
+    width, all_values = within.bin_width(len(row)), values.numpy()
+    for start in range(0, len(all_values), _HISTOGRAM_NUMEL):
+        part = all_values[start : start + _HISTOGRAM_NUMEL]
+        # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
+        above_low = part.astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
+        bins = above_low if width == 1 else above_low // np.uint64(width)
+        row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
 
 
 def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Range, counted: torch.Tensor) -> None:
@@ -87,15 +90,10 @@ class Undecided:
         """Whether one key is left, and the elements below it are counted."""
         return self.keys.low == self.keys.high and not self.needs_scan
 
-    def settle_ties(self) -> None:
-        """Leave no choice of positions where none has to be made: all that tie with the k-th go, or nothing does."""
+    def skip_ties(self) -> None:
+        """Skip the rounds that break ties if all ties are pruned, or nothing new is."""
         if self.only_gone or self.num_before + self.num_within == self.competition.num_lowest:
             self.positions = Range(self.positions.high, self.positions.high)
-
-    def settled(self) -> Undecided:
-        """Return the state of a competition that is over as one with a last element that goes, gone or not."""
-        gone = self.competition.order.gone
-        return dataclasses.replace(self, keys=Range(gone, gone), only_gone=False) if self.only_gone else self
 
     def narrow(self, within: Range, bins: Words) -> Range:
         """Return the bin of ``within`` that holds the k-th, and pass over the elements before it."""

@@ -23,13 +23,12 @@ class DeviceTally:
     def __init__(self, entry: Entry, state: Undecided) -> None:
         self.entry = entry
         device = entry.scores.device
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self.mask = torch.empty(entry.geometry.local_shape, dtype=torch.bool, device=device)
+        self._num_nans = torch.zeros((), dtype=torch.int64, device=device)
         self._state = state
 
-    def counts(self) -> torch.Tensor:
-        """Return NaNs, gone and pruned, int64, on the device."""
-        return self._counts
+    def num_nans(self) -> torch.Tensor:
+        """Return how many local scores are NaN, int64, on the device."""
+        return self._num_nans
 
     def count_keys(self, row: torch.Tensor) -> None:
         """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
@@ -38,21 +37,21 @@ class DeviceTally:
             return
         order, within = state.competition.order, state.keys
         if state.needs_scan:
-            self._counts.zero_()
+            self._num_nans.zero_()
         for _, _, keys in self._chunks():
             below, above = keys < within.low, keys > within.high
             if state.needs_scan:
                 num_below, num_above = below.sum(), above.sum()
                 beyond = torch.stack([(keys > order.last).sum(), (keys < order.first).sum()])  # NaNs, gone
-                self._counts[:2] += beyond
+                self._num_nans += beyond[0]
                 if self.entry.owned:
                     within_or_not = torch.stack([num_below, len(keys) - num_below - num_above, num_above])
                     row[:NUM_COUNTS] += torch.cat([within_or_not, beyond])
             if self.entry.owned:
                 add_histogram_on_device(row[NUM_COUNTS:], keys, within, ~(below | above))
 
-    def settle_keys(self) -> None:
-        """Nothing is set aside."""
+    def narrow(self) -> None:
+        """Do nothing: nothing is set aside."""
 
     def count_positions(self, row: torch.Tensor) -> None:
         """Add the owned positions inside the state's range, of elements that tie with the k-th key."""
@@ -63,16 +62,6 @@ class DeviceTally:
             positions = self._positions(start, stop)
             counted = (keys == self._state.keys.low) & (positions >= within.low) & (positions <= within.high)
             add_histogram_on_device(row, positions, within, counted)
-
-    def settle_positions(self) -> None:
-        """Write the mask: what is above the k-th in (key, position) stays."""
-        state, flat = self._state, self.mask.view(-1)
-        kth = state.competition.order.gone if state.only_gone else state.keys.low
-        for start, stop, keys in self._chunks():
-            keep = torch.gt(keys, kth, out=flat[start:stop])
-            if state.positions.low < state.competition.num_positions - 1:  # else all that tie with the k-th go
-                keep |= (keys == kth) & (self._positions(start, stop) > state.positions.low)
-            self._counts[2] += (~keep).sum()
 
     def _positions(self, start: int, stop: int) -> torch.Tensor:
         return self.entry.geometry.flat_indices(start, stop, self.entry.scores.device) + self.entry.first_position

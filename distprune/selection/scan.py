@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.kernels import compiled
+from distprune.host_loops import compiled
 from distprune.selection.competition import Range, Words
 from distprune.selection.order import Order
 from distprune.shards import Geometry, chunk_size
@@ -41,7 +41,7 @@ Array = npt.NDArray[Any]
 NUM_BELOW, NUM_INSIDE, NUM_ABOVE, NUM_NANS, NUM_GONE, NUM_COUNTS = range(6)
 
 _LAST_SHORT_START = (1 << 32) - (1 << 22)  # a chunk that starts here or before ends below 2**32
-_COMPILED_CHUNKS = 4  # chunks at a time: compiled loops have no temporaries to keep in a cache
+_NUM_CHUNKS = 4  # at a time: what Python does between takes longer than a larger cache
 _SPAN = 1 << 20  # elements: below this a second thread costs more than it brings
 
 
@@ -106,28 +106,21 @@ def scan(
     entry: Entry,
     order: Order,
     bracket: Range,
-    mask: torch.Tensor | None = None,
     offsets: tuple[int, int] | None = None,
 ) -> Iterator[tuple[Words, Survivors]]:
     """Yield counts and survivors of the local elements, which are on the CPU, chunk by chunk in order.
 
     ``offsets``: only those from the first of the two to before the second; by default all of them.
-
-    ``mask`` (bool, contiguous, local shape), where given, is written on the way: True above the
-    bracket, False below it, True at survivors, to be settled later.
     """
     begin, end = offsets or (0, entry.geometry.local_numel)
-    flat_mask = mask.view(-1) if mask is not None else None
-    step = chunk_size(entry.scores.device) * (1 if compiled() is None else _COMPILED_CHUNKS)
+    step = chunk_size(entry.scores.device) * _NUM_CHUNKS
 
     own = threading.local()
 
     def one(start: int) -> tuple[Words, Survivors]:
         if not hasattr(own, "scan"):  # fresh memory for each chunk would be as slow as the scan
             own.scan = _ChunkScan(entry.scores, order, bracket, step)
-        at = slice(start, min(start + step, end))
-        out = None if flat_mask is None else flat_mask[at].numpy()
-        found: tuple[Words, Survivors] = own.scan(at, out)
+        found: tuple[Words, Survivors] = own.scan(slice(start, min(start + step, end)))
         return found
 
     starts = range(begin, end, step)
@@ -150,22 +143,22 @@ class _ChunkScan:
         self._loops = compiled()
         dtype = torch.empty(0, dtype=order.key_dtype).numpy().dtype
         self._low, self._high = dtype.type(bracket.low), dtype.type(bracket.high)
-        self._flags = np.empty((3, size), dtype=np.bool_)
-        if self._loops is not None:
+        if self._loops is None:
+            self._flags = np.empty((3, size), dtype=np.bool_)
+        else:
             self._offsets, self._inside = np.empty(size, dtype=np.int64), np.empty(size, dtype=dtype)
 
-    def __call__(self, at: slice, out: Array | None) -> tuple[Words, Survivors]:
-        """Return counts and survivors at ``at``, and write into ``out`` what stays; survivors do, until settled."""
+    def __call__(self, at: slice) -> tuple[Words, Survivors]:
+        """Return counts and survivors at ``at``."""
         num = at.stop - at.start
-        above, inside, kept = self._flags[:, :num]
-        kept = kept if out is None else out
         bits, magnitude = self._bits(at)
         if self._loops is not None:
             num_kept, num_inside, lowest, highest = self._loops.find_inside(
-                bits, magnitude, self._low, self._high, kept, self._offsets, self._inside
+                bits, magnitude, self._low, self._high, self._offsets, self._inside
             )
             offsets, found = self._offsets[:num_inside], self._inside[:num_inside].copy()
         else:
+            above, inside, kept = self._flags[:, :num]
             np.greater_equal(bits, self._low, out=kept)
             np.greater(bits, self._high, out=above)
             np.not_equal(kept, above, out=inside)

@@ -1,4 +1,4 @@
-"""One parameter's part in a competition on this rank: what it adds to the counts, and its mask."""
+"""One parameter's part in a competition on this rank: what it adds to the counts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from distprune.selection.competition import Range, Undecided, Words, add_histogram
-from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_NANS, Entry, Survivors, scan
+from distprune.selection.scan import NUM_COUNTS, NUM_NANS, Entry, Survivors, scan
 
-__all__ = ["Keep", "Tally"]
+__all__ = ["SurvivorMemory", "Tally"]
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
 
 @dataclass
-class Keep:
+class SurvivorMemory:
     """What is left of the memory for survivors, shared by a rank's tallies."""
 
     num_bytes: int = _KEPT_BYTES
@@ -32,26 +32,17 @@ class Keep:
 class Tally:
     """Counts of one entry on the CPU. Survivors are set aside where they are few, else found anew when needed."""
 
-    def __init__(self, entry: Entry, state: Undecided, keep: Keep, *, writes: bool = True) -> None:
+    def __init__(self, entry: Entry, state: Undecided, memory: SurvivorMemory) -> None:
         self.entry = entry
-        self._num_nans = self._num_gone = self._num_pruned = 0
-        # numpy asks for huge pages: the first write to a small one takes as long as the rest of the scan.
-        self._mask = torch.from_numpy(np.empty(entry.geometry.local_shape, dtype=np.bool_)) if writes else None
+        self._num_nans = 0
         self._state = state
-        self._keep = keep
+        self._memory = memory
         self._survivors: Survivors | None = None
         self._positions: torch.Tensor | None = None
 
-    @property
-    def mask(self) -> torch.Tensor:
-        """What was chosen, once it is settled; only of a tally that ``writes``."""
-        if self._mask is None:
-            raise RuntimeError(f"no mask of {self.entry.name!r} was asked for")
-        return self._mask
-
-    def counts(self) -> torch.Tensor:
-        """Return NaNs, gone and pruned (gone ones included), int64, of all local elements."""
-        return torch.tensor([self._num_nans, self._num_gone, self._num_pruned])
+    def num_nans(self) -> torch.Tensor:
+        """Return how many local scores are NaN, int64."""
+        return torch.tensor(self._num_nans)
 
     def count_keys(self, row: torch.Tensor) -> None:
         """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
@@ -59,7 +50,7 @@ class Tally:
             if self._state.is_key_known or self._state.only_gone:
                 return  # many ties with the k-th key, and nothing left to learn about it
             counts = self._scan_keys(row)
-            self._num_nans, self._num_gone, self._num_pruned = counts[[NUM_NANS, NUM_GONE, NUM_BELOW]].tolist()
+            self._num_nans = int(counts[NUM_NANS])
             if self._state.needs_scan and self.entry.owned:
                 row[:NUM_COUNTS] += torch.from_numpy(counts)
         else:
@@ -68,13 +59,13 @@ class Tally:
     def _scan_keys(self, row: torch.Tensor) -> Words:
         total = np.zeros(NUM_COUNTS, dtype=np.int64)
         kept: list[Survivors] | None = []
-        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self._mask):
+        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys):
             total += counts
-            if kept is not None and self._keep.take(_num_bytes(found)):
+            if kept is not None and self._memory.take(_num_bytes(found)):
                 kept.append(found)
                 continue
             for survivors in kept or ():  # too many to keep: count them as they come
-                self._keep.num_bytes += _num_bytes(survivors)
+                self._memory.num_bytes += _num_bytes(survivors)
                 self._add_keys(row, survivors)
             kept = None
             self._add_keys(row, found)
@@ -87,21 +78,20 @@ class Tally:
         if self.entry.owned and len(found.keys):
             add_histogram(row[NUM_COUNTS:], torch.from_numpy(found.keys), self._state.keys)
 
-    def settle_keys(self) -> None:
-        """Write what the last round over the keys decided, and set aside only what it did not."""
+    def narrow(self) -> None:
+        """Set aside only the survivors that the last round over the keys did not decide."""
         if self._survivors is None:
             return
         before = _num_bytes(self._survivors)
-        if self._state.needs_scan:  # the bracket missed: the next scan writes the whole mask again
-            self._keep.num_bytes += before
+        if self._state.needs_scan:  # the bracket missed
+            self._memory.num_bytes += before
             self._survivors = None
             return
         low, high = self._state.keys.low, self._state.keys.high
         keys, offsets = self._survivors.keys, self._survivors.offsets
-        self._prune(offsets[keys < low])
         left = (keys >= low) & (keys <= high)
         self._survivors = Survivors(offsets[left], keys[left])
-        self._keep.num_bytes += before - _num_bytes(self._survivors)
+        self._memory.num_bytes += before - _num_bytes(self._survivors)
 
     def count_positions(self, row: torch.Tensor) -> None:
         """Add the owned positions inside the state's range, of elements that tie with the k-th key."""
@@ -112,24 +102,6 @@ class Tally:
             inside = positions[(positions >= within.low) & (positions <= within.high)]
             if len(inside):
                 add_histogram(row, inside, within)
-
-    def settle_positions(self) -> None:
-        """Write the rest of the mask: ties are pruned up to the position that was found."""
-        if self._state.only_gone:
-            return
-        if self._survivors is not None:
-            self._prune_up_to(self._survivors.offsets)
-            return
-        total = np.zeros(NUM_COUNTS, dtype=np.int64)
-        self._num_pruned = 0
-        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys, self._mask):
-            total += counts
-            self._prune_up_to(found.offsets)
-        self._num_nans, self._num_gone = total[[NUM_NANS, NUM_GONE]].tolist()
-        self._num_pruned += int(total[NUM_BELOW])
-
-    def _prune_up_to(self, offsets: Words) -> None:
-        self._prune(offsets[(self._positions_of(offsets) <= self._state.positions.low).numpy()])
 
     def _positions_of_ties(self, within: Range) -> Iterator[torch.Tensor]:
         """Yield the positions of elements whose key is the k-th, all those ``within`` among them."""
@@ -148,11 +120,6 @@ class Tally:
     def _positions_of(self, offsets: Words) -> torch.Tensor:
         flat = self.entry.geometry.flat_indices_at(torch.from_numpy(offsets.astype(np.int64, copy=False)))
         return flat + self.entry.first_position
-
-    def _prune(self, offsets: Words) -> None:
-        self._num_pruned += len(offsets)
-        if self._mask is not None:
-            self._mask.view(-1).numpy()[offsets] = False  # a third of the time that torch's indexing takes
 
 
 def _num_bytes(survivors: Survivors) -> int:

@@ -192,6 +192,19 @@ class Geometry:
             rows = rows // size
         return starts
 
+    def num_before(self, flat: int) -> int:
+        """Return how many local elements have a flat index below ``flat``. Runs must ascend."""
+        if not 0 < flat < self.global_numel:
+            return self.local_numel if flat > 0 else 0
+        num = 0
+        for dim, runs in enumerate(self.dim_runs):
+            index = flat // self._strides[dim] % self.global_shape[dim]
+            below = sum(min(max(index - start, 0), stop - start) for start, stop in runs)
+            num += below * math.prod(self.local_shape[dim + 1 :])
+            if not any(start <= index < stop for start, stop in runs):
+                break
+        return num
+
     def local_offsets_at(self, flat: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return the local offset of every flat index, and whether this rank holds it (else the offset is 0)."""
         offsets, held = np.zeros(len(flat), dtype=np.int64), np.full(len(flat), self.local_numel > 0)

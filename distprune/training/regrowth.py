@@ -16,7 +16,7 @@ from distprune.masks import bits_of, write_negative_zeros, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Ranked, Unstructured, check_share
 from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
-from distprune.pruning.prune_model import gradients_there, settled
+from distprune.pruning.prune_model import choose_masks, gradients_there
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
 from distprune.shards import LocalShard, count_zeros
 
@@ -136,8 +136,7 @@ def _chosen(
     of_left: bool = False,
 ) -> tuple[list[torch.Tensor], list[list[int]]]:
     ranked = Ranked(agreed.comm, agreed.roster, score, make_scores, of_left=of_left)
-    chosen, counts = settled(ranked, Unstructured(share, scope="tensor").choose(ranked))
-    return [each.mask for each in chosen], counts
+    return choose_masks(ranked, Unstructured(share, scope="tensor").choose(ranked))
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class SparseTraining:
             self._exclude,
             evidence,
         )
-        report = prune_requested(self._comm, request, in_place=True)
+        report = prune_requested(self._comm, request)
         self._level = asked
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 

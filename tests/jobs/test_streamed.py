@@ -23,9 +23,8 @@ from distprune.checkpoint.sharded_file import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
 from distprune.jobs.journal import JOURNAL_NAME, Journal
 from distprune.jobs.stretches import StretchWriter
-from distprune.patterns import within_rows
 from distprune.pruning import streamed
-from distprune.selection import kth_value
+from distprune.selection import put
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
@@ -192,8 +191,7 @@ def test_ties_and_chunks(models: Path, tmp_path: Path, case: str, monkeypatch: p
         rounded = {name: (values * 20).round() / 20 for name, values in load_file(file).items()}
         save_file(rounded, file, metadata={"format": "pt"})
     run_prune_job(PruneJob(model=str(model), output=str(tmp_path / "loaded"), **CASES[case]))
-    monkeypatch.setattr(kth_value, "PUT_NUMEL", 50)
-    monkeypatch.setattr(within_rows, "PUT_NUMEL", 200)
+    monkeypatch.setattr(put, "_HOST_NUMEL", 50)
     for num_ranks in (1, 3):
         out = tmp_path / str(num_ranks)
         run_threads(num_ranks, on_rank, StreamedJob(model=str(model), output=str(out), **CASES[case]))

@@ -56,7 +56,7 @@ def test_every_call_equals_the_cpus(name: str, kind: str, dtype: torch.dtype) ->
 def test_a_call_waits_only_where_it_fetches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_DEVICE_CHUNK", 512)
     first, second = linear().cuda(), linear().cuda()
-    CALLS[name](first, Alone())  # kernels are loaded, libraries set up
+    CALLS[name](first, Alone())  # loops are loaded, libraries set up
     torch.cuda.set_sync_debug_mode("error")
     CALLS[name](second, Alone())
 

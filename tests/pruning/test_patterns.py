@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern, units, within_rows
+from distprune.patterns import Pattern, unit_sums, within_rows
 from distprune.selection import keep_highest_per_group
 from distprune.shards import Geometry, Matrix, device
 from tests.contract import FITTING, own_cases
@@ -122,7 +122,7 @@ def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: s
 @pytest.mark.parametrize("worth", [0, 1 << 62])
 @pytest.mark.parametrize("name", ["plain", "shard1", "strided"])
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
-    monkeypatch.setattr(units, "_WORTH", worth)
+    monkeypatch.setattr(unit_sums, "_WORTH", worth)
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     num_ranks = 4 if 4 in layout.world_sizes else 2

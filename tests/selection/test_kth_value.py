@@ -10,7 +10,7 @@ import torch
 
 from distprune.collectives import Alone, Communicator, Traffic, communicator
 from distprune.scores import LocalScores, Magnitude
-from distprune.selection import Competition, Entry, common_order, sampling, select_lowest, tally
+from distprune.selection import Competition, Entry, MaskPut, common_order, sampling, select_lowest, tally
 from distprune.shards import Geometry, LocalShard, Ownership
 from tests.worlds import run_threads
 
@@ -33,8 +33,9 @@ def select(
     order = common_order([("magnitude", parts[0].dtype)])
     competitions = [Competition(f"c{i}", order, numel, k) for i, k in enumerate(ks)]
 
+    found: list[Entry] = []
+
     def entries() -> list[Entry]:
-        found = []
         for i, part in enumerate(parts):
             geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
             scores = LocalScores(LocalShard(f"c{i}", part, geometry, Ownership()), Magnitude(), {}, gone)
@@ -42,9 +43,12 @@ def select(
         return found
 
     selection = select_lowest(comm, competitions, entries)
-    chosen = selection.settle()
-    assert [each.num_pruned for each in chosen] == [int((~each.mask).sum()) for each in chosen]
-    return Selected([each.mask for each in chosen], selection.thresholds)
+    puts = [MaskPut.empty(entry.geometry.local_shape, entry.scores.device) for entry in found]
+    counts = [selection.decide(entry, put).tolist() for entry, put in zip(found, puts, strict=True)]
+    for (num_pruned, num_gone, _), put in zip(counts, puts, strict=True):
+        assert num_pruned == int((~put.mask).sum())
+        assert num_gone == (0 if gone is None else int((gone == 0).sum()))
+    return Selected([put.mask for put in puts], selection.thresholds)
 
 
 def check(values: torch.Tensor, k: int) -> None:
@@ -112,7 +116,7 @@ def test_a_missed_bracket_costs_rounds_not_exactness(monkeypatch: pytest.MonkeyP
 def test_survivors_that_do_not_fit_are_found_again(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     torch.manual_seed(4)
     monkeypatch.setattr(tally, "_KEPT_BYTES", 1000)
-    monkeypatch.setattr(tally.Keep, "__init__", lambda self: setattr(self, "num_bytes", 1000))
+    monkeypatch.setattr(tally.SurvivorMemory, "__init__", lambda self: setattr(self, "num_bytes", 1000))
     values = torch.randn(300_000)
     check(values if kind == "normal" else values.round(), 123_456)
 
@@ -230,4 +234,4 @@ def test_64_bit_scores_stay_within_ten_rounds() -> None:
 
 def test_nothing_to_do() -> None:
     selection = select_lowest(Alone(), [], list)
-    assert (selection.thresholds, selection.settle()) == ([], [])
+    assert selection.thresholds == []

@@ -16,7 +16,7 @@ from typing_extensions import override
 from distprune.collectives import Alone, Communicator, Group, communicator, together
 from distprune.masks import product, undo_reparametrization
 from distprune.models import Found
-from distprune.patterns import Pattern, Ranked, Scope, check_parts
+from distprune.patterns import Chosen, Pattern, Ranked, Scope, check_parts
 from distprune.pruning.agreement import Agreed, Facts, agree_on
 from distprune.pruning.fitting import fitted
 from distprune.pruning.torch_api.commit import Change, Decision, commit
@@ -33,7 +33,6 @@ from distprune.pruning.torch_api.targets import (
 )
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores import LocalScores, Magnitude, Score
-from distprune.selection import Chosen
 from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_part, local_shard
 
 __all__ = [
@@ -134,7 +133,9 @@ class Selecting(BasePruningMethod):
         pattern, _ = self.rule()
         if pattern.has_scope or scope == "global":
             pattern = pattern.within(scope)
-        return pattern.choose(Ranked(agreed.comm, agreed.roster, agreed.score, make_scores, of_left=True)).settle
+        ranked = Ranked(agreed.comm, agreed.roster, agreed.score, make_scores, of_left=True)
+        choice = pattern.choose(ranked)
+        return lambda: choice.masks(ranked.scores)
 
     @override
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
@@ -312,7 +313,8 @@ def _selected(agreed: Agreed, targets: Sequence[Target], method: Selecting, scop
     def masks() -> _Masks:
         chosen = dict(zip([target.label for target in held], settle(), strict=True))
         nans = {label: each.num_nans for label, each in chosen.items()}
-        return [next_mask(target, chosen.get(target.label), kind) for target in targets], nans
+        keep = {label: each.mask for label, each in chosen.items()}
+        return [next_mask(target, keep.get(target.label), kind) for target in targets], nans
 
     return masks
 

@@ -32,7 +32,6 @@ from distprune.pruning.torch_api.methods import (
 )
 from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
 from distprune.scores import Norm
-from distprune.selection import Chosen
 from distprune.shards import Fsdp2Params, LocalShard
 
 __all__ = [
@@ -227,8 +226,8 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
             target = find_target(fsdp2, shard.module, shard.attribute, index, None)
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
-            chosen = Chosen(0, 0, mask=masks[shard.name].to(target.shard.local.device))
-            mask = next_mask(target, chosen, CustomFromMask.PRUNING_TYPE)
+            keep = masks[shard.name].to(target.shard.local.device)
+            mask = next_mask(target, keep, CustomFromMask.PRUNING_TYPE)
             changes.append(changed(target, mask, CustomFromMask(mask)))
         return Decision(changes, {})
 

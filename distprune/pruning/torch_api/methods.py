@@ -11,11 +11,10 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives import Group
-from distprune.patterns import Channels, Pattern, Scope, Unstructured, as_pattern, check_share
+from distprune.patterns import Channels, Chosen, Pattern, Scope, Unstructured, as_pattern, check_share
 from distprune.pruning.agreement import Agreed, check_seed
 from distprune.pruning.torch_api.base import Selecting
 from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
-from distprune.selection import Chosen
 
 __all__ = [
     "Identity",
@@ -46,7 +45,7 @@ class Identity(Selecting):
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
     ) -> Callable[[], list[Chosen]]:
         """Return a function that returns that all stays. No communication."""
-        return lambda: [Chosen(0, 0, mask=torch.ones_like(s.shard.local, dtype=torch.bool)) for s in make_scores()]
+        return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0, 0) for s in make_scores()]
 
     @classmethod
     @override
@@ -144,7 +143,7 @@ class LnStructured(Selecting):
     """Prunes the ``amount`` channels along ``dim`` of smallest L_n norm. See ``torch.nn.utils.prune.LnStructured``.
 
     ``n``: any number, inf, -inf or ``"fro"``. Norms are compared as exact sums on a common grid, so that
-    the ranking is the same in every layout (see ``distprune/patterns/units.py``).
+    the ranking is the same in every layout (see ``distprune/patterns/unit_sums.py``).
     """
 
     PRUNING_TYPE = "structured"

@@ -20,7 +20,6 @@ from distprune.collectives import Communicator
 from distprune.masks import as_numbers, product_of_hook, pruning_hooks
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score
-from distprune.selection import Chosen
 from distprune.shards import (
     Fsdp2Params,
     LocalShard,
@@ -213,13 +212,13 @@ def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> Loc
     return LocalScores(shard, score, {}, mask, counts_gone=has_scores and kind == "structured")
 
 
-def next_mask(target: Target, chosen: Chosen | None, kind: str) -> torch.Tensor:
-    """Return the target's next mask: the one it has, without what was chosen."""
+def next_mask(target: Target, keep: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """Return the target's next mask: the one it has and ``keep`` (local; ``None``: this rank holds no part)."""
     if isinstance(target.original, DTensor):
-        if chosen is None:  # this rank holds no part of it
+        if keep is None:
             return dtensor_like(target.original, torch.empty(0, dtype=torch.bool))
-        return dtensor_like(target.original, chosen.mask if target.mask is None else target.mask & chosen.mask)
-    keep = cast(Chosen, chosen).mask
+        return dtensor_like(target.original, keep if target.mask is None else target.mask & keep)
+    assert keep is not None  # of plain parameters each rank holds all
     if target.whole_mask is None:
         return as_numbers(keep, target.original.dtype)
     if kind == "unstructured":

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from distprune import kernels
+from distprune import host_loops
 from distprune.jobs import StreamedJob, run_streamed_job
 from tests.hf_models import make_model
 
@@ -23,7 +23,7 @@ NUMS = (1, 12, 4095, 4096, 4097, 12_300)  # tiles are of 4096
 
 @pytest.fixture
 def loops() -> ModuleType:
-    found = kernels.compiled()
+    found = host_loops.compiled()
     if found is None:
         pytest.skip("needs numba; pip install 'distprune[fast]'")
     return found
@@ -45,15 +45,18 @@ def test_above_and_inside(loops: ModuleType, dtype: Any) -> None:
             keys = bits & factor
             low, high = np.sort(keys)[[num // 3, num // 2]]
             keep, offsets, found = np.empty(num, dtype=np.bool_), np.empty(num, dtype=np.int64), np.empty_like(bits)
-            above = ((keys > low).sum(), keys.min(), keys.max())
-            assert loops.keep_above(bits, factor, low, keep) == above
+            first = np.sort(keys)[num // 4]
+            counts = ((keys > low).sum(), (keys < first).sum())
+            assert loops.keep_above(bits, factor, first, low, keep) == counts
             assert np.array_equal(keep, keys > low)
-            assert loops.leave_above(bits, factor, low, found) == above
-            assert np.array_equal(found, np.where(keys > low, bits, 0))
-            num_kept, num_inside, *extremes = loops.find_inside(bits, factor, low, high, keep, offsets, found)
+            left, in_place = np.where(keys > low, bits, 0), bits.copy()
+            for out in (found, in_place):
+                read = bits if out is found else in_place
+                assert loops.leave_above(read, factor, first, low, out) == counts
+                assert np.array_equal(out, left)
+            num_kept, num_inside, *extremes = loops.find_inside(bits, factor, low, high, offsets, found)
             inside = np.flatnonzero((keys >= low) & (keys <= high))
             assert (num_kept, num_inside, *extremes) == ((keys >= low).sum(), len(inside), keys.min(), keys.max())
-            assert np.array_equal(keep, keys >= low)
             assert np.array_equal(offsets[:num_inside], inside)
             assert np.array_equal(found[:num_inside], keys[inside])
 
@@ -97,18 +100,18 @@ def test_there_are_none(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     else:
         numba = pytest.importorskip("numba")
         monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    monkeypatch.setattr(kernels, "_loaded", None)
-    assert not kernels.load()
-    assert kernels.compiled() is None
+    monkeypatch.setattr(host_loops, "_loaded", None)
+    assert not host_loops.load()
+    assert host_loops.compiled() is None
 
 
 def test_a_large_share_of_a_checkpoint_is_worth_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     make_model(tmp_path / "model", "gpt2")
-    monkeypatch.setattr(kernels, "_loaded", None)
+    monkeypatch.setattr(host_loops, "_loaded", None)
     for num_bytes, loads in ((1 << 30, False), (0, True)):
         monkeypatch.setattr("distprune.jobs.streamed._COMPILED_BYTES", num_bytes)
         run_streamed_job(StreamedJob(model=f"{tmp_path}/model", output=f"{tmp_path}/{loads}", pattern="2:4"))
-        assert (kernels.compiled() is not None) == loads
+        assert (host_loops.compiled() is not None) == loads
     one, other = (tmp_path / f"{loads}" / "model.safetensors" for loads in (False, True))
     assert one.read_bytes() == other.read_bytes()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.kernels import compiled
+from distprune.host_loops import compiled
 from distprune.shards import chunk_size, fetched, on_host
 
 __all__ = ["keep_groups_of_bits", "keep_highest_per_group", "keep_highest_per_row"]

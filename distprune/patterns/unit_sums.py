@@ -16,7 +16,7 @@ import torch
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
-from distprune.selection import Order, raise_nans
+from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 
 IntArray = npt.NDArray[np.int64]
 
-_WORTH = 1 << 12  # elements of lines that share what is within them: with fewer, to loop over such takes longer
+_WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
 
 
@@ -55,6 +55,7 @@ class ShardUnits:
     ) -> None:
         self.scores = scores
         self.num_units = num_units
+        self._host_starts, self._host_within = starts.numpy(), within.numpy()
         self._starts, self._within = sent(starts, scores.device), sent(within, scores.device)
         self._first = first
 
@@ -74,32 +75,28 @@ class ShardUnits:
                 lines = at // width
                 yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
 
-    def tiles(self) -> Iterator[tuple[slice, _Elements | _Tile]]:
-        """Yield local elements and their units: on the host whole lines, or parts of some, if that is worth it."""
+    def tiles(self) -> Iterator[tuple[slice, _Tile]]:
+        """Yield local elements and their units: whole lines, or parts of some, if that is worth it."""
         (num_panels, width), num, size = self._within.shape, len(self._starts), chunk_size(self.scores.device)
         geometry, first = self.scores.shard.geometry, 0 if self._first is None else None
         if self._first is not None and geometry.flat_start is not None:
             first = geometry.flat_start - self._first
-        is_worth_it = num_panels == 1 or num * width >= _WORTH
-        if first is None or not on_host(self.scores.device) or not is_worth_it:
-            yield from ((at, _Elements(units)) for at, units in self.chunks())
+        if first is None or (num_panels > 1 and num * width * _WORTH < size):
+            yield from ((at, _Tile(units[None], 1, 1)) for at, units in self.chunks())
             return
-        starts, within = self._starts.numpy(), self._within.numpy()
-        panel, columns = -1, np.empty(0, dtype=np.int64)
         place, end = first, first + geometry.local_numel
         while place < end:
-            line, column = divmod(place, width)
-            if line // num != panel:
-                panel = line // num
-                columns = _groups(within[panel])
-            line, num_left = line % num, end - place
+            (line, column), num_left = divmod(place, width), end - place
+            panel, line = divmod(line, num)
             if column or num_left < width or width > size:  # a part of a line
-                part = within[panel, column : column + min(size, num_left)]
-                tile = _Tile(starts[line : line + 1], part, _groups(part))
+                lines, columns = slice(line, line + 1), slice(column, min(width, column + min(size, num_left)))
             else:
-                tile = _Tile(starts[line : line + min(size, num_left) // width], within[panel], columns)
-            yield slice(place - first, place - first + tile.numel), tile
-            place += tile.numel
+                lines, columns = slice(line, min(num, line + min(size, num_left) // width)), slice(0, width)
+            per_line, per_column = _run(self._host_starts[lines]), _run(self._host_within[panel, columns])
+            units = self._starts[lines][::per_line, None] + self._within[panel, columns][::per_column]
+            stop = place + (lines.stop - lines.start) * (columns.stop - columns.start)
+            yield slice(place - first, stop - first), _Tile(units, per_line, per_column)
+            place = stop
 
     def table(self, scale: int | None) -> torch.Tensor:
         """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""
@@ -119,75 +116,48 @@ class ShardUnits:
                 units.add(table[:, NUM_GONE], gone.to(torch.int64))
         return table
 
-    def spread(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what becomes of the elements, given which units stay: the mask, and how many are gone and go."""
+    def decide(self, keep: torch.Tensor, put: Put) -> torch.Tensor:
+        """Put what stays of the elements, given which units stay; return the counts of ``Choice.decide``, 0 NaNs."""
         scores, stays = self.scores, sent(keep, self.scores.device)
-        mask = torch.empty(scores.shard.geometry.local_shape, dtype=torch.bool, device=scores.device)
-        counts = torch.zeros(2, dtype=torch.int64, device=scores.device)
+        counts = torch.zeros(3, dtype=torch.int64, device=scores.device)
         for at, units in self.tiles():
-            chunk = mask.view(-1)[at]
-            units.spread(stays, chunk)
+            flags = put.flags(at, scores.device)
+            units.spread(stays, flags)
             if (gone := scores.is_gone(at)) is not None:
-                chunk.logical_and_(~gone)
-                counts[0] += gone.sum()
-        counts[1] = mask.numel() - count_true(mask)
-        return mask, counts
-
-
-@dataclass(frozen=True)
-class _Elements:
-    """The unit of each of some elements."""
-
-    units: torch.Tensor
-
-    def add(self, totals: torch.Tensor, values: torch.Tensor) -> None:
-        """Add ``values`` of the elements to the ``totals`` of their units; both int64."""
-        totals.index_add_(0, self.units, values)
-
-    def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what there is ``of_units``, bool, into ``out``, of the elements."""
-        torch.take(of_units, self.units, out=out)
+                flags.logical_and_(~gone)
+                counts[1] += gone.sum()
+            counts[0] += len(flags) - count_true(flags)
+            put.stays(at, flags)
+        return counts
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """The units of some lines, on the host: ``starts[i] + within[j]``. Equal ones side by side are taken together.
+    """The units of some lines, (lines / ``per_line``, columns / ``per_column``): so many side by side share one."""
 
-    ``columns``: where other ones begin in ``within``.
-    """
+    units: torch.Tensor
+    per_line: int
+    per_column: int
 
-    starts: IntArray
-    within: IntArray
-    columns: IntArray
-
-    @property
-    def numel(self) -> int:
-        return len(self.starts) * len(self.within)
+    def _parts(self, of_elements: torch.Tensor) -> torch.Tensor:
+        num_lines, num_columns = self.units.shape
+        return of_elements.view(num_lines, self.per_line, num_columns, self.per_column)
 
     def add(self, totals: torch.Tensor, values: torch.Tensor) -> None:
-        """As of :class:`_Elements`."""
-        lines, of_lines = values.numpy().reshape(len(self.starts), -1), _groups(self.starts)
-        size = len(lines) // len(of_lines)
-        if np.array_equal(of_lines, np.arange(0, len(lines), size)):  # lines first: that is by far the faster way
-            sums = lines.reshape(len(of_lines), size, -1).sum(axis=1) if size > 1 else lines
-        else:
-            sums = np.add.reduceat(lines, of_lines, axis=0)
-        if len(self.columns) < len(self.within):
-            sums = np.add.reduceat(sums, self.columns, axis=1)
-        units = self.starts[of_lines, None] + self.within[self.columns]
-        totals.index_add_(0, torch.from_numpy(units.reshape(-1)), torch.from_numpy(sums.reshape(-1)))
+        """Add ``values`` of the elements to the ``totals`` of their units; both int64."""
+        sums = self._parts(values)
+        sums = sums.sum(1) if self.per_line > 1 else sums[:, 0]  # lines first: by far the faster way
+        sums = sums.sum(2) if self.per_column > 1 else sums[:, :, 0]
+        totals.index_add_(0, self.units.reshape(-1), sums.reshape(-1))
 
     def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
-        """As of :class:`_Elements`."""
-        of_lines, columns = _groups(self.starts), self.columns if len(self.columns) == 1 else slice(None)
-        found = of_units.numpy()[self.starts[of_lines, None] + self.within[columns]]
-        num_lines = np.diff(of_lines, append=len(self.starts))
-        out.numpy().reshape(len(self.starts), -1)[:] = np.repeat(found, num_lines, axis=0)
+        """Write what there is ``of_units``, bool, into ``out``, of the elements."""
+        self._parts(out).copy_(torch.take(of_units, self.units)[:, None, :, None])
 
 
-def _groups(units: IntArray) -> IntArray:
-    """Return where equal ones side by side begin."""
-    return np.flatnonzero(np.diff(units, prepend=-1))
+def _run(units: IntArray) -> int:
+    """Return the greatest length of stretches, each of equal ones, into which ``units`` can be divided."""
+    return int(np.gcd.reduce(np.append(np.flatnonzero(np.diff(units)) + 1, len(units))))
 
 
 def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -257,7 +227,6 @@ def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
 class UnitKeys:
     """The units of one member on this rank, as they compete. See ``selection/scan.py``."""
 
-    name: str
     geometry: Geometry  # of the units
     values: torch.Tensor  # what they are ranked by
     is_gone: torch.Tensor

@@ -20,14 +20,14 @@ Array = npt.NDArray[Any]
 _TILE = 4096  # elements: counts of them fit in 16 bits, and what is noted of them in a core's first-level cache
 
 
-def _kernel(function: Any) -> Any:
+def _loop(function: Any) -> Any:
     try:
         return njit(function, nogil=True, cache=True)
     except RuntimeError:  # there is no folder for the cache
         return njit(function, nogil=True)
 
 
-@_kernel
+@_loop
 def keep_groups(keys: Array, n: int, m: int, keep: Array) -> None:
     """Write into ``keep``, bool, what stays: the ``n`` highest of every ``m``, of equals the later ones."""
     byte = np.int8
@@ -67,7 +67,7 @@ def keep_groups(keys: Array, n: int, m: int, keep: Array) -> None:
                 here_kept[group * m] = here_ranks[group] >= m - n
 
 
-@_kernel
+@_loop
 def _keep_tile(bits: Array, magnitude: Any, n: int, m: int, memory: Array, keep: Array) -> tuple[Any, Any]:
     cast = bits.dtype.type
     keys = memory[: len(bits)]
@@ -80,7 +80,7 @@ def _keep_tile(bits: Array, magnitude: Any, n: int, m: int, memory: Array, keep:
     return lowest, highest
 
 
-@_kernel
+@_loop
 def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array) -> tuple[Any, Any]:
     """Do as ``keep_groups`` with the keys of ``bits``, and return the lowest and the highest of them."""
     cast = bits.dtype.type
@@ -93,7 +93,7 @@ def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array
     return lowest, highest
 
 
-@_kernel
+@_loop
 def leave_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array) -> tuple[Any, Any]:
     """Do as ``keep_groups_of_bits``, but write into ``out`` the bits of what stays, and 0 for the others."""
     cast = bits.dtype.type
@@ -109,51 +109,54 @@ def leave_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array
     return lowest, highest
 
 
-@_kernel
-def keep_above(bits: Array, magnitude: Any, key: Any, keep: Array) -> tuple[int, Any, Any]:
-    """Write into ``keep``, bool, which keys are above ``key``.
-
-    Return how many are, and the lowest and the highest of all.
-    """
+@_loop
+def keep_above(bits: Array, magnitude: Any, first: Any, key: Any, keep: Array) -> tuple[int, int]:
+    """Write into ``keep``, bool, which keys are above ``key``; return how many are, and how many below ``first``."""
     cast = bits.dtype.type
-    lowest = highest = cast(bits[0] & magnitude)
-    num_kept = 0
+    num_kept = num_gone = 0
     for start in range(0, len(bits), _TILE):
         part, kept = bits[start : start + _TILE], keep[start : start + _TILE]
-        num = np.int16(0)
+        num, gone = np.int16(0), np.int16(0)
         for i in range(len(part)):
             own = cast(part[i] & magnitude)
-            lowest, highest = min(lowest, own), max(highest, own)
             is_above = own > key
             kept[i] = is_above
-            num = np.int16(num + np.int16(is_above))
-        num_kept += int(num)
-    return num_kept, lowest, highest
+            num, gone = np.int16(num + np.int16(is_above)), np.int16(gone + np.int16(own < first))
+        num_kept, num_gone = num_kept + int(num), num_gone + int(gone)
+    return num_kept, num_gone
 
 
-@_kernel
-def leave_above(bits: Array, magnitude: Any, key: Any, out: Array) -> tuple[int, Any, Any]:
-    """Do as ``keep_above``, but write into ``out`` the bits of what stays, and 0 for the others."""
+@_loop
+def leave_above(bits: Array, magnitude: Any, first: Any, key: Any, out: Array) -> tuple[int, int]:
+    """Do as ``keep_above``, but write into ``out`` the bits of what stays, and 0 for the others.
+
+    ``out`` may be ``bits``: where two arrays may be one, a loop uses no vector instructions, hence the tile between.
+    """
     cast = bits.dtype.type
-    flags = np.empty(_TILE, np.bool_)
-    lowest = highest = cast(bits[0] & magnitude)
-    num_kept = 0
+    zero = cast(0)
+    memory = np.empty(_TILE, bits.dtype)
+    num_kept = num_gone = 0
     for start in range(0, len(bits), _TILE):
-        part = bits[start : start + _TILE]
-        keep = flags[: len(part)]
-        num, low, high = keep_above(part, magnitude, key, keep)
-        lowest, highest, num_kept = min(lowest, low), max(highest, high), num_kept + num
-        zero_pruned(part, keep.view(np.int8), out[start : start + _TILE])
-    return num_kept, lowest, highest
+        part, left = bits[start : start + _TILE], out[start : start + _TILE]
+        num, gone = np.int16(0), np.int16(0)
+        for i in range(len(part)):
+            own = cast(part[i] & magnitude)
+            is_above = own > key
+            memory[i] = part[i] if is_above else zero
+            num, gone = np.int16(num + np.int16(is_above)), np.int16(gone + np.int16(own < first))
+        for i in range(len(part)):
+            left[i] = memory[i]
+        num_kept, num_gone = num_kept + int(num), num_gone + int(gone)
+    return num_kept, num_gone
 
 
-@_kernel
+@_loop
 def find_inside(
-    bits: Array, magnitude: Any, low: Any, high: Any, keep: Array, offsets: Array, keys: Array
+    bits: Array, magnitude: Any, low: Any, high: Any, offsets: Array, keys: Array
 ) -> tuple[int, int, Any, Any]:
-    """Write into ``keep``, bool, which keys are at least ``low``; of those up to ``high``, offsets and keys as well.
+    """Write the offsets and the keys of those from ``low`` to ``high``.
 
-    Return how many are kept, how many of them inside, and the lowest and the highest of all keys.
+    Return how many are at least ``low``, how many inside, and the lowest and the highest of all keys.
     """
     cast = bits.dtype.type
     lowest = highest = cast(bits[0] & magnitude)
@@ -161,13 +164,12 @@ def find_inside(
     inside = np.zeros(_TILE, np.uint8)
     words = inside.view(np.uint64)  # as a rule few are inside
     for start in range(0, len(bits), _TILE):
-        part, kept = bits[start : start + _TILE], keep[start : start + _TILE]
+        part = bits[start : start + _TILE]
         num, num_above = np.int16(0), np.int16(0)
         for i in range(len(part)):
             key = cast(part[i] & magnitude)
             lowest, highest = min(lowest, key), max(highest, key)
             is_kept, is_above = key >= low, key > high
-            kept[i] = is_kept
             inside[i] = is_kept & (not is_above)
             num = np.int16(num + np.int16(is_kept))
             num_above = np.int16(num_above + np.int16(is_above))
@@ -183,7 +185,7 @@ def find_inside(
     return num_kept, num_inside, lowest, highest
 
 
-@_kernel
+@_loop
 def zero_pruned(bits: Array, keep: Array, out: Array) -> None:
     """Write ``bits`` into ``out``, which may be the same, and 0 where ``keep`` (bool) is False."""
     zero = bits.dtype.type(0)

@@ -26,7 +26,7 @@ def load() -> bool:
     except ImportError:  # not there, or not for this numpy
         return False
     if not numba.config.DISABLE_JIT:
-        _loaded = importlib.import_module("distprune.kernels.loops")
+        _loaded = importlib.import_module("distprune.host_loops.loops")
     return _loaded is not None
 
 
