@@ -33,7 +33,7 @@ from tests.training.optimizers import (
 from tests.worlds import ProcessPool
 from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
-NUM_DENSE_STEPS, NUM_STEPS = 2, 6
+NUM_DENSE_STEPS, NUM_STEPS = 2, 4
 
 
 class Pipelined:
