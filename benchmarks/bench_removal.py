@@ -31,7 +31,7 @@ from benchmarks.measure import heading, on_ranks, spread, table, unpin
 from distprune.calibration import load_samples
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
-from distprune.removal import choose_layers, choose_units, shrink_model, skipping
+from distprune.removal import choose_units, order_layers, shrink_model, skipping
 from launch.demo_inputs import demo_model
 
 NUM_SAMPLES = 16
@@ -117,7 +117,8 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
         else:
             criterion, targets = LAYER_METHODS[case.method]
             some = samples[:: NUM_SAMPLES // loss_samples] if criterion == "loss" else samples
-            layers = known.layers or choose_layers(model, some, NUM_LAYERS, criterion=criterion)
+            gone = order_layers(model, some, NUM_LAYERS, criterion=criterion) if not known.layers else ()
+            layers = known.layers or sorted({*range(len(decoder_blocks(model)))} - {*gone})
             found |= {"layers": layers, "loss_samples": loss_samples}
             started = time.perf_counter()
             choose_units(model, samples, {}, layers=layers, targets=targets)

@@ -27,8 +27,7 @@ from distprune.calibration import (
 from distprune.collectives import Communicator, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_layers import BlockLayers, unreached
-from distprune.oneshot.driver import Clock
-from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.driver import Clock, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows

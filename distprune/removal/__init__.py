@@ -2,12 +2,20 @@
 
 from distprune.removal.budget import Budget
 from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units
-from distprune.removal.criteria import OBS, Activation, Criterion, CriterionName, Fluctuation, UnitMagnitude, UnitTaylor
-from distprune.removal.evidence import UnitEvidence
+from distprune.removal.criteria import (
+    OBS,
+    Activation,
+    Criterion,
+    CriterionName,
+    Fluctuation,
+    UnitEvidence,
+    UnitMagnitude,
+    UnitTaylor,
+)
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.layers import LayerCriterion, choose_layers, order_layers, skipping
-from distprune.removal.plan import Kept
-from distprune.removal.rebuild import check_layers, check_units, remove_layers, remove_units
+from distprune.removal.layers import LayerCriterion, order_layers, skipping
+from distprune.removal.plan import Kept, plan_units
+from distprune.removal.rebuild import check_layers, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.shrink_model import Shrunk, count_parameters, cut_model, shrink_model
 from distprune.removal.sizes import Sizes
@@ -34,15 +42,14 @@ __all__ = [
     "UnitMagnitude",
     "UnitTaylor",
     "check_layers",
-    "check_units",
     "choose_experts",
-    "choose_layers",
     "choose_units",
     "count_parameters",
     "cut_model",
     "divide_budget",
     "find_budget",
     "order_layers",
+    "plan_units",
     "remove_layers",
     "remove_units",
     "shrink_model",

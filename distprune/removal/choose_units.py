@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from distprune.calibration import Moments, find_sample_group, measure_sensitivities, own_samples, shared_axis
-from distprune.collectives import Communicator, Group, communicator, together
-from distprune.models import Found, UnitKind, decoder_blocks
+from distprune.collectives import Communicator, Group, communicator, sum_together, together
+from distprune.models import Found, LinearLayer, UnitKind, decoder_blocks
 from distprune.oneshot.block import WalkOptions
-from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.driver import Clock, Outcome, prune_rows
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_targets, samples_digest
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, OneShotReport
@@ -23,16 +22,15 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.run_blocks import Finished, Meter, run_blocks
 from distprune.patterns import Unstructured, check_parts
 from distprune.pruning.agreement import Facts, agree_on
-from distprune.removal.biases import shift_biases
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
 from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
 from distprune.removal.readers import Readers, find_readers
 from distprune.removal.remover import Asked, Refit, UnitRemover
 from distprune.scores import Magnitude, Score
-from distprune.shards import LocalShard, local_shard
+from distprune.shards import LocalShard, cut, local_shard
 
-__all__ = ["OnBlockUnits", "Removal", "choose_units"]
+__all__ = ["OnBlockUnits", "Removal", "choose_units", "shift_biases"]
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
@@ -223,3 +221,33 @@ def _shards(model: nn.Module, plan: Readers, *, with_cuts: bool) -> list[LocalSh
             if name not in found:
                 found[name] = local_shard(name, blocks[of.block].get_parameter(path))
     return list(found.values())
+
+
+def shift_biases(
+    comm: Communicator, linears: Mapping[str, LinearLayer], offsets: Mapping[str, tuple[Rows, torch.Tensor]]
+) -> None:
+    """Add ``offsets``, by linear layer this rank's rows and what their biases gain, to the biases of ``linears``.
+
+    Biases are laid out as they are. Every rank must call it, with the same linear layers; of the rows their owners'
+    offsets
+    count: a round of 8 bytes for each output, and one of 64.
+    """
+    if not linears:
+        return
+    sizes = [linear.num_out for linear in linears.values()]
+
+    def fill(words: torch.Tensor) -> None:
+        for name, part in zip(linears, torch.split(words, sizes), strict=True):
+            rows, gained = offsets.get(name, (None, None))
+            if rows is not None and gained is not None and rows.owned:
+                places = torch.cat([torch.arange(start, stop) for start, stop in rows.runs])
+                part[places] = gained.double().cpu()
+
+    total = sum_together(comm, (sum(sizes),), fill, torch.float64)
+    with together(comm):
+        for (name, linear), gained in zip(linears.items(), torch.split(total, sizes), strict=True):
+            bias = linear.module.bias
+            assert isinstance(bias, nn.Parameter)
+            shard = local_shard(f"{name}.bias", bias.detach())
+            own = cut(gained, shard.geometry).to(shard.local.device)
+            shard.local.copy_((shard.local.double() + own).view_as(shard.local))

@@ -18,28 +18,10 @@ from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 
-__all__ = ["LayerCriterion", "choose_layers", "order_layers", "skipping"]
+__all__ = ["LayerCriterion", "order_layers", "skipping"]
 
 LayerCriterion = Literal["loss", "influence"]
 Progress = Callable[[int, int], None] | None
-
-
-def choose_layers(
-    model: nn.Module,
-    samples: torch.Tensor,
-    num_kept: int,
-    *,
-    criterion: LayerCriterion = "loss",
-    group: Group = None,
-    progress: Progress = None,
-) -> list[int]:
-    """Return which ``num_kept`` decoder layers of ``model`` stay, ascending; the model is left as it was.
-
-    To be given to :func:`choose_units` as ``layers``, which makes up for those that go. For the rest see
-    :func:`order_layers`.
-    """
-    gone = order_layers(model, samples, num_kept, criterion=criterion, group=group, progress=progress)
-    return [index for index in range(len(decoder_blocks(model))) if index not in gone]
 
 
 def order_layers(
@@ -54,7 +36,8 @@ def order_layers(
 ) -> list[int]:
     """Return which decoder layers of ``model`` go so that ``num_kept`` stay, the first to go first.
 
-    Which go first does not depend on how many go.
+    Which go first does not depend on how many go. The model is left as it was; the others are ``layers`` of
+    :func:`choose_units`, which makes up for those that go.
 
     Args:
         model, samples, group: as of :func:`distprune.prune_blocks`.

@@ -21,16 +21,7 @@ from distprune.removal.select import Selection, select
 from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config, text_config
 from distprune.shards import Fsdp2Params, drop_modules, local_shard, resize
 
-__all__ = ["check_layers", "check_units", "remove_layers", "remove_units"]
-
-
-def check_units(model: nn.Module, kept: Kept) -> None:
-    """Check that :func:`remove_units` can keep as many units as ``kept`` names, whichever they are. Local.
-
-    Raises:
-        ValueError, NotImplementedError: as :func:`remove_units` does.
-    """
-    plan_units(model, kept)
+__all__ = ["check_layers", "remove_layers", "remove_units"]
 
 
 def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:

@@ -21,8 +21,7 @@ from distprune.models import LinearLayer, Units
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
-from distprune.removal.criteria import Criterion
-from distprune.removal.evidence import UnitEvidence, damped_cholesky
+from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
 __all__ = ["Asked", "Refit", "UnitRemover", "lowest_units"]
 

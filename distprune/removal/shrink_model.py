@@ -74,7 +74,7 @@ def shrink_model(
             nothing is said leave as it costs least, by trials on held-out samples; never experts. See ``Budget``.
         criterion: how units are chosen: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"``
             (Minitron), ``"magnitude"``, or a criterion of one's own.
-        layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``choose_layers``.
+        layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``order_layers``.
         expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
         refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"bias"`` alone, where
             it has one; or ``"none"``.
@@ -82,7 +82,7 @@ def shrink_model(
         group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
-    ``choose_experts``, ``choose_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with
+    ``choose_experts``, ``order_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with
     ``parameters`` of ``divide_budget``.
 
     Raises:

@@ -10,8 +10,9 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.models import UnitKind, decoder_blocks, find_all_units
+from distprune.removal.plan import plan_units
 from distprune.removal.readers import num_to_keep
-from distprune.removal.rebuild import check_layers, check_units
+from distprune.removal.rebuild import check_layers
 
 __all__ = ["Sizes"]
 
@@ -88,6 +89,6 @@ class Sizes:
                     # Which ones does not matter: as many of each group.
                     groups = torch.arange(units.num_units).view(units.num_groups, -1)
                     kept[name, kind, units.name] = groups[:, : num // units.num_groups].flatten()
-        check_units(model, kept)
+        plan_units(model, kept)
         if (num_layers := self.num_layers(model)) < len(decoder_blocks(model)):
             check_layers(model, range(num_layers))

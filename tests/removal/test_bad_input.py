@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from distprune import l1_unstructured
 from distprune.models import UnitKind, decoder_blocks, find_all_units
-from distprune.removal import Kept, check_layers, check_units, remove_layers, remove_units
+from distprune.removal import Kept, check_layers, plan_units, remove_layers, remove_units
 from tests.architectures import tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
@@ -127,7 +127,7 @@ def refuse_layout(
 ) -> None:
     model = LAYOUTS[layout](tiny_model(architecture, **sizes))
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        check_units(model, all_of(model, kind, *range(num)))
+        plan_units(model, all_of(model, kind, *range(num)))
     remove_units(model, all_of(model, kind, *range(num - num % 2)))
 
 
@@ -157,9 +157,9 @@ def refuse_wrapped(_: int) -> None:
     model = tiny_model("llama")
     kept = all_of(model, "mlp", *range(8))
     with pytest.raises(NotImplementedError, match="shard with FSDP2"):
-        check_units(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), kept)
+        plan_units(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), kept)
     with pytest.raises(NotImplementedError, match="remove from the model inside, and wrap it again"):
-        check_units(nn.parallel.DistributedDataParallel(tiny_model("llama")), kept)
+        plan_units(nn.parallel.DistributedDataParallel(tiny_model("llama")), kept)
     model = tiny_model("llama")
     blocks: Any = [block for _, block in decoder_blocks(model)]
     fully_shard(blocks[:2], mesh=init_device_mesh("cpu", (2,)))

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, choose_layers, order_layers, skipping
+from distprune.removal import choose_experts, order_layers, skipping
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads
 
 TOKENS = samples(5)
+
+
+def layers_left(model: nn.Module, num_kept: int, **how: Any) -> list[int]:
+    gone = order_layers(model, TOKENS, num_kept, **how)
+    return [layer for layer in range(len(decoder_blocks(model))) if layer not in gone]
 
 
 def loss(model: Any, layers: list[int]) -> float:
@@ -51,7 +56,7 @@ def test_layers_by_loss() -> None:
             (list(some) for some in itertools.combinations(wanted, len(wanted) - 1)), key=lambda s: loss(model, s)
         )
     tried: list[tuple[int, int]] = []
-    assert choose_layers(model, TOKENS, 2, progress=lambda *done: tried.append(done)) == wanted
+    assert layers_left(model, 2, progress=lambda *done: tried.append(done)) == wanted
     assert tried[-1] == (7, 7)
 
 
@@ -71,7 +76,7 @@ def test_layers_by_influence() -> None:
     after = [*(given[i] for i in range(1, 4)), last[0]]
     influences = [float(1 - torch.cosine_similarity(given[i], after[i], dim=-1).mean()) for i in range(4)]
     wanted = sorted(sorted(range(4), key=lambda i: influences[i])[2:])
-    assert choose_layers(model, TOKENS, 2, criterion="influence") == wanted
+    assert layers_left(model, 2, criterion="influence") == wanted
 
 
 def plain_experts(model: Any, criterion: str) -> list[list[float]]:
@@ -111,13 +116,13 @@ def test_experts(criterion: Any) -> None:
 def on_rank(_: int) -> Any:
     llama, mixtral = sharded(tiny_model("llama")), sharded(tiny_model("mixtral"))
     experts = choose_experts(mixtral, TOKENS, 3)
-    chosen = [choose_layers(llama, TOKENS, 2), choose_layers(llama, TOKENS, 2, criterion="influence")]
+    chosen = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence")]
     return chosen, [units.tolist() for units in experts.values()]
 
 
 def test_ranks_do_what_one_does() -> None:
     llama, mixtral = tiny_model("llama"), tiny_model("mixtral")
-    layers = [choose_layers(llama, TOKENS, 2), choose_layers(llama, TOKENS, 2, criterion="influence")]
+    layers = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence")]
     experts = [units.tolist() for units in choose_experts(mixtral, TOKENS, 3).values()]
     for of_rank in run_threads(3, on_rank):
         assert of_rank == (layers, experts)
@@ -133,7 +138,7 @@ def test_layers_go_in_an_order_that_does_not_depend_on_how_many_go(criterion: An
     assert again == both
     assert len(tried) == (2 if criterion == "loss" else 3)  # by the loss, layers without the first that goes
     assert order_layers(llama, TOKENS, 2, criterion=criterion, known=both) == first
-    assert sorted({*range(3)} - {*both}) == choose_layers(llama, TOKENS, 1, criterion=criterion)
+    assert sorted({*range(3)} - {*both}) == layers_left(llama, 1, criterion=criterion)
 
 
 def test_bad_input_is_refused() -> None:
@@ -145,7 +150,7 @@ def test_bad_input_is_refused() -> None:
     ]
     for num_kept, how, match in bad:
         with pytest.raises(ValueError, match=match):
-            choose_layers(llama, TOKENS, num_kept, **how)
+            layers_left(llama, num_kept, **how)
     with pytest.raises(NotImplementedError, match="no experts"):
         choose_experts(llama, TOKENS, 2)
     with pytest.raises(ValueError, match="5 of the 4"):
@@ -153,4 +158,4 @@ def test_bad_input_is_refused() -> None:
     with torch.no_grad():
         llama.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="the loss without layers"):
-        choose_layers(llama, TOKENS, 2)
+        layers_left(llama, 2)
