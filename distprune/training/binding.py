@@ -56,9 +56,8 @@ class Binding:
         self._names: frozenset[str] = frozenset()
         self._at_gradient, self._at_load = at_gradient, at_load
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
-        self._ranges: dict[
-            int, tuple[object, list[tuple[Held, ParameterRange]]]
-        ] = {}  # by optimizer, with what they are of
+        # By optimizer, with the parameters that it had.
+        self._ranges: dict[int, tuple[object, list[tuple[Held, ParameterRange]]]] = {}
         self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._versions = Versions()
