@@ -11,7 +11,6 @@ from distprune.checkpoint.output_directory import check_shared, make_staging, pu
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.checkpoint.sharded_file import read_shards, write_shards
 
 __all__ = [
     "HfDirectory",
@@ -32,10 +31,8 @@ __all__ = [
     "name_of_model",
     "open_directory",
     "publish",
-    "read_shards",
     "remove_files",
     "resolve_model",
     "save_model",
-    "write_shards",
     "writing",
 ]

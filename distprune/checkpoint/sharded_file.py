@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,44 +15,14 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
-from distprune.checkpoint.output_files import allocate, check_space, planned
-from distprune.checkpoint.stored_slices import fill_shards
-from distprune.collectives import Communicator, together
 from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
-__all__ = ["Stretch", "chunks_of", "read_shards", "stretches_of", "write_chunk", "write_shards"]
+__all__ = ["Stretch", "chunks_of", "stretches_of", "write_chunk"]
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
 _WRITE_BYTES = 8 << 20  # written at a time
 _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
-
-
-def write_shards(comm: Communicator, path: Path, shards: Mapping[str, LocalShard], *, like: Path) -> None:
-    """Write ``shards``, with their owners, into the new file ``path``, no more readable than the file ``like``.
-
-    Every rank must call it: two rounds of 64 bytes.
-
-    Raises:
-        OSError: on every rank: the disk is full or not writable.
-    """
-    with together(comm):
-        file = planned(path, shards.values())
-        if comm.rank == 0:
-            check_space(path.parent, [file])
-            allocate(file, like)
-    with together(comm), path.open("r+b", buffering=0) as handle:
-        for entry in file.tensors:
-            if shards[entry.name].owned and shards[entry.name].local.numel():
-                for values, stretches in chunks_of(shards[entry.name]):
-                    write_chunk(handle.fileno(), entry, values, stretches)
-        os.fsync(handle.fileno())
-
-
-def read_shards(path: Path, shards: Mapping[str, LocalShard]) -> None:
-    """Read ``shards`` in place from a file that :func:`write_shards` has written. Local."""
-    file = planned(path, shards.values())
-    fill_shards([(shards[entry.name], file, entry) for entry in file.tensors])
 
 
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:

@@ -1,23 +1,22 @@
 """Steps of AdamW over a sharded model whose zeros are held, and all that a killed job needs to go on with them.
 
-Nouns: the *state* is the weights and AdamW's two moments, in float32, written to one file in no rank's layout.
+Nouns: the *state* is the weights and AdamW's two moments, in float32, which any number of ranks can read.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from distprune.checkpoint import read_shards, write_shards
 from distprune.collectives import Communicator, sum_together, together
+from distprune.jobs.training_state import read_state, write_state
 from distprune.masks import bits_of, make_zeros_positive
 from distprune.models import evaluating
 from distprune.pruning.agreement import agree_on_model
-from distprune.shards import LocalShard, checksum, count_zeros, local_of, local_shard
+from distprune.shards import LocalShard, checksum, count_zeros, local_of
 from distprune.training import Hold, hold_zeros
 
 __all__ = ["MaskedTraining"]
@@ -137,24 +136,22 @@ class MaskedTraining:
         """Return for each parameter a number that says where its zeros are on this rank."""
         return [int(checksum([bits_of(shard.local) == 0])) for shard in self._shards]
 
-    def write(self, path: Path, like: Path) -> None:
-        """Write the state into the new file ``path``. Every rank must call it; errors as :func:`write_shards`."""
+    def write(self, folder: Path) -> None:
+        """Write the state into the new directory ``folder``. Every rank must call it; raises as :func:`write_state`."""
         with together(self._comm):
             state = self._state()
-        write_shards(self._comm, path, state, like=like)
+        write_state(self._comm, state, folder)
 
-    def read(self, path: Path, num_steps: int) -> None:
-        """Read the state after ``num_steps`` steps from the file ``path``. Local."""
-        self.set_step(num_steps)
-        read_shards(path, self._state())
+    def read(self, folder: Path, num_steps: int) -> None:
+        """Read the state after ``num_steps`` steps. Every rank must call it; raises as :func:`read_state`."""
+        with together(self._comm):
+            self.set_step(num_steps)
+            state = self._state()
+        read_state(self._comm, state, folder)
 
-    def _state(self) -> dict[str, LocalShard]:
-        rank, first = self._comm.global_rank(self._comm.rank), self._comm.global_rank(0)
-        found = {shard.name: shard for shard in (replace(of, name=f"weight.{of.name}") for of in self._shards)}
-        for shard in self._shards:
-            moments = self._optimizer.state.get(cast(torch.Tensor, shard.tensor), {})
-            for name in _MOMENTS:
-                if name in moments:
-                    moment = local_shard(f"{name}.{shard.name}", moments[name])
-                    found[moment.name] = moment.owned_by(rank, first, self._comm.size)
-        return found
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Return weights and moments, which are views; not what follows from the number of steps."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        weights, moments = get_state_dict(self.model, self._optimizer, options=options)
+        found = {**{shard.name: weights[shard.name] for shard in self._shards}, **moments}  # tied ones once
+        return {name: of for name, of in found.items() if isinstance(of, torch.Tensor) and of.dim()}

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from distprune.calibration import Batches, check_fit
-from distprune.checkpoint import file_digest
+from distprune.checkpoint import remove_files
 from distprune.collectives import sum_together, together
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.run import Run
+from distprune.jobs.training_state import state_digest
 from distprune.jobs.unfinished import STATE, Unfinished
 
 __all__ = ["begin", "train"]
@@ -36,11 +37,11 @@ def begin(job: FinetuneJob, run: Run, training: MaskedTraining, unfinished: Unfi
         return 0
     num_steps: int = saved[-1].value["num_steps"]
     path = unfinished.state(num_steps)
-    digest = file_digest(run.comm, path)
+    digest = state_digest(run.comm, path)
     with together(run.comm):
         if digest != saved[-1].digest:
             raise ValueError(f"{path} is not as it was written; remove {unfinished.folder} and start anew")
-        training.read(path, num_steps)
+    training.read(path, num_steps)
     run.told.say(f"going on after step {num_steps}")
     return num_steps
 
@@ -105,11 +106,11 @@ def _factor(share: float) -> float:
 def _save(run: Run, training: MaskedTraining, unfinished: Unfinished, saved: dict[str, Any]) -> None:
     """Write the state beside the one before, and have the journal name it. Every rank must call it."""
     path = unfinished.state(saved["num_steps"])
-    training.write(path, like=run.directory.weight_files[0].path)
-    digest = file_digest(run.comm, path)
+    training.write(path)
+    digest = state_digest(run.comm, path)
     with together(run.comm):
         unfinished.record(Item(STATE, saved, digest))
         if run.comm.rank == 0:
             for other in unfinished.states:
                 if other != path:
-                    other.unlink()
+                    remove_files(other)

@@ -29,8 +29,8 @@ from distprune.jobs.run import REPORT_NAME
 
 __all__ = ["STATE", "ResumableJob", "Unfinished", "check_unfinished", "open_unfinished"]
 
-STATE = "state"  # an item's kind: of a training, in a file of its own
-_STATE_NAME = re.compile(r"state-\d+\.safetensors")
+STATE = "state"  # an item's kind: of a training, in a directory of its own
+_STATE_NAME = re.compile(r"state-\d+")
 _OWN_NAMES = {JOURNAL_NAME, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
 _AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 
@@ -44,12 +44,12 @@ class Unfinished:
 
     @property
     def states(self) -> list[Path]:
-        """The files of saved states that are there."""
-        return [path for path in self.folder.iterdir() if _STATE_NAME.fullmatch(path.name)]
+        """The directories of saved states that are there."""
+        return _states(self.folder)
 
     def state(self, num_steps: int) -> Path:
-        """Return the file of the state after so many steps."""
-        return self.folder / f"state-{num_steps}.safetensors"
+        """Return the directory of the state after so many steps."""
+        return self.folder / f"state-{num_steps}"
 
     def items(self, kind: str) -> list[Item]:
         """Return what is recorded of this kind, in order."""
@@ -143,7 +143,7 @@ def open_unfinished(
     agree(comm, {"unfinished": str(folder), "journal": [journal.facts, list(map(vars, journal.items))]})
     with together(comm):
         if comm.rank == 0 and not journal.is_begun:
-            remove_files(folder)  # killed before anything was recorded
+            _remove(folder)  # killed before anything was recorded
             if os.path.lexists(folder):
                 raise FileExistsError(f"{folder} holds more than a job has written; move it away")
             folder.mkdir()
@@ -156,7 +156,7 @@ def open_unfinished(
     except Exception as error:
         is_of_use = unfinished.items(STATE) if isinstance(error, _AT_FAULT) else journal.is_begun
         if comm.rank == 0 and not is_of_use:
-            remove_files(folder)
+            _remove(folder)
         raise
     if unfinished.result != folder:
         with together(comm):
@@ -183,11 +183,22 @@ def _check_same_job(folder: Path, before: Mapping[str, Any], now: Mapping[str, A
 
 def _check_files(unfinished: Unfinished, source: HfDirectory) -> None:
     """Raise a ValueError if anything lies in the folder but files of this job, on the model ``source``. Local."""
-    written = [file.path for file in source.weight_files] + [*source.small_files, *unfinished.states]
+    written = [*(file.path for file in source.weight_files), *source.small_files]
     names = {path.name for path in written} | _OWN_NAMES
-    for path in sorted(unfinished.folder.iterdir()):
+    for path in sorted({*unfinished.folder.iterdir()} - {*unfinished.states}):
         if path.is_symlink() or not path.is_file() or path.name not in names:
             raise ValueError(f"{path} is not from this job; take it away, or remove {unfinished.folder}")
+
+
+def _states(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("state-*") if _STATE_NAME.fullmatch(path.name) and not path.is_symlink()]
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of an unfinished job, and the states in it, as far as that goes. Local."""
+    for state in _states(folder):
+        remove_files(state)
+    remove_files(folder)
 
 
 def _folder_of(target: Path) -> Path:
@@ -200,5 +211,5 @@ def _tidy(target: Path) -> None:
     with suppress(FileNotFoundError, ValueError):  # it is done, or the file is none of ours
         if Journal(own, {}).is_begun:
             if not beside.exists() or beside.read_bytes() == own.read_bytes():  # else the folder is another job's
-                remove_files(beside.parent)
+                _remove(beside.parent)
             own.unlink()

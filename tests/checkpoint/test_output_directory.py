@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from distprune.checkpoint import output_directory, output_lock, writing
-from distprune.collectives import Communicator, communicator, together
+from distprune.collectives import Communicator, communicator, slow, together
 from tests.worlds import run_threads
 
 OLD = {"out/config.json": "old", "out/model.safetensors": "old"}
@@ -293,6 +294,29 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkey
     assert sorted(synced[:2]) == ["config.json", "report.json"]
     assert synced[2].startswith(".out.partial-")
     assert synced[3:] == [tmp_path.name]
+
+
+def test_ranks_share_what_is_synced_and_keep_in_touch_while_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def slow_disk(path: Path) -> None:
+        synced.append(path.name)
+        time.sleep(0.2 if path.name == "0" else 0)
+
+    def write(_: int) -> int:
+        comm = communicator()
+        with writing(tmp_path / "out", comm) as staging:
+            if comm.rank == 0:
+                for name in "0123":
+                    (staging / name).touch()
+        return comm.traffic.num_rounds
+
+    monkeypatch.setattr(output_directory, "sync_file", slow_disk)
+    monkeypatch.setattr(slow, "_BEAT", 0.02)
+    assert min(run_threads(2, write)) > 15  # 13 without a wait
+    assert sorted(name for name in synced if len(name) == 1) == ["0", "1", "2", "3"]
 
 
 def test_ranks_with_different_targets(tmp_path: Path) -> None:

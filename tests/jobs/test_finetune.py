@@ -150,7 +150,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_p
     saving = dataclasses.replace(job, save_every=0.0)
     assert pool.run(2, run_on_rank, saving, 3) == ["killed"] * 2
     folder = tmp_path / ".out.unfinished"
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl", "state-2.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl", "state-2"]
     again = dataclasses.replace(saving, resume=True)
     for error in pool.run(2, run_on_rank, saving):
         assert error.startswith("FileExistsError: ")
@@ -190,7 +190,7 @@ def test_killed_after_the_output_has_appeared(
         patch.setattr(unfinished, "publish", die)
         with pytest.raises(Killed):
             run_finetune_job(saving)
-    assert (tmp_path / ".out.unfinished" / "state-5.safetensors").exists()
+    assert (tmp_path / ".out.unfinished" / "state-5").exists()
     run_finetune_job(dataclasses.replace(saving, overwrite=True))  # what is left is known to be ours
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -232,7 +232,7 @@ def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch:
 
 
 def flip_a_bit(folder: Path) -> None:
-    path = folder / "state-2.safetensors"
+    path = next((folder / "state-2").iterdir())
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -241,8 +241,8 @@ def flip_a_bit(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (flip_a_bit, "state-2.safetensors is not as it was written; remove"),
-        (lambda folder: (folder / "state-2.safetensors").unlink(), "No such file"),
+        (flip_a_bit, "state-2 is not as it was written; remove"),
+        (lambda folder: shutil.rmtree(folder / "state-2"), "state-2 is not as it was written; remove"),
         (lambda folder: (folder / "notes.txt").touch(), "notes.txt is not from this job"),
         (lambda folder: (folder / "journal.jsonl").write_text("no journal\n"), "journal.jsonl is damaged"),
     ],
@@ -318,7 +318,7 @@ def test_a_loss_that_is_no_number_keeps_the_last_state(job: FinetuneJob, tmp_pat
     error = run_on_rank(0, dataclasses.replace(job, learning_rate=1e30, save_every=0.0))
     assert error.startswith("ValueError: step 2: the loss is ")
     assert error.endswith("the state after step 1 is kept")
-    assert (tmp_path / ".out.unfinished" / "state-1.safetensors").exists()
+    assert (tmp_path / ".out.unfinished" / "state-1").exists()
 
 
 def run_with_watcher(rank: int, job: FinetuneJob) -> str:
