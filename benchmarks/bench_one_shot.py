@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.measure import heading, on_ranks, spread, table, unpin
 from distprune.cli.commands import Start
 from distprune.cli.main import app
-from distprune.jobs import OneShotJob, run_one_shot_job
+from distprune.jobs import Evaluation, OneShotJob, run_one_shot_job
 from launch.demo_inputs import demo_model, joined, speech_files
 
 LENGTH, EVALUATION_TOKENS, NUM_EVALUATED = 256, 512, 8  # tokens in a window; of each speech; speeches
@@ -103,10 +103,10 @@ def run(_: int, job: OneShotJob) -> dict[str, Any]:
         unpin()
     report = run_one_shot_job(job)
 
-    def mean(when: str) -> float:  # every text counts as many tokens
-        return math.exp(statistics.fmean(math.log(value) for value in report[f"perplexity_{when}"].values()))
+    def mean(found: Evaluation) -> float:  # every text counts as many tokens
+        return math.exp(statistics.fmean(math.log(value) for value in found.perplexity.values()))
 
-    return {"dense": mean("before"), "perplexity": mean("after"), "seconds": report["stage_seconds"]["prune"]}
+    return {"dense": mean(report.before), "perplexity": mean(report.after), "seconds": report.seconds["prune"]}
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:

@@ -102,7 +102,7 @@ def streamed(
     held, started = anonymous_bytes(), time.perf_counter()
     with peak_memory(sample_seconds=0.05) as peak:
         report = run_streamed_job(StreamedJob(model=source, output=target, **arguments))
-    return time.perf_counter() - started, report["stage_seconds"]["choose"], held + peak.num_bytes, *copies
+    return time.perf_counter() - started, report.seconds["choose"], held + peak.num_bytes, *copies
 
 
 def loaded(_: int, source: str, target: str, arguments: dict[str, Any]) -> None:

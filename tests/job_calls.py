@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import distprune as prune
 from distprune.checkpoint import ModelWriter, load_model, open_directory, resolve_model
 from distprune.collectives import communicator, together
-from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, run_finetune_job, run_shrink_job
+from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, Trained, run_finetune_job, run_shrink_job
 from distprune.jobs.block_journal import BLOCK, BlockJournal, digest_of
 from distprune.jobs.journal import Item, Journal
 from distprune.jobs.masked_training import MaskedTraining
@@ -50,8 +50,8 @@ def begun(_: int, folder: Path) -> Called:
 
 def reported(_: int, folder: Path) -> Called:
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
-    return nn.Module(), lambda: run.report(none, none)
+    work = Trained("", 0, 0, 0.0, [], 0, 0, 0)
+    return nn.Module(), lambda: run.report({}, {}, work)
 
 
 def restored(_: int, folder: Path) -> Called:

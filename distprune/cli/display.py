@@ -10,7 +10,20 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import Kind, Watcher, by_metric, kinds_of, mean_error, removal_rows
+from distprune.jobs import (
+    JobReport,
+    Kind,
+    PrunedBlocks,
+    Shrunk,
+    Trained,
+    Walked,
+    Watcher,
+    Work,
+    by_metric,
+    kinds_of,
+    mean_error,
+    removal_rows,
+)
 
 __all__ = ["Display", "show_inspection"]
 
@@ -72,76 +85,74 @@ class Display(Watcher):
             self._bar.close()
             self._bar = None
 
-    def summary(self, report: dict[str, Any]) -> None:
-        """Print what a finished job did; a one-shot job block by block and kind by kind of linear map."""
+    def summary(self, report: JobReport[Work]) -> None:
+        """Print what a finished job did; a walk block by block and kind by kind of linear layer."""
         self.close()
         if not self._visible:
             return
-        pruning = report.get("pruning", {})
-        if "training" in report:
-            more = _training_rows(report["training"])
-        elif "removal" in report:
-            _show_blocks(report["removal"])
-            more = [*removal_rows(report["removal"]), *_walk_rows(report["removal"])]
-        elif "blocks" in pruning:
-            _show_blocks(pruning)
-            more = [*_walk_rows(pruning), ("allocation", pruning["allocation"])]
-        else:
-            share = pruning["num_zeros"] / max(pruning["num_elements"], 1)
-            more = [
-                ("method", f"{pruning['score']}, {pruning['pattern']}"),
-                ("parameters", f"{len(pruning['parameters'])} tensors, {pruning['num_elements']:,} weights"),
-                ("zeros", f"{pruning['num_zeros']:,} ({share:.4%}), {pruning['num_pruned']:,} of them new"),
-                ("communication", f"{pruning['num_rounds']} rounds, {pruning['num_bytes']:,} bytes a rank"),
-            ]
+        if isinstance(report.work, Walked):
+            _show_blocks(report.work.blocks)
         rows = [
-            ("model", report["model"]),
-            ("output", report["arguments"]["output"]),
-            ("ranks", f"{report['num_ranks']} on {report['device']}"),
-            *more,
-            ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in report["stage_seconds"].items())),
+            ("model", str(report.model)),
+            ("output", report.job.output),
+            ("ranks", f"{report.num_ranks} on {report.device}"),
+            *_work_rows(report.work),
+            ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())),
         ]
-        for file, after in report["perplexity_after"].items():
-            rows.append((f"perplexity on {Path(file).name}", f"{report['perplexity_before'][file]:.2f} -> {after:.2f}"))
+        for file, after in report.after.perplexity.items():
+            rows.append((f"perplexity on {Path(file).name}", f"{report.before.perplexity[file]:.2f} -> {after:.2f}"))
         rows += [
             (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
         ]
-        done = "pruned" if pruning else "made smaller" if "removal" in report else "fine-tuned"
+        done = {Shrunk: "made smaller", Trained: "fine-tuned"}.get(type(report.work), "pruned")
         console, table = _console_and_table(done, ("", ""))
         for row in rows:
             table.add_row(*row)
         console.print(table)
 
 
-def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
-    num_zeros, num_elements, losses = training["num_zeros"], training["num_elements"], training["losses"]
-    rows = [
-        ("method", training["method"]),
-        ("training", f"{training['num_steps']} steps, {training['num_tokens']:,} tokens, {training['seconds']:.0f} s"),
-        ("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"),
-        ("zeros", f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.4%})"),
+def _work_rows(work: Work) -> list[tuple[str, str]]:
+    if isinstance(work, Trained):
+        return _training_rows(work)
+    if isinstance(work, Shrunk):
+        return [*removal_rows(work), *_walk_rows(work)]
+    if isinstance(work, PrunedBlocks):
+        return [*_walk_rows(work), ("allocation", work.allocation)]
+    return [
+        ("method", f"{work.score}, {work.pattern}"),
+        ("parameters", f"{len(work.parameters)} tensors, {work.num_elements:,} weights"),
+        ("zeros", f"{work.num_zeros:,} ({work.sparsity:.4%}), {work.num_pruned:,} of them new"),
+        ("communication", f"{work.num_rounds} rounds, {work.num_bytes:,} bytes a rank"),
     ]
-    if training["resumed_at"]:
-        rows.append(("resumed", f"after step {training['resumed_at']}"))
+
+
+def _training_rows(work: Trained) -> list[tuple[str, str]]:
+    rows = [
+        ("method", work.method),
+        ("training", f"{work.num_steps} steps, {work.num_tokens:,} tokens, {work.seconds:.0f} s"),
+        ("loss", f"{work.losses[0]:.4f} -> {work.losses[-1]:.4f}"),
+        ("zeros", f"{work.num_zeros:,} of {work.num_elements:,} ({work.num_zeros / max(work.num_elements, 1):.4%})"),
+    ]
+    if work.resumed_at:
+        rows.append(("resumed", f"after step {work.resumed_at}"))
     return rows
 
 
-def _walk_rows(pruning: Mapping[str, Any]) -> list[tuple[str, str]]:
-    peaks = sorted((peak / 2**20 for peak in pruning["peak_memory"]), reverse=True)
+def _walk_rows(work: Walked) -> list[tuple[str, str]]:
+    peaks = sorted((peak / 2**20 for peak in work.walk.peak_memory), reverse=True)
     by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
     rows = [
-        ("method", f"{pruning['method']}, {pruning['pattern']}"),
-        ("samples", str(pruning["num_samples"])),
+        ("method", f"{work.walk.method}, {work.pattern}"),
+        ("samples", str(work.walk.num_samples)),
         ("peak memory", f"{by_rank} MiB"),
     ]
-    if pruning["resumed_at"]:
-        rows.append(("resumed", f"at block {pruning['resumed_at']}: seconds and memory are of this run alone"))
+    if work.resumed_at:
+        rows.append(("resumed", f"at block {work.resumed_at}: seconds and memory are of this run alone"))
     return rows
 
 
-def _show_blocks(pruning: Mapping[str, Any]) -> None:
+def _show_blocks(blocks: Sequence[Mapping[str, Any]]) -> None:
     """Print a table of all blocks and of the kinds of linear maps in each."""
-    blocks = pruning["blocks"]
     stages = list(blocks[0]["seconds"]) if blocks else []
 
     def costs(of: Sequence[Mapping[str, Any]]) -> list[str]:

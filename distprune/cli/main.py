@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,10 +22,12 @@ from distprune.cli.ranks import Launch
 from distprune.jobs import (
     FinetuneJob,
     Job,
+    JobReport,
     OneShotJob,
     PruneJob,
     ShrinkJob,
     StreamedJob,
+    Work,
     run_finetune_job,
     run_one_shot_job,
     run_prune_job,
@@ -42,7 +44,7 @@ app = typer.Typer(
     help="Prune sharded PyTorch models in the layout they are already in.",
 )
 
-_RUN: dict[type[Job], Callable[..., dict[str, Any]]] = {
+_RUN: dict[type[Job], Callable[..., JobReport[Work]]] = {
     PruneJob: run_prune_job,
     OneShotJob: run_one_shot_job,
     StreamedJob: run_streamed_job,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distprune.collectives import together
 from distprune.jobs.model_card import write_card
 from distprune.jobs.picture import write_picture
+from distprune.jobs.report import JobReport, Work
 from distprune.jobs.run import Run, write_report
 
 __all__ = ["write_documents"]
 
 
-def write_documents(run: Run, report: Mapping[str, Any], folder: Path, drawn: Callable[[], Any] | None = None) -> None:
+def write_documents(run: Run, report: JobReport[Work], folder: Path, drawn: Callable[[], Any] | None = None) -> None:
     """Write ``report``, its card, and the figure that ``drawn`` returns, into ``folder``, on the first rank.
 
     Every rank must call it: one round of 64 bytes.
@@ -24,7 +25,7 @@ def write_documents(run: Run, report: Mapping[str, Any], folder: Path, drawn: Ca
     """
     with together(run.comm):
         if run.comm.rank == 0:
-            write_report(report, folder)
+            write_report(report.to_dict(), folder)
             write_card(report, folder, run.told.say)
             if drawn is not None:
                 write_picture(drawn, folder, run.told.say)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distprune.jobs.report import JobReport, Shrunk, Work
+
 __all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "removal_rows", "shares_by_kind"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
@@ -65,27 +67,27 @@ def mean_error(block: Mapping[str, Any]) -> float | None:
     return Kind(block["name"], block["layers"]).error
 
 
-def by_metric(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:
+def by_metric(report: JobReport[Work]) -> Iterator[tuple[str, str, float, float]]:
     """Yield every task's metrics of a job's report: task, metric, before, after."""
-    for task, metrics in report["tasks_after"].items():
+    for task, metrics in report.after.tasks.items():
         for metric, after in metrics.items():
-            yield task, metric, report["tasks_before"][task][metric], after
+            yield task, metric, report.before.tasks[task][metric], after
 
 
-def removal_rows(removal: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def removal_rows(work: Shrunk) -> Iterator[tuple[str, str]]:
     """Yield what a removal has left, and how fast and large that is, in words: (what, how much)."""
-    num, num_before = removal["num_parameters"], removal["num_parameters_before"]
+    num, num_before = work.num_parameters, work.num_parameters_before
     yield "parameters", f"{num:,} of {num_before:,} ({1 - num / num_before:.1%} removed)"
-    if (num_layers := len(removal["layers"])) < removal["num_layers_before"]:
-        yield "layers", f"{num_layers} of {removal['num_layers_before']}"
-    sizes = {(of["kind"], of["num"], of["num_before"]): None for block in removal["blocks"] for of in block["kept"]}
+    if (num_layers := len(work.layers)) < work.num_layers_before:
+        yield "layers", f"{num_layers} of {work.num_layers_before}"
+    sizes = {(of["kind"], of["num"], of["num_before"]): None for block in work.blocks for of in block["kept"]}
     for kind, of_kind, before in sizes:
         yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
-    for trial in removal.get("trials") or ():
+    for trial in work.trials or ():
         gone, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
         tried = ", ".join(f"{kind.replace('_', ' ')} {size:,}" for kind, size in trial["sizes"].items())
         yield f"tried {tried}", f"{gone}, {cost} on held-out samples"
-    if speed := removal["speed"]:
+    if speed := work.speed:
         before, after = speed["before"], speed["after"]
         for what, name in (("forward", "forward"), ("generation", "greedy generation")):
             rates = " -> ".join(f"{of[what]['tokens_per_second']:,.0f}" for of in (before, after))

@@ -17,6 +17,7 @@ from distprune.jobs.documents import write_documents
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.picture import can_draw, draw_losses
+from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Run, clock
 from distprune.jobs.steps import begin, train
 from distprune.jobs.unfinished import open_unfinished
@@ -33,7 +34,7 @@ def run_finetune_job(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> JobReport[Trained]:
     """Run the job and return its report. The output is written whole, or not at all.
 
     AdamW in float32, with forwards in ``compute_dtype`` and gradients cut to a norm of 1. Every zero of the input is
@@ -97,17 +98,17 @@ def run_finetune_job(
                     written, run.directory, unfinished.result, updated=updated, group=run.comm, progress=progress
                 )
             method = "masked fine-tuning" + ("" if job.teacher is None else ", distilled from the dense model")
-            of_training = {
-                "method": method,
-                "num_steps": len(losses),
-                "num_tokens": len(losses) * job.batch_size * job.sequence_length,
-                "seconds": seconds,
-                "losses": losses,
-                "num_zeros": num_zeros,
-                "num_elements": num_elements,
-                "resumed_at": resumed_at,
-            }
-            report = run.report(before, after, training=of_training)
+            trained = Trained(
+                method=method,
+                num_steps=len(losses),
+                num_tokens=len(losses) * job.batch_size * job.sequence_length,
+                seconds=seconds,
+                losses=losses,
+                num_zeros=num_zeros,
+                num_elements=num_elements,
+                resumed_at=resumed_at,
+            )
+            report = run.report(before, after, trained)
             drawn = partial(draw_losses, losses, f"{run.directory.path.name}: {method}") if draws else None
             write_documents(run, report, unfinished.result, drawn)
             run.told.check()
@@ -116,7 +117,7 @@ def run_finetune_job(
 
 def _before(run: Run) -> dict[str, Any]:
     """Evaluate the model as it is stored; it is loaded only if there is anything to evaluate on."""
-    return run.evaluate(run.load(), "before") if run.evaluates else {"perplexity": {}, "tasks": {}}
+    return run.evaluate(run.load(), "before") if run.evaluates else {}
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:

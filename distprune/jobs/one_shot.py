@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from distprune.jobs.calibrated import CalibratedJob, calibration_facts, load_cal
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import open_unfinished
@@ -61,7 +61,7 @@ def run_one_shot_job(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> JobReport[PrunedBlocks]:
     """Run the job and return its report.
 
     A finished block is on the disk, beside the output. A job that was killed goes on with ``resume`` after its
@@ -102,16 +102,16 @@ def run_one_shot_job(
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
             writer.allocate()  # what is there of the weights stays
             with clock(run.seconds, "prune"):
-                pruning = _prune(job, run, model, samples, journal, shares)
+                pruned = _prune(job, run, model, samples, journal, shares)
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
                 with together(run.comm):
                     written = [name for name, _ in decoder_blocks(model)]
                     writer.write(written=written, updated=_updated(job, model), progress=progress)
                 work_together(run.comm, writer.sync)
-            report = run.report(before, after, pruning=pruning)
-            title = f"{name_of_model(run.directory.path)}: {job.method}, {pruning['pattern']}"
-            drawn = partial(draw, pruning["blocks"], title) if draws else None
+            report = run.report(before, after, pruned)
+            title = f"{name_of_model(run.directory.path)}: {job.method}, {pruned.pattern}"
+            drawn = partial(draw, pruned.blocks, title) if draws else None
             write_documents(run, report, unfinished.folder, drawn)
             run.told.check()
     return report
@@ -139,7 +139,7 @@ def _prune(
     samples: torch.Tensor,
     journal: BlockJournal,
     shares: dict[str, float] | None,
-) -> dict[str, Any]:
+) -> PrunedBlocks:
     """Prune and write the blocks that are not on the disk yet; return the report on all of them."""
     pattern = with_shares(as_pattern(job.pattern, job.sparsity), None)
     report = prune_blocks(
@@ -156,8 +156,8 @@ def _prune(
         finished=journal.finished,
         on_block=journal.on_block,
     )
-    asked = {"pattern": repr(pattern), "allocation": "uniform" if shares is None else "gradients"}
-    return {**report.to_dict(), **asked, "blocks": journal.end(), "resumed_at": journal.resumed_at}
+    by: Allocation = "uniform" if shares is None else "gradients"
+    return PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)
 
 
 def _updated(job: OneShotJob, model: nn.Module) -> list[str]:

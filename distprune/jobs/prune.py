@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,11 @@ from typing_extensions import override
 from distprune.checkpoint import save_model, writing
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
+from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
-from distprune.pruning import prune_model
+from distprune.pruning import PruneReport, prune_model
 
 __all__ = ["PruneJob", "run_prune_job"]
 
@@ -42,7 +43,7 @@ def run_prune_job(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> JobReport[PruneReport]:
     """Run the job and return its report. The output is written whole, or not at all.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
@@ -71,6 +72,6 @@ def run_prune_job(
         after = run.evaluate(model, "after")
         with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
             save_model(model, run.directory, staging, group=run.comm, progress=progress)
-        report = run.report(before, after, pruning=pruned.to_dict())
+        report = run.report(before, after, pruned)
         write_documents(run, report, staging)
     return report

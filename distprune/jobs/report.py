@@ -75,13 +75,13 @@ class Trained:
 
 
 Work: TypeAlias = PruneReport | PrunedBlocks | Shrunk | Trained
-W = TypeVar("W", bound=Work, covariant=True)
+_Work = TypeVar("_Work", bound=Work, covariant=True)
 
 _KEYS: dict[type, str] = {PruneReport: "pruning", PrunedBlocks: "pruning", Shrunk: "removal", Trained: "training"}
 
 
 @dataclass(frozen=True)
-class JobReport(Generic[W]):
+class JobReport(Generic[_Work]):
     """The report of a ``job`` on the model in the directory ``model``. Ranks differ in seconds."""
 
     job: Job
@@ -92,7 +92,7 @@ class JobReport(Generic[W]):
     before: Evaluation
     after: Evaluation
     seconds: Mapping[str, float]  # by stage
-    work: W
+    work: _Work
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``report.json`` has."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,15 @@ from distprune.checkpoint import (
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.options import Job
+from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 
 __all__ = ["REPORT_NAME", "Run", "clock", "write_report"]
 
 REPORT_NAME = "report.json"
+
+_W = TypeVar("_W", bound=Work)
 
 
 class Run:
@@ -110,7 +113,7 @@ class Run:
         return bool(self._tokens) or self._tasks is not None
 
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
-        """Return the perplexity on each text to evaluate on, and the metrics of each task."""
+        """Return the perplexity on each text to evaluate on, and the metrics of each task, as a journal has them."""
         of_texts: dict[str, float] = {}
         of_tasks: dict[str, dict[str, float]] = {}
         texts, length = [*self._tokens.values()], self.job.evaluation_length
@@ -129,7 +132,7 @@ class Run:
         """Return what a job that goes on must have in common with the one that began: the job, and its model. Local."""
         return {**self.job.flags(), **self.read, **more}
 
-    def report(self, before: dict[str, Any], after: dict[str, Any], **work: Mapping[str, Any]) -> dict[str, Any]:
+    def report(self, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.
 
         Every rank must call it: one round.
@@ -137,20 +140,18 @@ class Run:
         self.seconds["total"] = time.perf_counter() - self._started
         with together(self.comm):  # metadata of packages are files
             versions = {"distprune": version("distprune"), "torch": torch.__version__}
-        return {
-            **versions,
-            "python": platform.python_version(),
-            "model": str(self.directory.path),
-            "arguments": self.job.arguments(),
-            "num_ranks": self.comm.size,
-            "device": self.device.type,
-            "perplexity_before": before["perplexity"],
-            "perplexity_after": after["perplexity"],
-            "tasks_before": before["tasks"],
-            "tasks_after": after["tasks"],
-            "stage_seconds": self.seconds,
-            **work,
-        }
+        versions["python"] = platform.python_version()
+        return JobReport(
+            job=self.job,
+            model=self.directory.path,
+            versions=versions,
+            num_ranks=self.comm.size,
+            device=self.device.type,
+            before=Evaluation(**before),
+            after=Evaluation(**after),
+            seconds=self.seconds,
+            work=work,
+        )
 
 
 @contextmanager

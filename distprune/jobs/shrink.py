@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from distprune.jobs.documents import write_documents
 from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
 from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.report import JobReport, Shrunk, Walked
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.speed import compare_speed
@@ -53,7 +55,7 @@ def run_shrink_job(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> JobReport[Shrunk]:
     """Run the job and return its report. The output is written whole, or not at all.
 
     In the walk the units that go are zeroed, and finished blocks lie beside the output, at their old sizes. A job that
@@ -85,13 +87,14 @@ def run_shrink_job(
             overwrite=job.overwrite,
             inputs=run.inputs,
         ) as unfinished:
-            removal, before, after = _shrink(job, run, model, samples, unfinished, budget)
+            shrunk, before, after = _shrink(job, run, model, samples, unfinished, budget)
             del model, samples
-            speed = compare_speed(run, run.directory.path, unfinished.result) if job.speed else None
-            report = run.report(before, after, removal={**removal, "speed": speed})
-            title = f"{name_of_model(run.directory.path)}: {job.criterion}, {removal['pattern']}"
-            gone = sorted({*range(removal["num_layers_before"])} - {*removal["layers"]})
-            drawn = partial(draw, removal["blocks"], title, share="removed", gone=gone) if draws else None
+            if job.speed:
+                shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
+            report = run.report(before, after, shrunk)
+            title = f"{name_of_model(run.directory.path)}: {job.criterion}, {shrunk.pattern}"
+            gone = sorted({*range(shrunk.num_layers_before)} - {*shrunk.layers})
+            drawn = partial(draw, shrunk.blocks, title, share="removed", gone=gone) if draws else None
             write_documents(run, report, unfinished.result, drawn)
             run.told.check()
     return report
@@ -104,7 +107,7 @@ def _shrink(
     samples: torch.Tensor,
     unfinished: Unfinished,
     budget: Budget | None,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+) -> tuple[Shrunk, dict[str, Any], dict[str, Any]]:
     """Make ``model`` smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
     num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
     choose = partial(
@@ -123,16 +126,16 @@ def _shrink(
     sizes = _choose(job, run, model, samples, unfinished, budget, choose)
     layers = _layers(job, run, model, samples, unfinished, sizes)
     with clock(run.seconds, "shrink"):
-        removal, kept = _walk(sizes, layers, run, model, samples, unfinished, choose)
+        walked, kept = _walk(sizes, layers, run, model, samples, unfinished, choose)
         cut_model(model, kept, layers, group=run.comm)
-    removal |= {
-        "pattern": str(sizes),
-        "trials": [item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
-        "layers": layers,
-        "num_layers_before": num_blocks,
-        "num_parameters_before": num_before,
-        "num_parameters": count_parameters(model),
-    }
+    shrunk = Shrunk(
+        **vars(walked),
+        trials=[item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
+        layers=layers,
+        num_layers_before=num_blocks,
+        num_parameters_before=num_before,
+        num_parameters=count_parameters(model),
+    )
     after = run.evaluate(model, "after")
     unfinished.begin_result(run.output)
     with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
@@ -145,7 +148,7 @@ def _shrink(
             group=run.comm,
             progress=progress,
         )
-    return removal, before, after
+    return shrunk, before, after
 
 
 def _choose(
@@ -247,7 +250,7 @@ def _walk(
     samples: torch.Tensor,
     unfinished: Unfinished,
     choose: Callable[..., Removal],
-) -> tuple[dict[str, Any], Kept]:
+) -> tuple[Walked, Kept]:
     """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
     experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
     blocks = decoder_blocks(model)
@@ -265,4 +268,4 @@ def _walk(
     entries = journal.end()
     with together(run.comm):
         kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
-    return {**removal.report.to_dict(), "blocks": entries, "resumed_at": journal.resumed_at}, kept
+    return Walked(removal.report, str(sizes), entries, journal.resumed_at), kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -17,10 +16,12 @@ from distprune.collectives import together
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import ask, asked
 from distprune.jobs.prune import PruneJob
+from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import STRETCH, StretchWriter
 from distprune.jobs.unfinished import ResumableJob, Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
+from distprune.pruning import PruneReport
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 
@@ -58,7 +59,7 @@ class StreamedJob(PruneJob, ResumableJob):
 
 def run_streamed_job(
     job: StreamedJob, *, group: dist.ProcessGroup | None = None, watcher: Watcher | None = None
-) -> dict[str, Any]:
+) -> JobReport[PruneReport]:
     """Run the job and return its report. The output is written whole, or not at all.
 
     The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
@@ -121,8 +122,7 @@ def run_streamed_job(
                 writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
             with clock(run.seconds, "write"):
                 _write(job, run, writer, unfinished)
-            none: dict[str, Any] = {"perplexity": {}, "tasks": {}}
-            report = run.report(none, none, pruning=pruning.report(writer.counts()).to_dict())
+            report = run.report({}, {}, pruning.report(writer.counts()))
             write_documents(run, report, unfinished.folder)
             run.told.check()
     return report

@@ -72,7 +72,7 @@ def test_the_table_of_a_fine_tuning(
     display = Display(visible=True)
     report = run_finetune_job(job, watcher=display)
     display.summary(report)
-    shown, losses = capsys.readouterr(), report["training"]["losses"]
+    shown, losses = capsys.readouterr(), report.work.losses
     assert re.search(r"training\W+3 steps, 96 tokens, \d+ s", shown.out)
     assert f"{losses[0]:.4f} -> {losses[2]:.4f}" in shown.out
     assert [line for line in shown.err.splitlines() if line.startswith("step ")] == [

@@ -70,7 +70,7 @@ def run_on_rank(_: int, job: FinetuneJob, dies_at: int | None = None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MaskedTraining, "step", dying)
         try:
-            return run_finetune_job(job)["training"]["losses"]
+            return list(run_finetune_job(job).work.losses)
         except Killed:
             return "killed"
         except Exception as error:
@@ -95,7 +95,7 @@ def test_it_learns_and_the_zeros_are_those_that_were(
         evaluate_on=(str(text_file),),
         evaluation_length=16,
     )
-    report = run_finetune_job(asked, watcher=heard)
+    report = run_finetune_job(asked, watcher=heard).to_dict()
     before, after = zeros(job.model), zeros(job.output)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -129,7 +129,7 @@ def test_two_ranks_do_what_one_does(
     pool: ProcessPool, tmp_path: Path, model_folder: Path, job: FinetuneJob, distilled: bool, batch_size: int
 ) -> None:
     asked = dataclasses.replace(job, batch_size=batch_size, teacher=str(model_folder) if distilled else None)
-    alone = run_finetune_job(asked)["training"]["losses"]
+    alone = run_finetune_job(asked).work.losses
     spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
     for losses in pool.run(2, run_on_rank, spread):
         assert losses == pytest.approx(alone, rel=1e-4)
@@ -172,7 +172,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_p
 
 
 def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
-    expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole")))["training"]["losses"]
+    expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).work.losses
     saving = dataclasses.replace(job, save_every=0.0)
     assert pool.run(2, run_on_rank, saving, 4) == ["killed"] * 2
     assert run_on_rank(0, dataclasses.replace(saving, resume=True)) == pytest.approx(expected, rel=1e-4)
@@ -207,9 +207,9 @@ def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.Mo
     assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 50 seconds
     clock[0] = 0.0
     heard = Heard()
-    training = run_finetune_job(dataclasses.replace(timed, resume=True), watcher=heard)["training"]
+    training = run_finetune_job(dataclasses.replace(timed, resume=True), watcher=heard).work
     assert "going on after step 4" in heard.said
-    assert (training["num_steps"], training["seconds"]) == (5, 60.0)
+    assert (training.num_steps, training.seconds) == (5, 60.0)
     assert heard.stages["training seconds"] == [(60, 60)]
 
 

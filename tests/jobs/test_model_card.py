@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard, constants
 
 from distprune import Unstructured
-from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.jobs import Evaluation, OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.model_card import model_card
 
 OWN = "---\nlicense: apache-2.0\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
@@ -66,8 +67,12 @@ def test_a_model_of_the_hub(
     assert card.text.rstrip().endswith("--output name-pruned\n```")
     for name in ("text.txt", "held_out.txt"):
         assert f"| perplexity on {name}, in windows of 16 tokens | " in card.text
-    report |= {"tasks_before": {"arc": {"acc": 0.5}}, "tasks_after": {"arc": {"acc": 0.25}}}
-    report["arguments"]["tasks"] = ["/home/own.yaml", "arc"]
+    report = dataclasses.replace(
+        report,
+        job=dataclasses.replace(report.job, tasks=("/home/own.yaml", "arc")),
+        before=Evaluation(tasks={"arc": {"acc": 0.5}}),
+        after=Evaluation(tasks={"arc": {"acc": 0.25}}),
+    )
     assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report, None)
     assert "--tasks own.yaml --tasks arc " in model_card(report, None)
 

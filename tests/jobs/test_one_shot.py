@@ -78,7 +78,7 @@ def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     assert len(blocks) == 14
     if isinstance(pattern, NByM):
         assert all("2:4" in tensor.patterns for tensor in blocks)
-    linears = {of_layer["name"]: of_layer for block in report["pruning"]["blocks"] for of_layer in block["layers"]}
+    linears = {of_layer["name"]: of_layer for block in report.work.blocks for of_layer in block["layers"]}
     for tensor in blocks:
         assert linears[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
@@ -152,9 +152,9 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
 )
 def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by: str) -> None:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern, allocation=allocation))
-    assert report["pruning"]["allocation"] == by
-    assert "0.weight" not in report["pruning"]["pattern"]  # as asked for
-    linears = [of_layer for block in report["pruning"]["blocks"] for of_layer in block["layers"]]
+    assert report.work.allocation == by
+    assert "0.weight" not in report.work.pattern  # as asked for
+    linears = [of_layer for block in report.work.blocks for of_layer in block["layers"]]
     shares = [of_layer["num_pruned"] / of_layer["num_elements"] for of_layer in linears]
     card = (Path(job.output) / "README.md").read_text()
     if by == "uniform":

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from distprune.checkpoint import inspect_directory
-from distprune.jobs import PruneJob, Watcher, run_prune_job
+from distprune.jobs import Evaluation, PruneJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.run import REPORT_NAME, write_report
 from distprune.patterns import Block, NByM, Pattern, Scope
@@ -133,7 +133,7 @@ def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Pat
 
 def test_without_a_text_nothing_is_evaluated(job: PruneJob) -> None:
     report = run_prune_job(job)
-    assert report["perplexity_before"] == report["perplexity_after"] == report["tasks_after"] == {}
+    assert report.before == report.after == Evaluation()
 
 
 def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_sparsity_counts_what_is_zero_already(job: PruneJob, tmp_path: Path) -> 
     run_prune_job(job)
     again = dataclasses.replace(job, model=job.output, output=str(tmp_path / "again"))
     report = run_prune_job(again)
-    assert report["pruning"]["num_pruned"] == 0
+    assert report.work.num_pruned == 0
     (tmp_path / "again" / CARD_NAME).write_bytes((tmp_path / "out" / CARD_NAME).read_bytes())  # names another model
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
 

@@ -71,7 +71,7 @@ def test_killed_while_it_is_renamed(
             run_one_shot_job(job)
     assert Path(job.output).exists() == (moment == "after it was renamed")
     if moment == "before it is renamed":
-        assert run_one_shot_job(job)["pruning"]["resumed_at"] == 2
+        assert run_one_shot_job(job).work.resumed_at == 2
         assert contents(Path(job.output)) == contents(tmp_path / "whole")
         return
     with pytest.raises(FileExistsError, match="nothing is left to resume"):
@@ -272,5 +272,5 @@ def test_a_line_that_was_not_finished_is_ignored(job: OneShotJob, tmp_path: Path
     assert run_on_rank(0, job, NUM_BLOCKS) == "killed"
     assert [item.value["index"] for item in Journal(journal, {}).items if item.kind == "block"] == [0, 1]
     heard = Heard()
-    assert run_one_shot_job(job, watcher=heard)["pruning"]["resumed_at"] == NUM_BLOCKS
+    assert run_one_shot_job(job, watcher=heard).work.resumed_at == NUM_BLOCKS
     assert contents(Path(job.output)) == contents(tmp_path / "whole")

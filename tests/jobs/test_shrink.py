@@ -22,6 +22,7 @@ from distprune.collectives import communicator
 from distprune.jobs import (
     FinetuneJob,
     ShrinkJob,
+    Shrunk,
     removal_rows,
     run_finetune_job,
     run_shrink_job,
@@ -30,6 +31,7 @@ from distprune.jobs import (
     unfinished,
 )
 from distprune.jobs.run import REPORT_NAME
+from distprune.oneshot import OneShotReport
 from distprune.removal import divide_budget
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
@@ -269,10 +271,10 @@ def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatc
         return sum(isinstance(found, LlamaForCausalLM) for found in gc.get_objects())
 
     before = num_models()
-    monkeypatch.setattr(shrink, "compare_speed", num_models)
+    monkeypatch.setattr(shrink, "compare_speed", lambda *_: {"models": num_models()})
     monkeypatch.setattr(shrink, "write_documents", lambda *_: None)
     monkeypatch.setattr(shrink, "can_draw", lambda _: False)
-    assert run_shrink_job(dataclasses.replace(job, speed=True))["removal"]["speed"] == before
+    assert run_shrink_job(dataclasses.replace(job, speed=True)).work.speed == {"models": before}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,7 @@ def test_the_output_can_be_fine_tuned(
         sequence_length=16,
         compute_dtype=torch.float32,
     )
-    assert len(run_finetune_job(tuned)["training"]["losses"]) == 2
+    assert len(run_finetune_job(tuned).work.losses) == 2
     before, after = (tensors_of(Path(folder)) for folder in (job.output, tuned.output))
     assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
 
@@ -342,7 +344,7 @@ def run_without_python(_: int, job: ShrinkJob) -> str:
     heard = Heard()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
-        assert run_shrink_job(job, watcher=heard)["removal"]["speed"] is None
+        assert run_shrink_job(job, watcher=heard).work.speed is None
     return heard.said[-1]
 
 
@@ -351,14 +353,18 @@ def test_what_is_said_of_speed() -> None:
         kind = {"tokens_per_second": rate, "num_tokens": 64, "flops": size}
         return {"forward": kind, "generation": kind, "memory": size << 20, "file_bytes": size << 20}
 
-    removal = {
-        "num_parameters": 75,
-        "num_parameters_before": 100,
-        "layers": [0, 1, 2],
-        "num_layers_before": 3,
-        "blocks": [{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
-        "speed": speed.compared(figures(100, 30), figures(120, 20)),
-    }
+    removal = Shrunk(
+        walk=OneShotReport("obs", "", "layer", 0.5, None, 8, (), (), 1.0, 0, 0, ()),
+        pattern="kv_groups 2",
+        blocks=[{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
+        resumed_at=0,
+        trials=None,
+        layers=[0, 1, 2],
+        num_layers_before=3,
+        num_parameters_before=100,
+        num_parameters=75,
+        speed=speed.compared(figures(100, 30), figures(120, 20)),
+    )
     assert list(removal_rows(removal)) == [
         ("parameters", "75 of 100 (25.0% removed)"),
         ("kv groups", "2 of 3"),

@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_rank(_: int, job: StreamedJob) -> dict[str, Any]:
-    return run_streamed_job(job)
+    return run_streamed_job(job).to_dict()
 
 
 def pruning_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path
         found = contents(tmp_path / str(num_ranks))
         assert "--streamed" in found.pop("README.md").decode()
         assert found == expected
-        assert pruning_of(report) == pruning_of(loaded)
+        assert pruning_of(report) == pruning_of(loaded.to_dict())
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
@@ -218,10 +218,10 @@ def test_names_decide_where_no_model_holds_the_tensors(tmp_path: Path) -> None:
     run_threads(3, on_rank, dataclasses.replace(job, output=str(tmp_path / "3")))
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "1"))
-    pruned = {parameter["name"] for parameter in report["pruning"]["parameters"]}
+    pruned = {parameter.name for parameter in report.work.parameters}
     assert pruned == {name for name, tensor in before.items() if ".layers." in name and tensor.ndim == 2}
     weights = torch.cat([after[name].flatten() for name in pruned])
-    assert int((weights == 0).sum()) == round(weights.numel() / 2) == report["pruning"]["num_zeros"]
+    assert int((weights == 0).sum()) == round(weights.numel() / 2) == report.work.num_zeros
     largest = max(float(before[name][after[name] == 0].abs().max()) for name in pruned)
     assert largest <= float(weights[weights != 0].abs().min())
     for name, tensor in after.items():
@@ -236,7 +236,7 @@ def test_include_and_exclude_decide(tmp_path: Path) -> None:
         include=("*.experts.*",),
         exclude=("*.0.w1.*",),
     )
-    names = {parameter["name"] for parameter in run_streamed_job(job)["pruning"]["parameters"]}
+    names = {parameter.name for parameter in run_streamed_job(job).work.parameters}
     assert len(names) == 2 * (5 * 3 - 1)
     assert all(".experts." in name and ".0.w1." not in name for name in names)
     missing = dataclasses.replace(job, include=("*.expert_*",), output=str(tmp_path / "other"))
@@ -359,7 +359,7 @@ def resumed(job: StreamedJob) -> list[str]:
 @pytest.mark.parametrize(("model", "case"), [("llama", "global"), ("llama", "2:4"), ("mixtral", "row")])
 def test_resumed(models: Path, tmp_path: Path, model: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = StreamedJob(model=str(models / model), output=str(tmp_path / "out"), **CASES[case])
-    whole = run_streamed_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+    whole = run_streamed_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).to_dict()
     expected = contents(tmp_path / "whole")
 
     def is_whole() -> bool:
