@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from distprune.collectives import together
 from distprune.jobs.model_card import write_card
@@ -15,8 +13,8 @@ from distprune.jobs.run import Run, write_report
 __all__ = ["write_documents"]
 
 
-def write_documents(run: Run, report: JobReport[Work], folder: Path, drawn: Callable[[], Any] | None = None) -> None:
-    """Write ``report``, its card, and the figure that ``drawn`` returns, into ``folder``, on the first rank.
+def write_documents(run: Run, report: JobReport[Work], folder: Path, *, draws: bool = False) -> None:
+    """Write ``report``, its card, and, if it ``draws``, its picture, into ``folder``, on the first rank.
 
     Every rank must call it: one round of 64 bytes.
 
@@ -27,5 +25,5 @@ def write_documents(run: Run, report: JobReport[Work], folder: Path, drawn: Call
         if run.comm.rank == 0:
             write_report(report.to_dict(), folder)
             write_card(report, folder, run.told.say)
-            if drawn is not None:
-                write_picture(drawn, folder, run.told.say)
+            if draws:
+                write_picture(report, folder, run.told.say)

@@ -16,7 +16,7 @@ from distprune.collectives import sum_together, together
 from distprune.jobs.documents import write_documents
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.picture import can_draw, draw_losses
+from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Run, clock
 from distprune.jobs.steps import begin, train
@@ -71,15 +71,7 @@ def run_finetune_job(
             facts = run.facts(**{"training tokens": batches.digest()})
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
-        with open_unfinished(
-            run.comm,
-            run.output,
-            facts,
-            source=run.directory,
-            resume=job.resume,
-            overwrite=job.overwrite,
-            inputs=run.inputs,
-        ) as unfinished:
+        with open_unfinished(run, job, facts) as unfinished:
             before = unfinished.recall("before", partial(_before, run))
             resumed_at = begin(job, run, training, unfinished)
             with clock(run.seconds, "train"):
@@ -109,8 +101,7 @@ def run_finetune_job(
                 resumed_at=resumed_at,
             )
             report = run.report(before, after, trained)
-            drawn = partial(draw_losses, losses, f"{run.directory.path.name}: {method}") if draws else None
-            write_documents(run, report, unfinished.result, drawn)
+            write_documents(run, report, unfinished.result, draws=draws)
             run.told.check()
     return report
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint import ModelWriter, locking, name_of_model
+from distprune.checkpoint import ModelWriter, locking
 from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BLOCK, BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
-from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
@@ -84,15 +82,7 @@ def run_one_shot_job(
         model, samples = load_calibrated(run, job)
         with together(run.comm):
             facts = calibration_facts(run, samples)
-        with open_unfinished(
-            run.comm,
-            run.output,
-            facts,
-            source=run.directory,
-            resume=job.resume,
-            overwrite=job.overwrite,
-            inputs=run.inputs,
-        ) as unfinished:
+        with open_unfinished(run, job, facts) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
             blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
             journal = BlockJournal(run, unfinished, writer, blocks, _updated(job, model))
@@ -110,9 +100,7 @@ def run_one_shot_job(
                     writer.write(written=written, updated=_updated(job, model), progress=progress)
                 work_together(run.comm, writer.sync)
             report = run.report(before, after, pruned)
-            title = f"{name_of_model(run.directory.path)}: {job.method}, {pruned.pattern}"
-            drawn = partial(draw, pruned.blocks, title) if draws else None
-            write_documents(run, report, unfinished.folder, drawn)
+            write_documents(run, report, unfinished.folder, draws=draws)
             run.told.check()
     return report
 

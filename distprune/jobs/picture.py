@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint import import_extra
+from distprune.checkpoint import import_extra, name_of_model
 from distprune.figure import new_figure
 from distprune.jobs.figures import Kind, kinds_of
+from distprune.jobs.report import JobReport, PrunedBlocks, Trained, Work
+from distprune.pruning import PruneReport
 
 __all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "write_picture"]
 
@@ -29,19 +31,38 @@ def can_draw(say: Callable[[str], None]) -> bool:
     return False
 
 
-def write_picture(drawn: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> None:
-    """Write the figure that ``drawn`` returns as ``report.png``. Local; for one rank.
+def write_picture(report: JobReport[Work], folder: Path, say: Callable[[str], None]) -> None:
+    """Write the picture of a report as ``report.png``. Local; for one rank.
 
     A picture that cannot be drawn (a broken installation of matplotlib) is left out, and that is said: a
     model that took hours must not be lost to it.
     """
     try:
         written = io.BytesIO()
-        drawn().canvas.print_png(written)
+        draw_report(report).canvas.print_png(written)
     except Exception as error:
         say(f"{PICTURE_NAME} is left out, drawing it failed: {type(error).__name__}: {error}")
         return
     (folder / PICTURE_NAME).write_bytes(written.getvalue())
+
+
+def draw_report(report: JobReport[Work]) -> Any:
+    """Return the matplotlib figure of a walk or a training, on an Agg canvas.
+
+    Raises:
+        ImportError: the extra ``plot`` is not installed.
+        TypeError: the job has no picture.
+    """
+    work, name = report.work, name_of_model(report.model)
+    if isinstance(work, Trained):
+        return draw_losses(work.losses, f"{name}: {work.method}")
+    if isinstance(work, PruneReport):
+        raise TypeError(f"there is no picture of {type(work).__name__}")
+    title = f"{name}: {work.walk.method}, {work.pattern}"
+    if isinstance(work, PrunedBlocks):
+        return draw(work.blocks, title)
+    gone = sorted({*range(work.num_layers_before)} - {*work.layers})
+    return draw(work.blocks, title, share="removed", gone=gone)
 
 
 def draw(blocks: Sequence[Mapping[str, Any]], title: str, *, share: str = "sparsity", gone: Sequence[int] = ()) -> Any:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distprune.checkpoint import ModelWriter, locking, name_of_model, save_model
+from distprune.checkpoint import ModelWriter, locking, save_model
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import calibration_facts, load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
-from distprune.jobs.picture import can_draw, draw
+from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, Shrunk, Walked
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shrink_job import ShrinkJob
@@ -78,24 +78,13 @@ def run_shrink_job(
             job.sizes.check(model)
             budget = find_budget(model, samples, job.sizes)
             facts = calibration_facts(run, samples)
-        with open_unfinished(
-            run.comm,
-            run.output,
-            facts,
-            source=run.directory,
-            resume=job.resume,
-            overwrite=job.overwrite,
-            inputs=run.inputs,
-        ) as unfinished:
+        with open_unfinished(run, job, facts) as unfinished:
             shrunk, before, after = _shrink(job, run, model, samples, unfinished, budget)
             del model, samples
             if job.speed:
                 shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
             report = run.report(before, after, shrunk)
-            title = f"{name_of_model(run.directory.path)}: {job.criterion}, {shrunk.pattern}"
-            gone = sorted({*range(shrunk.num_layers_before)} - {*shrunk.layers})
-            drawn = partial(draw, shrunk.blocks, title, share="removed", gone=gone) if draws else None
-            write_documents(run, report, unfinished.result, drawn)
+            write_documents(run, report, unfinished.result, draws=draws)
             run.told.check()
     return report
 

@@ -94,16 +94,7 @@ def run_streamed_job(
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
-        with open_unfinished(
-            comm,
-            run.output,
-            facts,
-            source=run.directory,
-            resume=job.resume,
-            overwrite=job.overwrite,
-            inputs=run.inputs,
-            sync_files=job.sync_files,
-        ) as unfinished:
+        with open_unfinished(run, job, facts, sync_files=job.sync_files) as unfinished:
             request = Request(
                 stored.found,
                 job.sparsity,

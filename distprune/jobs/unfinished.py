@@ -18,14 +18,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.checkpoint import Inputs, check_shared, make_staging, publish, remove_files
+from distprune.checkpoint import check_shared, make_staging, publish, remove_files
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.run import REPORT_NAME, Run
 
 __all__ = ["STATE", "ResumableJob", "Unfinished", "check_unfinished", "open_unfinished"]
 
@@ -112,19 +112,11 @@ class ResumableJob(Job):
 
 @contextmanager
 def open_unfinished(
-    comm: Communicator,
-    target: Path,
-    facts: Mapping[str, Any],
-    *,
-    source: HfDirectory,
-    resume: bool,
-    overwrite: bool,
-    inputs: Inputs,
-    sync_files: bool = True,
+    run: Run, job: ResumableJob, facts: Mapping[str, Any], *, sync_files: bool = True
 ) -> Iterator[Unfinished]:
-    """Yield the folder for a job of these ``facts`` on ``source``, new or, with ``resume``, the one that is there.
+    """Yield the folder for a ``job`` of these ``facts``, new or, with ``resume``, the one that is there.
 
-    When the body ends it becomes ``target``. If the body raises, the folder stays if anything is recorded in it; where
+    When the body ends it becomes the output. If the body raises, the folder stays if anything is recorded in it; where
     the input is at fault, only if that is a state of a training. Every rank must enter it, and the first must hold the
     target's lock; four rounds, and those of :func:`publish`. Without ``sync_files`` neither it nor its journal waits
     for the disk: what is recorded must be looked at before a job goes on.
@@ -135,11 +127,12 @@ def open_unfinished(
             anything lies in it that this job has not written.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
+    comm, target = run.comm, run.output
     folder = _folder_of(target)
     with together(comm):
         journal = Journal(folder / JOURNAL_NAME, facts, writes=comm.rank == 0, sync=sync_files)
         if journal.is_begun:
-            _check_same_job(folder, journal.facts, journal.asked, resume)
+            _check_same_job(folder, journal.facts, journal.asked, job.resume)
     agree(comm, {"unfinished": str(folder), "journal": [journal.facts, list(map(vars, journal.items))]})
     with together(comm):
         if comm.rank == 0 and not journal.is_begun:
@@ -150,7 +143,7 @@ def open_unfinished(
     unfinished = Unfinished(comm, folder, journal)
     with together(comm):
         check_shared(folder)
-        _check_files(unfinished, source)
+        _check_files(unfinished, run.directory)
     try:
         yield unfinished
     except Exception as error:
@@ -163,7 +156,7 @@ def open_unfinished(
             journal.flush()
             if comm.rank == 0:
                 shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
-    publish(comm, unfinished.result, target, overwrite=overwrite, inputs=inputs, sync_files=sync_files)
+    publish(comm, unfinished.result, target, overwrite=job.overwrite, inputs=run.inputs, sync_files=sync_files)
 
     def tidy() -> None:
         if comm.rank == 0:

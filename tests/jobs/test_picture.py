@@ -92,7 +92,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
-    monkeypatch.setattr("distprune.jobs.one_shot.draw", broken)
+    monkeypatch.setattr("distprune.jobs.picture.draw", broken)
     assert can_draw(pytest.fail)
     run_one_shot_job(job, watcher=Display(visible=True))
     assert f"{PICTURE_NAME} is left out, drawing it failed: RuntimeError: no fonts\n" in capsys.readouterr().err
