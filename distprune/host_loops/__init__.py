@@ -1,6 +1,6 @@
 """Loops over host memory that read it once, compiled by numba where that is installed: the extra ``fast``.
 
-What calls them has a form in numpy beside them, which reads several times and comes to the same bits; ranks may differ.
+Every caller has a NumPy fallback with identical results; ranks may mix both.
 Level 0: imports nothing of the package.
 """
 

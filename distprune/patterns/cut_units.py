@@ -8,7 +8,7 @@ that in the usual layouts the home of a row holds a part of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -209,14 +209,25 @@ def _encoded(part: CutElements, keys: Array, chosen: IntArray) -> bytes:
     return words.tobytes() + keys.tobytes().ljust(-(-keys.nbytes // 8) * 8, b"\0")
 
 
-def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
-    """Decide the units that the ranks ask about. Return the answers by rank, in the order of its questions."""
-    asked: dict[int, list[tuple[int, int, IntArray, Array | None]]] = {}  # by member: (rank, number, flat, keys)
-    shapes: dict[int, tuple[Matrix, int]] = {}
-    answers: list[list[bytes]] = []
-    for rank, message in enumerate(questions):
-        at, number = 0, 0
-        while at < len(message):
+@dataclass(frozen=True)
+class _CutMessage:
+    """What a rank told a home of one parameter: :func:`_encoded`, read back."""
+
+    rank: int
+    number: int  # among its questions
+    member: int
+    matrix: Matrix
+    length: int
+    flat: IntArray
+    keys: Array | None  # of an owner
+
+    @staticmethod
+    def parse(rank: int, message: bytes) -> Iterator[_CutMessage]:
+        """Yield what is in all that ``rank`` sent."""
+        at = 0
+        for number in itertools.count():
+            if at >= len(message):
+                return
             header = np.frombuffer(message, np.int64, _NUM_HEADER_WORDS, at).tolist()
             member, num_matrices, num_out, num_in, transposed, length, num_runs, key_size = header
             at += 8 * _NUM_HEADER_WORDS
@@ -226,22 +237,29 @@ def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], tor
             flat = np.repeat(begins - firsts, lengths) + np.arange(int(lengths.sum()))
             keys = np.frombuffer(message, _KEY_TYPES[key_size], len(flat), at) if key_size else None
             at += -(-len(flat) * key_size // 8) * 8
-            asked.setdefault(member, []).append((rank, number, flat, keys))
-            shapes[member] = Matrix(num_out, num_in, bool(transposed), num_matrices), length
-            number += 1
-        answers.append([b""] * number)
-    for member, of_member in asked.items():
-        matrix, length = shapes[member]
-        rows, columns = matrix.place(np.concatenate([flat for _, _, flat, _ in of_member]))
+            yield _CutMessage(
+                rank, number, member, Matrix(num_out, num_in, bool(transposed), num_matrices), length, flat, keys
+            )
+
+
+def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
+    """Decide the units that the ranks ask about. Return the answers by rank, in the order of its questions."""
+    asked = [[*_CutMessage.parse(rank, message)] for rank, message in enumerate(questions)]
+    answers = [[b""] * len(of_rank) for of_rank in asked]
+    by_member: dict[int, list[_CutMessage]] = {}
+    for message in itertools.chain(*asked):
+        by_member.setdefault(message.member, []).append(message)
+    for member, messages in by_member.items():
+        matrix, length = messages[0].matrix, messages[0].length
+        rows, columns = matrix.place(np.concatenate([message.flat for message in messages]))
         units, unit = np.unique(rows * (matrix.num_in // length) + columns // length, return_inverse=True)
-        within = columns % length
-        bounds = np.cumsum([0, *(len(flat) for _, _, flat, _ in of_member)]).tolist()
-        places = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        known = [(place, keys) for place, (_, _, _, keys) in zip(places, of_member, strict=True) if keys is not None]
-        table = np.zeros((len(units), length), dtype=known[0][1].dtype)
-        for place, keys in known:
-            table[unit[place], within[place]] = keys
+        ends = np.cumsum([len(message.flat) for message in messages])[:-1]
+        found = [*zip(messages, np.split(unit, ends), np.split(columns % length, ends), strict=True)]
+        table = np.zeros((len(units), length), next(m.keys.dtype for m in messages if m.keys is not None))
+        for message, of_unit, within in found:
+            if message.keys is not None:
+                table[of_unit, within] = message.keys
         kept = keep(member, torch.from_numpy(table)).numpy()
-        for place, (rank, number, _, _) in zip(places, of_member, strict=True):
-            answers[rank][number] = kept[unit[place], within[place]].tobytes()
+        for message, of_unit, within in found:
+            answers[message.rank][message.number] = kept[of_unit, within].tobytes()
     return answers

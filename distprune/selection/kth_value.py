@@ -22,6 +22,7 @@ from typing import NoReturn
 import torch
 
 from distprune.collectives import Communicator, together
+from distprune.host_loops import load
 from distprune.selection.competition import Competition, Range, Undecided, Words
 from distprune.selection.counts import Contribution, summed_counts
 from distprune.selection.decide import decide
@@ -39,6 +40,8 @@ __all__ = ["Selection", "raise_nans", "select_lowest"]
 _NUM_WORDS_BATCHED = (1 << 11) - 1
 _NUM_WORDS_ALONE_KEYS = (1 << 13) - 1
 _NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
+
+_WORTH_LOADING = 1 << 24  # elements on the host: for fewer, compiled loops are used only if they are loaded already
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ class _OwnPart:
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
-        return self._make_entries()
+        entries = self._make_entries()
+        if sum(entry.geometry.local_numel for entry in entries if on_host(entry.scores.device)) >= _WORTH_LOADING:
+            load()
+        return entries
 
     @cached_property
     def tallies(self) -> list[Tally | DeviceTally]:
