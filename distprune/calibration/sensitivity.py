@@ -28,7 +28,15 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import Samples
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, sum_together
-from distprune.models import LinearLayer, bare_model, cross_entropy, evaluating, expert_gradients, keeping_weights
+from distprune.models import (
+    LinearLayer,
+    bare_model,
+    cross_entropy,
+    evaluating,
+    expert_gradients,
+    keeping_weights,
+    replacing_forwards,
+)
 from distprune.shards import local_of, reset_forward
 
 __all__ = ["Sensitivity", "measure_sensitivities"]
@@ -70,7 +78,8 @@ def measure_sensitivities(
     listener = _Listener(sample_group, linears, device)
     error: Exception | None = None
     try:
-        with _without_traces(bare, device), _checkpointed([block for block, _ in blocks]), listener.listening():
+        forwards = replacing_forwards([block for block, _ in blocks], _checkpointed)
+        with _without_traces(bare, device), forwards, listener.listening():
             for index, batch in enumerate(samples.batches):
                 try:  # go on behind an error: other ranks' forwards may need this one's
                     number = sample_group.number + index * sample_group.num_groups
@@ -241,13 +250,6 @@ def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
                 parameter.requires_grad_(needed)
 
 
-@contextmanager
-def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep what blocks are given, not what they compute, until their backward pass runs them once more. Local."""
-    with ExitStack() as stack:
-        for block in blocks:
-            own = {key: value for key, value in vars(block).items() if key == "forward"}
-            stack.callback(vars(block).update, own)
-            stack.callback(vars(block).pop, "forward")
-            vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
-        yield
+def _checkpointed(block: nn.Module) -> Callable[..., Any]:
+    """Keep what ``block`` is given, not what it computes, until the backward pass runs it once more. Local."""
+    return partial(checkpoint, block.forward, use_reentrant=False)

@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -205,7 +204,7 @@ class InputStatistics:
         max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
         owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(inputs, comm.size)
-        totals = self._sum_features(comm, inputs) if self.of == "features" else self._sum_pairs(comm, inputs, owners)
+        totals = self._sum(comm, inputs, owners)
         self._sums.clear()
         found: list[Moments] = []
 
@@ -239,7 +238,7 @@ class InputStatistics:
             shift, sums = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
             return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, sums=sums)
         assert total is not None
-        total = total.float().to(device)
+        total = self._parts(of, total)[_PRODUCTS].float().to(device)
         return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
 
     def _merge(self, comm: Communicator) -> list[SharedInput]:
@@ -265,27 +264,23 @@ class InputStatistics:
             for first, of in names.items()
         ]
 
-    def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks by the first layer of each input; one round."""
-        sizes = [of.num_in for of in inputs]
-
-        def fill(packed: torch.Tensor) -> None:
-            for of, part in zip(inputs, torch.split(packed, sizes), strict=True):
-                part.copy_(self._values(of.names[0], _PRODUCTS, (of.num_in, 1 + _NUM_PROJECTIONS)))
-
-        packed = sum_together(comm, (sum(sizes), 1 + _NUM_PROJECTIONS), fill, torch.float64)
-        return dict(zip([of.names[0] for of in inputs], torch.split(packed, sizes), strict=True))
-
-    def _sum_pairs(
+    def _sum(
         self, comm: Communicator, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank]
     ) -> dict[str, torch.Tensor]:
         """Return the sums over all ranks, packed, of the inputs that are spread or owned here, by the first layer."""
         totals: dict[str, torch.Tensor] = {}
-        for of in (of for of, owner in zip(inputs, owners, strict=True) if owner.spread):
-            fill = partial(self._fill, of)
-            totals[of.names[0]] = sum_together(comm, (self._numel(of),), fill, torch.float64)
+        spread = [of for of, owner in zip(inputs, owners, strict=True) if owner.spread]
+        for some in [spread] if self.of == "features" else [[of] for of in spread]:
+            sizes = list(map(self._numel, some))
+
+            def fill(packed: torch.Tensor, some: Sequence[SharedInput] = some, sizes: list[int] = sizes) -> None:
+                for of, part in zip(some, torch.split(packed, sizes), strict=True):
+                    self._fill(of, part)
+
+            packed = sum_together(comm, (sum(sizes),), fill, torch.float64)
+            totals |= dict(zip([of.names[0] for of in some], torch.split(packed, sizes), strict=True))
         for of_owner in self._rounds_of(inputs, owners, comm.size):
-            totals.update(self._sum_at_owners(comm, of_owner))
+            totals |= self._sum_at_owners(comm, of_owner)
         return totals
 
     def _sum_at_owners(self, comm: Communicator, of_owner: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
@@ -301,7 +296,9 @@ class InputStatistics:
         return dict(zip([of.names[0] for of in own], torch.split(total, list(map(self._numel, own))), strict=True))
 
     def _shapes(self, of: SharedInput) -> dict[str, Sequence[int]]:
-        """Return what is summed over ranks for ``"pairs"``: X^T X, packed, and what leads towards targets."""
+        """Return what is summed over ranks: of ``"pairs"`` X^T X, packed, and what leads towards targets."""
+        if self.of == "features":
+            return {_PRODUCTS: (of.num_in, 1 + _NUM_PROJECTIONS)}
         shapes: dict[str, Sequence[int]] = {_PRODUCTS: triangle_like(of.num_in).shape}
         if self.sums:
             shapes[_SUMS] = (of.num_in, 2)
@@ -331,7 +328,7 @@ class InputStatistics:
         """Write this rank's addend into ``total``."""
         first = of.names[0]
         for key, part in self._parts(of, total).items():
-            if key == _PRODUCTS:
+            if key == _PRODUCTS and self.of == "pairs":
                 pack_triangle(self._values(first, key, (of.num_in, of.num_in)), out=part)
             else:
                 part.copy_(self._values(first, key, part.shape))

@@ -2,10 +2,10 @@
 
 from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
-from distprune.models.evaluating import evaluating, keeping_weights
+from distprune.models.evaluating import evaluating, keeping_weights, replacing_forwards
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs
 from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
-from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, linear_layers
+from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, expert_place, linear_layers
 from distprune.models.named_model import model_of_names
 from distprune.models.units import UNIT_KINDS, Cut, UnitKind, Units, find_all_units, find_units, head_dim
 from distprune.models.weights import expert_weights, matrix_of_weight
@@ -28,6 +28,7 @@ __all__ = [
     "evaluating",
     "expert_gradients",
     "expert_inputs",
+    "expert_place",
     "expert_weights",
     "find_all_units",
     "find_shards",
@@ -38,5 +39,6 @@ __all__ = [
     "matrix_of_weight",
     "model_of_names",
     "other_blocks",
+    "replacing_forwards",
     "warn_of_other_blocks",
 ]

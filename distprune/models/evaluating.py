@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
-__all__ = ["evaluating", "keeping_weights"]
+__all__ = ["evaluating", "keeping_weights", "replacing_forwards"]
 
 
 @contextmanager
@@ -47,3 +48,15 @@ def keeping_weights(model: nn.Module) -> Iterator[None]:
                 f"a forward of {type(model).__name__} changes its own weights, {name!r} among them: load it again; a "
                 "model that does so can be neither evaluated nor calibrated here"
             )
+
+
+@contextmanager
+def replacing_forwards(blocks: Sequence[nn.Module], make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Let each of ``blocks`` run what ``make`` returns for it in place of its forward. Hooks are as before. Local."""
+    with ExitStack() as stack:
+        for block in blocks:
+            own = {key: value for key, value in vars(block).items() if key == "forward"}
+            stack.callback(vars(block).update, own)
+            stack.callback(vars(block).pop, "forward")
+            vars(block)["forward"] = make(block)
+        yield

@@ -20,12 +20,19 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
+from distprune.shards import Runs
 
-__all__ = ["UNUSUAL", "LinearLayer", "dense_weights", "find_routers", "linear_layers"]
+__all__ = ["UNUSUAL", "LinearLayer", "dense_weights", "expert_place", "find_routers", "linear_layers"]
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"
 UNUSUAL = (_UNKNOWN, _GROUPED)  # why weights stay dense that one may expect to be pruned
+
+
+def expert_place(runs: Runs, expert: int) -> int | None:
+    """Return where ``expert`` is among those that ``runs`` cover; ``None``: it is not. Local."""
+    held = [number for start, stop in runs for number in range(start, stop)]
+    return held.index(expert) if expert in held else None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities, own_samples
 from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
-from distprune.models import Found, LinearLayer, decoder_blocks
+from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
 from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
 from distprune.pruning.agreement import Facts, agree_on
@@ -193,11 +193,9 @@ class _Map:
         linear, geometry, local = self.linear, self.parameter.geometry, self.parameter.local
         if linear.expert is not None:
             experts, *dim_runs = geometry.dim_runs
-            place = [expert for start, stop in experts for expert in range(start, stop)]
-            is_here = linear.expert in place
-            shape = geometry.global_shape[1:]
-            geometry = Geometry(shape, tuple(dim_runs)) if is_here else Geometry.nothing(shape)
-            local = local[place.index(linear.expert)] if is_here else local.new_empty(geometry.local_shape)
+            place, shape = expert_place(experts, linear.expert), geometry.global_shape[1:]
+            geometry = Geometry.nothing(shape) if place is None else Geometry(shape, tuple(dim_runs))
+            local = local.new_empty(geometry.local_shape) if place is None else local[place]
         matrix = Matrix(linear.num_out, linear.num_in, linear.transposed)
         shard = dataclasses.replace(
             self.parameter, name=self.name, local=local, geometry=geometry, matrix=matrix, tensor=None

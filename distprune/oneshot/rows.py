@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, exchange
-from distprune.models import LinearLayer
+from distprune.models import LinearLayer, expert_place
 from distprune.shards import Geometry, LocalShard, Ownership, Runs, Split, chunk_runs, in_order, local_shard, splits_of
 
 __all__ = ["Rows", "whole_rows"]
@@ -80,12 +80,10 @@ def whole_rows(
         if path not in turned:
             turned[path] = _turn(comm, path, linear)
         part = turned[path]
-        experts, out_dim = part.dim_runs[0], _out_dim(linear)
-        local = part.local
+        out_dim, local = _out_dim(linear), part.local
         if linear.expert is not None:
-            place = [e for start, stop in experts for e in range(start, stop)]
-            is_here = linear.expert in place
-            local = local[place.index(linear.expert)] if is_here else local.new_empty((0, 0))
+            place = expert_place(part.dim_runs[0], linear.expert)
+            local = local.new_empty((0, 0)) if place is None else local[place]
         weight = local.t() if linear.transposed else local
         runs = part.dim_runs[out_dim]
         if weight.numel() == 0:

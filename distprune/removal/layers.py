@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from distprune.calibration import Visitor, visit_blocks
 from distprune.collectives import Group, agree, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.models import decoder_blocks
+from distprune.models import decoder_blocks, replacing_forwards
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 
 __all__ = ["LayerCriterion", "order_layers", "skipping"]
@@ -106,13 +106,8 @@ def skipping(model: nn.Module, indices: Set[int], beside: dict[type, Any] | None
     of all runs.
     """
     known = {} if beside is None else beside
-    with ExitStack() as stack:
-        for index, (_, block) in enumerate(decoder_blocks(model)):
-            if index in indices:
-                own = {key: value for key, value in vars(block).items() if key == "forward"}
-                stack.callback(vars(block).update, own)
-                stack.callback(vars(block).pop, "forward")
-                vars(block)["forward"] = partial(_hand_on, block.forward, known, type(block))
+    skipped = [block for index, (_, block) in enumerate(decoder_blocks(model)) if index in indices]
+    with replacing_forwards(skipped, lambda block: partial(_hand_on, block.forward, known, type(block))):
         yield
 
 

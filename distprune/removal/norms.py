@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distprune.collectives import Communicator, max_together, sum_together
-from distprune.models import Cut, Units
+from distprune.models import Cut, Units, expert_place
 from distprune.scores.exact_sum import grid_scale, on_grid
 from distprune.shards import LocalShard, all_finite
 
@@ -65,10 +65,9 @@ def _sums(shard: LocalShard, cut: Cut, scale: int) -> torch.Tensor:
     places = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in runs)])
     sums = torch.zeros(shard.shape[cut.dim], dtype=torch.int64)
     if cut.expert is not None:
-        experts = [expert for start, stop in shard.geometry.dim_runs[0] for expert in range(start, stop)]
-        if cut.expert not in experts:
+        if (place := expert_place(shard.geometry.dim_runs[0], cut.expert)) is None:
             return sums
-        local = local.narrow(0, experts.index(cut.expert), 1)
+        local = local.narrow(0, place, 1)
     local = local.movedim(cut.dim, 0)
     step = max(1, _CHUNK // max(local[:1].numel(), 1))
     for some, values in zip(torch.split(places, step), torch.split(local, step), strict=True) if len(places) else ():
