@@ -22,7 +22,7 @@ class Samples:
     """What this rank runs: ``batches[i]`` are the keyword arguments of a forward.
 
     Every rank has as many. Only the first ``num_counted`` count; a rank that has fewer samples than
-    others runs its last one again to keep them company, because a sharded forward needs every rank.
+    others pads with its last one, run again and not counted, because a sharded forward needs every rank.
     """
 
     batches: list[dict[str, Any]]

@@ -16,8 +16,8 @@ _SLACK = 32 << 20  # bytes a process may grow by before it is looked after; each
 class FreeMemory:
     """What the C library (glibc; elsewhere nothing is done) keeps of freed memory.
 
-    What a block has needed, the next one needs again: that stays. But small tensors that outlive a block sit in
-    the hole it leaves, so that the next one is put behind, and by itself a process may grow with every block.
+    Blocks reuse memory, so it is kept. But small tensors that outlive a block sit in the hole it leaves, the next block
+    is put behind, and the process may grow with every block: above 32 MiB of growth the memory is trimmed.
     """
 
     def __init__(self) -> None:

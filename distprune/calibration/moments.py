@@ -23,8 +23,8 @@ class Moments:
     """Of the inputs of ``names``, which are the same, over all ranks' tokens.
 
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
-    ``num_tokens`` is 0, as for an expert that nothing was routed to; empty on ranks that these are not for, where
-    the ``owner`` of ``"pairs"`` does all the work. ``sketch`` (in, 32), float32, comes with ``"features"``.
+    ``num_tokens`` is 0, as for an expert that nothing was routed to. Where one rank, the ``owner``, processes this
+    input alone, ``"pairs"`` are empty on every other rank. ``sketch`` (in, 32), float32, comes with ``"features"``.
 
     With targets (see :mod:`distprune.calibration.targets`) either or both of these, float32, come with ``"pairs"``:
     ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by layer the sum of

@@ -24,7 +24,8 @@ class BlockOrder:
 
     ``stages`` are layers that can be pruned at once: those of a stage are not given what others of it put out, but
     where they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are
-    (see :mod:`distprune.calibration.listening`). ``shifted`` are those that share their input with a layer that is not.
+    (see :mod:`distprune.calibration.listening`). ``shifted`` have a target for their
+    inputs' shift: all not in ``adding``, and those that share an input with one.
     ``called_once`` are those whose modules run once, on whatever sample.
     """
 

@@ -96,7 +96,7 @@ class InputStatistics:
     _error: Exception | None = None  # kept until reduce: a rank that stopped here would leave the others waiting
 
     def begin_sample(self, *, counts: bool = True) -> None:
-        """Say that a run follows; with ``counts`` False one that only keeps the other ranks company."""
+        """Say that a run follows; without ``counts`` of a padding sample: run, not counted."""
         self._counts, self._signs, self._inputs = counts, {}, {}
         self._dense = self.targets.samples[self._num_begun] if self.targets is not None and counts else None
         self._awaited = {*first_layers({name: self.linears[name] for name in self.awaited})}

@@ -50,7 +50,7 @@ class ADMM(Solver["_Inputs"]):
         if pattern.by_row().is_by_row:
             return ()
         if not pattern.width:
-            raise NotImplementedError(f"ADMM settles rows, or blocks of weights, which {pattern!r} does not")
+            raise NotImplementedError(f"ADMM decides rows, or blocks of weights, which {pattern!r} does not")
         return [Stage(0, num_in, _part_of(pattern, _closed(step))) for step in range(1, NUM_CLOSING + 1)]
 
     @override

@@ -2,7 +2,7 @@
 
 Zeroing weight W_ij changes output i by W_ij x_j, which the loss feels as r_i W_ij^2 H_jj to second order: r_i is the
 sum over tokens of the squared gradient of output i, H_jj that of the squares of input j. Weights of all layers compete
-by that, and how many of each layer fall below the one threshold is its share. Which of them go is not settled here: a
+by that, and how many of each layer fall below the one threshold is its share. Which of them go is not decided here: a
 solver chooses within each row.
 """
 
@@ -137,20 +137,20 @@ def fill_budget(
             f"no shares meet the budget: {budget} weights are to be pruned, and the bounds allow {least} to {most}; "
             "change the sparsity, or raise max_difference"
         )
-    settled = {name: low for name, (low, high) in bounds.items() if low == high}
-    while free := [name for name in bounds if name not in settled]:
-        left = budget - sum(settled.values())
+    fixed = {name: low for name, (low, high) in bounds.items() if low == high}
+    while free := [name for name in bounds if name not in fixed]:
+        left = budget - sum(fixed.values())
         counts = choose(free, left)
         within = {name: min(max(counts[name], bounds[name][0]), bounds[name][1]) for name in free}
         excess = sum(within.values()) - left
         if excess == 0:
-            settled |= within
+            fixed |= within
         # With fewer than are wanted the threshold will rise: what is at its most stays there. Or the other way round.
         elif excess < 0:
-            settled |= {name: within[name] for name in free if counts[name] > within[name]}
+            fixed |= {name: within[name] for name in free if counts[name] > within[name]}
         else:
-            settled |= {name: within[name] for name in free if counts[name] < within[name]}
-    return {name: settled[name] for name in bounds}
+            fixed |= {name: within[name] for name in free if counts[name] < within[name]}
+    return {name: fixed[name] for name in bounds}
 
 
 def whole_rows_of(

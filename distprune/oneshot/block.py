@@ -60,7 +60,7 @@ class WalkOptions:
 
 
 class PruneRows(Protocol):
-    """Prunes the rows of layers that are pruned at once, and says what became of them; ``moments`` are used up.
+    """Prunes these rows and returns one outcome per layer. Empties ``moments``.
 
     Every rank calls it; the rows are this rank's, by the layer's name in the block.
     """

@@ -1,4 +1,4 @@
-"""What is pruned of each decoder block, and what stays dense, and why; settled before anything changes."""
+"""What is pruned of each decoder block, and what stays dense, and why; decided before anything changes."""
 
 from __future__ import annotations
 

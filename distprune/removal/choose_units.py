@@ -71,8 +71,8 @@ def choose_units(
     are.
 
     Args:
-        model, samples, group, offload, finished: as of ``prune_blocks``. Of blocks that ``finished`` restores nothing
-            is in what is returned.
+        model, samples, group, offload, finished: as of ``prune_blocks``. Restored blocks are missing
+            from the result.
         keep: by kind, how many units stay in each place, or which share of them: ``"mlp"`` channels, query ``"heads"``
             (as many of each KV group), ``"kv_groups"`` with their query heads. Empty: only layers go.
         layers: the decoder layers that stay, ascending; the others are passed over. With dense targets the last linear

@@ -109,7 +109,7 @@ def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
         assert float(((weight != 0) == (matrices(other)[name] != 0)).float().mean()) > 0.999
     with pytest.raises(NotImplementedError, match="SparseGPT decides block of columns by block of columns"):
         prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))
-    with pytest.raises(NotImplementedError, match="ADMM settles rows, or blocks of weights"):
+    with pytest.raises(NotImplementedError, match="ADMM decides rows, or blocks of weights"):
         prune_blocks(one, TOKENS, method="admm", pattern=Channels(0.5, 0))
 
 
