@@ -15,7 +15,7 @@ from allpairspy import AllPairs
 
 from tests.layouts import LAYOUTS, Layout
 
-__all__ = ["Combination", "all_pairs", "in_turn", "only_whole", "over_layouts", "rotated"]
+__all__ = ["Combination", "all_pairs", "in_turn", "only_whole", "over_layouts", "pairs_first", "rotated"]
 
 Combination: TypeAlias = tuple[Any, ...]
 
@@ -29,6 +29,13 @@ def all_pairs(*axes: Sequence[Any]) -> list[Combination]:
     """Return combinations in which every pair of values of two axes stands; the same ones on every worker."""
     rows = AllPairs([list(range(len(axis))) for axis in axes])
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
+
+
+def pairs_first(*axes: Sequence[Any]) -> list[ParameterSet]:
+    """Return all combinations: by default those in which every pair stands run, and with ``--whole`` the others."""
+    by_default = all_pairs(*axes)
+    others = [row for row in itertools.product(*axes) if row not in by_default]
+    return [*(pytest.param(*row) for row in by_default), *(only_whole(*row) for row in others)]
 
 
 def rotated(values: Sequence[Any], by: int) -> list[Any]:

@@ -74,7 +74,7 @@ def check_on_rank(_: int, case: Case, model: dict[str, torch.Tensor], expected: 
         assert torch.equal(got.to_local(), spread(whole, dims).to_local()), name
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(cases())
 def test_any_case_equals_single_process(case: Case) -> None:
     generator = torch.Generator().manual_seed(case.seed)

@@ -19,6 +19,7 @@ import pytest
 
 from distprune.checkpoint import output_directory, output_lock, writing
 from distprune.collectives import Communicator, communicator, slow, together
+from tests.sampling import only_whole
 from tests.worlds import run_threads
 
 OLD = {"out/config.json": "old", "out/model.safetensors": "old"}
@@ -202,8 +203,17 @@ with writing(out, overwrite=True) as staging:
 """
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(("place", "left"), [("body", "old"), ("between", "old"), ("after", "new")])
+@pytest.mark.parametrize(
+    ("place", "left", "signal_number"),
+    [
+        ("body", "old", signal.SIGTERM),
+        ("between", "old", signal.SIGKILL),
+        ("after", "new", signal.SIGKILL),
+        only_whole("body", "old", signal.SIGKILL),
+        only_whole("between", "old", signal.SIGTERM),
+        only_whole("after", "new", signal.SIGTERM),
+    ],
+)
 def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_number: int) -> None:
     make_old(tmp_path / "out")
     program = KILLED.format(signal=int(signal_number))

@@ -14,23 +14,21 @@ from distprune.collectives import Alone, MpiRanks, communicator
 from tests.collectives.checks import check_all
 from tests.contract import own_cases
 from tests.pattern_oracle import keep_in_pattern
+from tests.sampling import all_pairs
 from tests.test_contract import KINDS, SCOPES, SCORES, SEED, oracle, whole_model
 
 
 def check_pruning(world: Any) -> None:
     """Rows spread by hand, as an MPI program would; some ranks hold none."""
     rank, size = world.Get_rank(), world.Get_size()
-    for score in SCORES:
-        for scope in SCOPES:
-            for kind, sparsity in KINDS:
-                for dtype in (torch.float32, torch.bfloat16):
-                    model = whole_model(kind, dtype, [(7, 5), (2, 3), (4, 2, 3)])
-                    expected = oracle(model, score, scope, sparsity)
-                    shards = _rows(model, rank, size)
-                    distprune.prune_shards(shards, sparsity, score=score, scope=scope, seed=SEED, group=world)
-                    for shard, whole in zip(shards, expected.values(), strict=True):
-                        wanted = whole[slice(*shard.geometry.dim_runs[0][0])] if shard.local.numel() else whole[:0]
-                        assert torch.equal(shard.local, wanted), (rank, score, scope, kind, shard.name)
+    for score, scope, (kind, sparsity), dtype in all_pairs(SCORES, SCOPES, KINDS, (torch.float32, torch.bfloat16)):
+        model = whole_model(kind, dtype, [(7, 5), (2, 3), (4, 2, 3)])
+        expected = oracle(model, score, scope, sparsity)
+        shards = _rows(model, rank, size)
+        distprune.prune_shards(shards, sparsity, score=score, scope=scope, seed=SEED, group=world)
+        for shard, whole in zip(shards, expected.values(), strict=True):
+            wanted = whole[slice(*shard.geometry.dim_runs[0][0])] if shard.local.numel() else whole[:0]
+            assert torch.equal(shard.local, wanted), (rank, score, scope, kind, shard.name)
 
 
 def _rows(model: dict[str, torch.Tensor], rank: int, size: int) -> list[distprune.LocalShard]:

@@ -19,6 +19,7 @@ from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.run import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_prune import contents
+from tests.sampling import pairs_first
 from tests.worlds import ProcessPool
 
 
@@ -110,9 +111,7 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("dies_in_block", [0, 1])
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize(("method", "dies_in_block", "world_size"), pairs_first(["wanda", "sparsegpt"], [0, 1], [2, 1]))
 def test_a_killed_job_goes_on_to_the_same_bytes(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
 ) -> None:

@@ -20,6 +20,7 @@ from distprune.jobs import Evaluation, PruneJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.run import REPORT_NAME, write_report
 from distprune.patterns import Block, NByM, Pattern, Scope
+from tests.sampling import pairs_first
 from tests.worlds import ProcessPool
 
 
@@ -71,10 +72,10 @@ def job(model_folder: Path, tmp_path: Path) -> PruneJob:
     return PruneJob(model=str(model_folder), output=str(tmp_path / "out"), sparsity=0.3, seed=5)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize("method", ["magnitude", "random"])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "scope", "method"),
+    pairs_first([2, 3, 4], [torch.float32, torch.bfloat16], ["global", "tensor"], ["magnitude", "random"]),
+)
 def test_same_bytes_over_any_number_of_ranks(
     pool: ProcessPool,
     tmp_path: Path,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import distprune as prune
+from tests.sampling import only_whole
 from tests.worlds import ProcessPool, drawing
 from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -201,14 +202,14 @@ def compiled_on_rank(_: int, what: str) -> tuple[Parameters, Parameters]:
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("what", ["whole", "blocks"])
+@pytest.mark.parametrize("what", [only_whole("whole"), "blocks"])
 def test_compiled_is_eager(pool: ProcessPool, what: str) -> None:
     for eager, compiled in pool.run(2, compiled_on_rank, what):
         assert_close(compiled, eager)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at what a block is called with
-@pytest.mark.parametrize("what", ["whole", "blocks"])
+@pytest.mark.parametrize("what", ["whole", only_whole("blocks")])
 def test_compiled_plain_is_eager(what: str) -> None:
     torch._dynamo.reset()
     model = transformer()

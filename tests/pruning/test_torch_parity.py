@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 import distprune
+from tests.sampling import in_turn
 
 theirs: Any = torch.nn.utils.prune
 ours: Any = distprune
@@ -227,14 +229,20 @@ STEPS: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("second", STEPS)
-@pytest.mark.parametrize("first", STEPS)
-def test_three_calls_of_any_methods(first: str, second: str) -> None:
-    for kind in ("linear", "conv"):
-        for third in ("l1", "rows", "columns"):
-            mine = check(made(kind, seed=2), STEPS[first], STEPS[second], STEPS[third])
-            (hook,) = [hook for hook in mine._forward_pre_hooks.values() if hook._tensor_name == "weight"]
-            assert len(hook) == 3
+@pytest.mark.parametrize(
+    ("both", "thirds"),
+    in_turn(
+        list(itertools.product(STEPS, STEPS)),
+        [(kind, third) for third in ("l1", "rows", "columns") for kind in ("linear", "conv")],
+        num=2,
+    ),
+)
+def test_three_calls_of_any_methods(both: tuple[str, str], thirds: list[tuple[str, str]]) -> None:
+    first, second = both
+    for kind, third in thirds:
+        mine = check(made(kind, seed=2), STEPS[first], STEPS[second], STEPS[third])
+        (hook,) = [hook for hook in mine._forward_pre_hooks.values() if hook._tensor_name == "weight"]
+        assert len(hook) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ from distprune.collectives import Alone, Communicator, Traffic, communicator
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import Competition, Entry, MaskPut, common_order, sampling, select_lowest, tally
 from distprune.shards import Geometry, LocalShard, Ownership
+from tests.sampling import only_whole
 from tests.worlds import run_threads
 
 
@@ -206,8 +207,9 @@ def traffic_of(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tensors", [1, 500])
-def test_rounds_and_bytes_do_not_grow_with_elements(num_tensors: int, dtype: torch.dtype) -> None:
-    small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, 64))
+@pytest.mark.parametrize("growth", [16, only_whole(64)])
+def test_rounds_and_bytes_do_not_grow_with_elements(growth: int, num_tensors: int, dtype: torch.dtype) -> None:
+    small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, growth))
     assert small == large
     num_key_rounds = 2 if dtype is torch.float32 else 1
     assert small.num_rounds == 2 + num_key_rounds + 2 <= 10

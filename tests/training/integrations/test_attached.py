@@ -39,5 +39,6 @@ def test_a_package_is_missing(monkeypatch: pytest.MonkeyPatch, package: str, ext
 
 
 def test_the_library_imports_none_of_them() -> None:
-    program = "import sys, distprune; assert not {'transformers', 'lightning', 'torchtitan'} & set(sys.modules)"
+    packages = "{'transformers', 'safetensors', 'lightning', 'torchtitan'}"
+    program = f"import sys, distprune, distprune.checkpoint; assert not {packages} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
