@@ -98,7 +98,7 @@ def test_same_bytes_over_any_number_of_ranks(
 @pytest.mark.parametrize("pattern", [NByM(2, 4), Block(2, 0.5)], ids=str)
 def test_patterns(pool: ProcessPool, tmp_path: Path, job: PruneJob, pattern: Pattern) -> None:
     asked = dataclasses.replace(job, scope=None, sparsity=None, pattern=pattern)
-    written: Any = run_prune_job(asked)
+    written = run_prune_job(asked).to_dict()
     spread = dataclasses.replace(asked, output=str(tmp_path / "spread"))
     assert pool.run(3, run_on_rank, [spread]) == [""] * 3
     assert contents(tmp_path / "out") == contents(tmp_path / "spread")
@@ -122,7 +122,7 @@ def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Pat
     evaluated = dataclasses.replace(job, evaluate_on=files, evaluation_tokens=200, evaluation_length=16)
     returned = run_prune_job(evaluated)
     written = json.loads((Path(job.output) / REPORT_NAME).read_text())
-    assert written == json.loads(json.dumps(returned))
+    assert written == json.loads(json.dumps(returned.to_dict()))
     assert written["arguments"]["sparsity"] == 0.3
     assert written["pruning"]["num_zeros"] == round(0.3 * written["pruning"]["num_elements"])
     assert written["num_ranks"] == 1
