@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.measure import heading, on_ranks, spread, table, unpin
-from distprune.cli.commands import Start
+from distprune.cli.commands import JobCommand
 from distprune.cli.main import app
 from distprune.jobs import Evaluation, OneShotJob, run_one_shot_job
 from launch.demo_inputs import demo_model, joined, speech_files
@@ -80,7 +80,7 @@ def asked(case: Case, texts: Path, output: str) -> OneShotJob:
     words += ["--eval-tokens", str(EVALUATION_TOKENS), "--eval-length", str(LENGTH)]
     for path in sorted(texts.glob("evaluation*")):
         words += ["--eval", str(path)]
-    requests: list[Start] = []
+    requests: list[JobCommand] = []
     app(words, obj=requests.append, standalone_mode=False)
     job = requests[0].job
     assert isinstance(job, OneShotJob)

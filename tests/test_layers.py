@@ -117,6 +117,30 @@ def test_private_names_of_torch_are_looked_up() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_class_has_the_name_of_another() -> None:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert twice.keys() == {"SparseTrainingCallback"}, twice  # of two trainers, which nobody has both of
+
+
+def test_imports_within_functions_are_of_optional_extras() -> None:
+    extras = {"mpi4py", "resource"}  # and what one system has
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in FILES
+        for function in ast.walk(tree_of(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and not extras & {(getattr(node, "module", None) or node.names[0].name).partition(".")[0]}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_file_past_400_lines() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in OURS}
     assert len(lengths) > 300

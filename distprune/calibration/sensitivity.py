@@ -75,7 +75,7 @@ def measure_sensitivities(
     """
     bare, linears = bare_model(model), {name: linear for _, of_block in blocks for name, linear in of_block.items()}
     device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-    listener = _Listener(sample_group, linears, device)
+    listener = _BackwardListener(sample_group, linears, device)
     error: Exception | None = None
     try:
         forwards = replacing_forwards([block for block, _ in blocks], _checkpointed)
@@ -98,7 +98,7 @@ def measure_sensitivities(
 
 
 def _summed(
-    comm: Communicator, listener: _Listener, linears: Mapping[str, LinearLayer], error: Exception | None
+    comm: Communicator, listener: _BackwardListener, linears: Mapping[str, LinearLayer], error: Exception | None
 ) -> dict[str, Sensitivity]:
     sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
 
@@ -116,7 +116,7 @@ def _summed(
     return {name: Sensitivity(next(parts).float(), next(parts).float()) for name in linears}
 
 
-class _Listener:
+class _BackwardListener:
     """Takes in, through hooks, what layers are given and the gradients of what they put out; sums of this rank."""
 
     def __init__(self, sample_group: SampleGroup, linears: Mapping[str, LinearLayer], device: torch.device) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from distprune.jobs import Job, Option, StreamedJob, choices_of, options_of
 
-__all__ = ["Start", "add_command"]
+__all__ = ["JobCommand", "add_command"]
 
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _WHERE = {  # what a command takes beside the fields of its job
@@ -24,7 +24,7 @@ _WHERE = {  # what a command takes beside the fields of its job
 
 
 @dataclass(frozen=True)
-class Start:
+class JobCommand:
     """A job, and where to run it."""
 
     job: Job
@@ -33,7 +33,7 @@ class Start:
 
 
 def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[Job]]) -> None:
-    """Add a command that gives a :class:`Start` to the context's ``obj``. Local.
+    """Add a command that gives a :class:`JobCommand` to the context's ``obj``. Local.
 
     ``kinds``: the job that is meant where an option is given, by the option's flag; ``""``: by default.
     """
@@ -52,7 +52,7 @@ def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type
             if device == "cuda":
                 raise typer.BadParameter("--streamed runs on the CPU; leave out --device")
             device = "cpu"
-        context.obj(Start(job, device, timeout))
+        context.obj(JobCommand(job, device, timeout))
 
     own = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     own += [_parameter(key, kinds) for key in _names(kinds.values())]

@@ -14,7 +14,7 @@ from distprune.jobs import (
     JobReport,
     Kind,
     PrunedBlocks,
-    Shrunk,
+    SmallerModel,
     Trained,
     Walked,
     Watcher,
@@ -104,7 +104,7 @@ class Display(Watcher):
         rows += [
             (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
         ]
-        done = {Shrunk: "made smaller", Trained: "fine-tuned"}.get(type(report.work), "pruned")
+        done = {SmallerModel: "made smaller", Trained: "fine-tuned"}.get(type(report.work), "pruned")
         console, table = _console_and_table(done, ("", ""))
         for row in rows:
             table.add_row(*row)
@@ -114,7 +114,7 @@ class Display(Watcher):
 def _work_rows(work: Work) -> list[tuple[str, str]]:
     if isinstance(work, Trained):
         return _training_rows(work)
-    if isinstance(work, Shrunk):
+    if isinstance(work, SmallerModel):
         return [*removal_rows(work), *_walk_rows(work)]
     if isinstance(work, PrunedBlocks):
         return [*_walk_rows(work), ("allocation", work.allocation)]

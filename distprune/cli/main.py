@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from distprune.checkpoint import inspect_directory
-from distprune.cli.commands import Start, add_command
+from distprune.cli.commands import JobCommand, add_command
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
@@ -106,7 +106,7 @@ def run() -> NoReturn:
             stack.enter_context(contextlib.redirect_stdout(shown))
             stack.enter_context(contextlib.redirect_stderr(shown))
         asked = _parse()
-    if isinstance(asked, Start):
+    if isinstance(asked, JobCommand):
         forgive_lost_output("stdout")
         end(_work(asked, launch))
     with contextlib.suppress(OSError):
@@ -116,9 +116,9 @@ def run() -> NoReturn:
     end(asked)
 
 
-def _parse() -> Start | int:
+def _parse() -> JobCommand | int:
     """Return what the command line asks for; if that is nothing to be run on ranks, the exit code."""
-    asked: list[Start] = []
+    asked: list[JobCommand] = []
     code = 1
     try:
         app(prog_name="distprune", obj=asked.append)
@@ -129,7 +129,7 @@ def _parse() -> Start | int:
     return asked[0] if asked else code
 
 
-def _work(start: Start, launch: Launch) -> int:
+def _work(start: JobCommand, launch: Launch) -> int:
     """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
     try:
         device = launch.start(start.device, start.timeout)

@@ -12,7 +12,7 @@ from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.options import Job, Option, choices_of, options_of
 from distprune.jobs.prune import PruneJob, run_prune_job
-from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, Shrunk, Trained, Walked, Work
+from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
 from distprune.jobs.shrink import run_shrink_job
 from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.streamed import StreamedJob, run_streamed_job
@@ -29,7 +29,7 @@ __all__ = [
     "PruneJob",
     "PrunedBlocks",
     "ShrinkJob",
-    "Shrunk",
+    "SmallerModel",
     "StreamedJob",
     "Trained",
     "Walked",

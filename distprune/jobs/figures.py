@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distprune.jobs.report import JobReport, Shrunk, Work
+from distprune.jobs.report import JobReport, SmallerModel, Work
 
 __all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "removal_rows", "shares_by_kind"]
 
@@ -74,7 +74,7 @@ def by_metric(report: JobReport[Work]) -> Iterator[tuple[str, str, float, float]
             yield task, metric, report.before.tasks[task][metric], after
 
 
-def removal_rows(work: Shrunk) -> Iterator[tuple[str, str]]:
+def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
     """Yield what a removal has left, and how fast and large that is, in words: (what, how much)."""
     num, num_before = work.num_parameters, work.num_parameters_before
     yield "parameters", f"{num:,} of {num_before:,} ({1 - num / num_before:.1%} removed)"

@@ -10,7 +10,7 @@ from typing import Any
 from distprune.checkpoint import import_extra, name_of_model
 from distprune.jobs.figures import by_metric, removal_rows, shares_by_kind
 from distprune.jobs.options import Job, options_of
-from distprune.jobs.report import JobReport, PrunedBlocks, Shrunk, Trained, Walked, Work
+from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
 from distprune.patterns import Pattern
 from distprune.pruning import PruneReport
 
@@ -22,7 +22,7 @@ _TAGS = ("distprune", "pruned")
 # What was done in words, the command, and what its output is called.
 _DONE: dict[type, tuple[str, str, str]] = {
     Trained: ("fine-tuned with its zeros held", "finetune", "finetuned"),
-    Shrunk: ("made smaller", "shrink", "smaller"),
+    SmallerModel: ("made smaller", "shrink", "smaller"),
     PruneReport: ("pruned", "prune", "pruned"),
     PrunedBlocks: ("pruned", "prune", "pruned"),
 }
@@ -53,7 +53,7 @@ def model_card(report: JobReport[Work], original: str | None) -> str:
     path = report.model
     name = name_of_model(path)
     card.data.base_model = name
-    is_sparse = not isinstance(report.work, Shrunk)
+    is_sparse = not isinstance(report.work, SmallerModel)
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
     done, verb, result = _DONE[type(report.work)]
     rows = [*_of_work(report.job, report.work), *_of_all(report)]
@@ -78,7 +78,7 @@ def _of_work(job: Job, work: Work) -> Iterator[tuple[str, str]]:
         yield "method", work.method
         windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
         yield "trained", f"{work.num_steps} steps of {windows} of {Path(asked['data']).name}"
-    elif isinstance(work, Shrunk):
+    elif isinstance(work, SmallerModel):
         yield from removal_rows(work)
         yield "method", f"{work.walk.method}, {asked['refit'].replace('_', ' ')}"
         yield "calibration", _calibration(asked, work)

@@ -12,7 +12,7 @@ from distprune.jobs.options import Job
 from distprune.oneshot import Allocation, OneShotReport
 from distprune.pruning import PruneReport
 
-__all__ = ["Evaluation", "JobReport", "PrunedBlocks", "Shrunk", "Trained", "Walked", "Work"]
+__all__ = ["Evaluation", "JobReport", "PrunedBlocks", "SmallerModel", "Trained", "Walked", "Work"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PrunedBlocks(Walked):
 
 
 @dataclass(frozen=True)
-class Shrunk(Walked):
+class SmallerModel(Walked):
     """Made smaller. ``layers`` are those that stay; ``speed`` is of :func:`compare_speed`."""
 
     trials: Sequence[Mapping[str, Any]] | None
@@ -74,10 +74,10 @@ class Trained:
         return vars(self)
 
 
-Work: TypeAlias = PruneReport | PrunedBlocks | Shrunk | Trained
+Work: TypeAlias = PruneReport | PrunedBlocks | SmallerModel | Trained
 _Work = TypeVar("_Work", bound=Work, covariant=True)
 
-_KEYS: dict[type, str] = {PruneReport: "pruning", PrunedBlocks: "pruning", Shrunk: "removal", Trained: "training"}
+_KEYS: dict[type, str] = {PruneReport: "pruning", PrunedBlocks: "pruning", SmallerModel: "removal", Trained: "training"}
 
 
 @dataclass(frozen=True)

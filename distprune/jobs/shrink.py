@@ -19,7 +19,7 @@ from distprune.jobs.documents import write_documents
 from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
 from distprune.jobs.picture import can_draw
-from distprune.jobs.report import JobReport, Shrunk, Walked
+from distprune.jobs.report import JobReport, SmallerModel, Walked
 from distprune.jobs.run import Run, clock
 from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.speed import compare_speed
@@ -55,7 +55,7 @@ def run_shrink_job(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     watcher: Watcher | None = None,
-) -> JobReport[Shrunk]:
+) -> JobReport[SmallerModel]:
     """Run the job and return its report. The output is written whole, or not at all.
 
     In the walk the units that go are zeroed, and finished blocks lie beside the output, at their old sizes. A job that
@@ -96,7 +96,7 @@ def _shrink(
     samples: torch.Tensor,
     unfinished: Unfinished,
     budget: Budget | None,
-) -> tuple[Shrunk, dict[str, Any], dict[str, Any]]:
+) -> tuple[SmallerModel, dict[str, Any], dict[str, Any]]:
     """Make ``model`` smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
     num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
     choose = partial(
@@ -117,7 +117,7 @@ def _shrink(
     with clock(run.seconds, "shrink"):
         walked, kept = _walk(sizes, layers, run, model, samples, unfinished, choose)
         cut_model(model, kept, layers, group=run.comm)
-    shrunk = Shrunk(
+    shrunk = SmallerModel(
         **vars(walked),
         trials=[item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
         layers=layers,

@@ -70,13 +70,13 @@ class _WithinRows(Pattern):
         """
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
         own = [self.of(member.name) for member in ranked.roster.members]  # so does this
-        parts: dict[int, _Rows] = {}
+        parts: dict[int, _RowUnits] = {}
 
-        def rows_of(scores: LocalScores) -> _Rows:
+        def rows_of(scores: LocalScores) -> _RowUnits:
             member = ranked.index[scores.shard.name]
             if member in parts and parts[member].scores is scores:
                 return parts[member]
-            return _Rows(scores, member, own[member], orders[member], ranked.of_left)
+            return _RowUnits(scores, member, own[member], orders[member], ranked.of_left)
 
         def num_cut(scores: LocalScores) -> int:
             part = parts[ranked.index[scores.shard.name]] = rows_of(scores)
@@ -206,7 +206,7 @@ class PerRow(_WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-class _Rows:
+class _RowUnits:
     """The groups, or the rows, of one parameter on this rank."""
 
     def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
@@ -326,7 +326,7 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     return keys < order.first
 
 
-def _cut_parts(held: Sequence[tuple[_Rows, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
+def _cut_parts(held: Sequence[tuple[_RowUnits, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
     """Return what of each part travels, and the keys; those of all are fetched at once."""
     found = [part.cut(stretch, num) for part, stretch, num in held]
     keys = fetched([there for _, there in found])

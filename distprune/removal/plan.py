@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.models import UNIT_KINDS, Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
-from distprune.removal.select import Selection
+from distprune.removal.select import KeptIndices
 from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config
 from distprune.shards import Fsdp2Params, even_parts, find_flat_parts
 
@@ -41,7 +41,7 @@ _GROUPED_BYTES = 16  # strides of what torch's grouped_mm takes
 class UnitPlan:
     """``selections``: by full name of a parameter or buffer, what stays of it, dim after dim."""
 
-    selections: Mapping[str, list[Selection]]
+    selections: Mapping[str, list[KeptIndices]]
     smaller: Smaller
 
 
@@ -95,8 +95,8 @@ class _Cutting:
         is_aligned = cut.expert is not None and units.num_units % aligned == 0 and _is_grouped(self.model)
         return aligned if is_aligned else 1
 
-    def selections(self) -> dict[str, list[Selection]]:
-        found: dict[str, list[Selection]] = {}
+    def selections(self) -> dict[str, list[KeptIndices]]:
+        found: dict[str, list[KeptIndices]] = {}
         for (name, dim), mask in sorted(self.masks.items()):  # dim 0 comes first: an expert that goes has no channels
             if mask.ndim == 1:
                 index = mask.nonzero()[:, 0]
@@ -107,7 +107,7 @@ class _Cutting:
                 if bool((counts != counts[0]).any()):
                     raise ValueError(f"of the slices of {name!r} {counts.tolist()} would stay: equally many must")
                 index = mask.nonzero()[:, 1].view(len(mask), -1)
-            found.setdefault(name, []).append(Selection(dim, index))
+            found.setdefault(name, []).append(KeptIndices(dim, index))
         return found
 
 
@@ -234,7 +234,7 @@ def _check_index(place: str, units: Units, index: torch.Tensor) -> None:
         raise ValueError(f"{what} are {counts.tolist()} of its groups: equally many of each must stay")
 
 
-def _check_not_shared(model: nn.Module, selections: Mapping[str, list[Selection]]) -> None:
+def _check_not_shared(model: nn.Module, selections: Mapping[str, list[KeptIndices]]) -> None:
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)

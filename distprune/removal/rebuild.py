@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.models import decoder_blocks
 from distprune.removal.plan import Kept, check_ascending, check_layout, plan_units
-from distprune.removal.select import Selection, select
+from distprune.removal.select import KeptIndices, select
 from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config, text_config
 from distprune.shards import Fsdp2Params, drop_modules, local_shard, resize
 
@@ -125,7 +125,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _cut(
-    comm: Communicator, model: nn.Module, managed: Fsdp2Params, name: str, selections: Sequence[Selection]
+    comm: Communicator, model: nn.Module, managed: Fsdp2Params, name: str, selections: Sequence[KeptIndices]
 ) -> None:
     with together(comm):
         path, _, attribute = name.rpartition(".")

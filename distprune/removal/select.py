@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
 from distprune.shards import runs_of_splits, splits_of
 
-__all__ = ["Selection", "select"]
+__all__ = ["KeptIndices", "select"]
 
 
 @dataclass(frozen=True)
-class Selection:
+class KeptIndices:
     """What stays along ``dim``: global indices, ascending. (kept,), or (size of dim 0, kept): other ones in each slice
     along dim 0."""
 
@@ -48,7 +48,7 @@ class _Moves:
 
 
 def select(
-    comm: Communicator, tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int], selection: Selection
+    comm: Communicator, tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int], selection: KeptIndices
 ) -> torch.Tensor:
     """Return this rank's part of what stays, as ``tensor`` is laid out, of ``local``, its part of the global ``shape``.
 
@@ -87,7 +87,7 @@ def select(
     return kept
 
 
-def _moves(comm: Communicator, tensor: torch.Tensor, shape: Sequence[int], selection: Selection) -> _Moves | None:
+def _moves(comm: Communicator, tensor: torch.Tensor, shape: Sequence[int], selection: KeptIndices) -> _Moves | None:
     """Return what travels; ``None``: nothing does, because ``dim`` is not cut."""
     dim = selection.dim
     if not isinstance(tensor, DTensor):

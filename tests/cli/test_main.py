@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from distprune.cli import main
-from distprune.cli.commands import Start
+from distprune.cli.commands import JobCommand
 from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, StreamedJob
 
 
@@ -48,28 +48,28 @@ def end(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     raise AssertionError("run() ends the process")
 
 
-def asked(line: str) -> list[Start]:
+def asked(line: str) -> list[JobCommand]:
     """Return what this command line asks for."""
-    requests: list[Start] = []
+    requests: list[JobCommand] = []
     assert CliRunner().invoke(main.app, line.split(), obj=requests.append).exit_code == 0
     return requests
 
 
 def test_defaults() -> None:
     assert asked("prune m --output o --sparsity 0.5") == [
-        Start(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
+        JobCommand(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
     ]
     assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
-        Start(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
+        JobCommand(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
     ]
     assert asked("prune m --output o --pattern 2:4 --streamed --resume --include *.q") == [
-        Start(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
+        JobCommand(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
     ]
     assert asked("finetune m --output o --data d --steps 3") == [
-        Start(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
+        JobCommand(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
     ]
     assert asked("shrink m --output o --calibration c --mlp 0.75") == [
-        Start(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
+        JobCommand(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
     ]
 
 
@@ -102,7 +102,7 @@ def test_every_option_arrives() -> None:
     }
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
-    assert asked(f"prune {line}{in_place}") == [Start(job, "cpu", 30)]
+    assert asked(f"prune {line}{in_place}") == [JobCommand(job, "cpu", 30)]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential layer --targets dense --target-share 0.25"
     one_shot += " --allocation gradients"
@@ -121,9 +121,9 @@ def test_every_option_arrives() -> None:
         offload=True,
         resume=True,
     )
-    assert asked(f"prune {line}{one_shot} --resume") == [Start(calibrated, "cpu", 30)]
+    assert asked(f"prune {line}{one_shot} --resume") == [JobCommand(calibrated, "cpu", 30)]
     everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
-    assert asked(everything) == [Start(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
+    assert asked(everything) == [JobCommand(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
     training = (
         "--data d --minutes 1.5 --teacher t --learning-rate 0.1 --batch-size 2 --sequence-length 9 --save-every 5 "
         "--compute-dtype float32 --resume"
@@ -140,7 +140,7 @@ def test_every_option_arrives() -> None:
         compute_dtype=torch.float32,
         resume=True,
     )
-    assert asked(f"finetune {line} {training}") == [Start(tuned, "cpu", 30)]
+    assert asked(f"finetune {line} {training}") == [JobCommand(tuned, "cpu", 30)]
     removal = (
         "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
         "--layer-criterion influence "
@@ -164,7 +164,7 @@ def test_every_option_arrives() -> None:
         speed=False,
         resume=True,
     )
-    assert asked(f"shrink {line} {removal}") == [Start(smaller, "cpu", 30)]
+    assert asked(f"shrink {line} {removal}") == [JobCommand(smaller, "cpu", 30)]
     (request,) = asked("shrink m --output o --calibration c --kv-groups 2")
     assert isinstance(request.job, ShrinkJob)
     assert (request.job.kv_groups, type(request.job.kv_groups)) == (2, int)  # two of them, and not a share of 2.0

@@ -22,7 +22,7 @@ from distprune.collectives import communicator
 from distprune.jobs import (
     FinetuneJob,
     ShrinkJob,
-    Shrunk,
+    SmallerModel,
     removal_rows,
     run_finetune_job,
     run_shrink_job,
@@ -353,7 +353,7 @@ def test_what_is_said_of_speed() -> None:
         kind = {"tokens_per_second": rate, "num_tokens": 64, "flops": size}
         return {"forward": kind, "generation": kind, "memory": size << 20, "file_bytes": size << 20}
 
-    removal = Shrunk(
+    removal = SmallerModel(
         walk=OneShotReport("obs", "", "layer", 0.5, None, 8, (), (), 1.0, 0, 0, ()),
         pattern="kv_groups 2",
         blocks=[{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
