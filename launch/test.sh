@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and runs the whole suite; arguments go to pytest (bash launch/test.sh -k contract).
+# Sets up and runs the tests; arguments go to pytest (bash launch/test.sh -k contract). --whole runs them all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/setup.sh

@@ -28,9 +28,10 @@ class Layout:
     world_sizes: tuple[int, ...]
     make: Callable[[int], Spread]
 
-    def is_sampled(self, world_size: int) -> bool:
-        """Whether CI runs it on ``world_size`` ranks; ``pytest --whole`` runs all."""
-        return world_size < 5 or (world_size == 8 and self.world_sizes != _EVEN)
+    @property
+    def default_sizes(self) -> tuple[int, ...]:
+        """The numbers of ranks that are run without ``--whole``."""
+        return tuple(size for size in self.world_sizes if size < 5 or (size == 8 and self.world_sizes != _EVEN))
 
 
 def _mesh(*shape: int) -> DeviceMesh:

@@ -58,14 +58,14 @@ def in_turn(keys: Sequence[Any], cases: Sequence[Any], num: int = 1) -> list[Par
 def over_layouts(*axes: Sequence[Any], layouts: Sequence[Layout] = LAYOUTS) -> list[ParameterSet]:
     """Return rows (layout, number of ranks, combinations of values of ``axes``).
 
-    By default every pair stands in them: layout and number of ranks, layout and value, values of two axes. The
-    numbers of ranks of a layout take its combinations in turn.
+    By default every pair of layout and value stands in them, and of values of two axes; the numbers of ranks that a
+    layout has by default take its combinations in turn.
     """
     table = all_pairs(layouts, *axes)
     found = []
     for number, layout in enumerate(layouts):
         combinations = [row[1:] for row in table if row[0] is layout]
-        sizes = rotated(layout.world_sizes, number)
+        sizes = rotated(layout.default_sizes, number)
         for i, size in enumerate(sizes):
             some = combinations[i :: len(sizes)] or [combinations[i % len(combinations)]]
             found.append(pytest.param(layout, size, some, id=f"{layout.name}-{size}"))

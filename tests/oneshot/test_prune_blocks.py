@@ -131,14 +131,17 @@ def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int,
     return [pruned(sharded(tiny_model(architecture), mesh_shape), case) for case in cases]
 
 
-RANKS = [*((2, each) for each in ONE_SHOT_ARCHITECTURES), *((3, each) for each in ("llama", "gpt2", "phi", "mixtral"))]
+RANKS = [
+    *((2, each) for each in ONE_SHOT_ARCHITECTURES if each != "llama"),
+    *((3, each) for each in ("llama", "gpt2", "phi", "mixtral")),
+]
 
 
 @pytest.mark.parametrize(
     ("key", "cases"),
     [
         pytest.param((2, "llama"), CASES, id="2-llama-all"),
-        *in_turn([(2, "gpt2"), (2, "mixtral")], [*TARGETS, ("wanda", BLOCKS)], num=4),
+        *in_turn([(2, "gpt2"), (2, "mixtral")], [*TARGETS, ("wanda", BLOCKS)], num=3),
         *in_turn(RANKS, FEW),
     ],
 )

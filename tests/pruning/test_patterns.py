@@ -24,7 +24,7 @@ from tests.contract import FITTING, own_cases
 from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
 from tests.pattern_oracle import SEED, keep_in_pattern
-from tests.sampling import Combination, over_layouts
+from tests.sampling import Combination, only_whole, over_layouts
 from tests.test_contract import Holder, local, whole_model
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import whole
@@ -119,8 +119,17 @@ def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: s
     run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
 
 
-@pytest.mark.parametrize("worth", [0, 1 << 62])
-@pytest.mark.parametrize("name", ["plain", "shard1", "strided"])
+@pytest.mark.parametrize(
+    ("name", "worth"),
+    [
+        ("plain", 0),
+        ("plain", 1 << 62),
+        ("shard1", 0),
+        ("strided", 1 << 62),
+        only_whole("shard1", 1 << 62),
+        only_whole("strided", 0),
+    ],
+)
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
     monkeypatch.setattr(unit_sums, "_WORTH", worth)
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)

@@ -16,7 +16,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 import distprune
-from tests.sampling import in_turn
+from tests.sampling import in_turn, pairs_first
 
 theirs: Any = torch.nn.utils.prune
 ours: Any = distprune
@@ -164,9 +164,9 @@ def channels_differ(t: torch.Tensor, n: Any, dim: int) -> bool:
     return bool(norms.isfinite().all()) and len(norms.unique()) == len(norms)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n", [1, 2, "fro", math.inf, -math.inf, 3, 0.5, -1], ids=str)
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    ("kind", "n", "dtype"), pairs_first(list(MODULES), [1, 2, "fro", math.inf, -math.inf, 3, 0.5, -1], FLOATS), ids=str
+)
 def test_structured(kind: str, n: Any, dtype: torch.dtype) -> None:
     for dim in (0, 1, -1):
         # PyTorch rounds norms to the dtype: take values at which they still differ.
