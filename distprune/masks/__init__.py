@@ -3,7 +3,6 @@
 from distprune.masks.fsdp2 import is_masked
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
-    InPlace,
     Zeroing,
     as_numbers,
     bits_of,
@@ -25,7 +24,6 @@ from distprune.masks.reparametrized import (
 )
 
 __all__ = [
-    "InPlace",
     "Zeroing",
     "as_numbers",
     "bits_of",

@@ -15,7 +15,6 @@ from distprune.selection import Put, put_size
 from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
 __all__ = [
-    "InPlace",
     "Zeroing",
     "as_numbers",
     "bits_of",
@@ -41,26 +40,6 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     for values, keep in _pieces(bits_of(local), mask.view(torch.int8)):
         _zero(values, keep, values)
     increment_version(local)  # numpy does not
-
-
-@final
-class InPlace(Put):
-    """Writes 0 into ``local`` where elements are pruned."""
-
-    def __init__(self, local: torch.Tensor) -> None:
-        self._flat = bits_of(local).view(-1)
-        self._bits = as_array(local) if on_host(local.device) else None
-
-    @override
-    def bits(self, at: slice) -> npt.NDArray[np.signedinteger] | None:
-        return None if self._bits is None else self._bits[at]
-
-    @override
-    def stays(self, at: slice, stays: torch.Tensor) -> None:
-        if self._bits is None:
-            self._flat[at] *= stays
-        else:
-            _zero(self._bits[at], stays.numpy().view(np.int8), self._bits[at])
 
 
 @final

@@ -115,12 +115,11 @@ class Choice:
     ``decide(scores, put)`` puts what stays of one of this rank's shards, or of a piece of one on the host that cuts no
     unit (see :meth:`Pattern.unit`). It returns how many elements are pruned, how many of these were gone before, and
     how many scores are NaN: int64, on the device of the scores. It is local; the caller runs it within its next round
-    and sums the NaNs, which must be 0. ``is_checked``: they are, since the pattern's own rounds have looked for them.
+    and sums the NaNs, which must be 0.
     """
 
     thresholds: list[float | int | None]
     decide: Callable[[LocalScores, Put], torch.Tensor]
-    is_checked: bool = False
 
     def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
         """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""

@@ -127,7 +127,7 @@ class Block(Pattern):
             part, (ids, keep) = own.part_of(scores), of_blocks()[ranked.index[scores.shard.name]]
             return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.ids))], put)
 
-        return Choice(thresholds, decide, is_checked=True)
+        return Choice(thresholds, decide)
 
 
 class _ShardBlocks(ShardUnits):

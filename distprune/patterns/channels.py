@@ -100,7 +100,7 @@ class Channels(Pattern):
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
             return _channels(scores, self.dim).decide(stays()[ranked.index[scores.shard.name]], put)
 
-        return Choice([None] * len(members), decide, is_checked=True)
+        return Choice([None] * len(members), decide)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:

@@ -69,7 +69,7 @@ class Unstructured(Pattern):
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
             return selection.decide(entry(scores), put)
 
-        return Choice(thresholds, decide, is_checked=True)
+        return Choice(thresholds, decide)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:

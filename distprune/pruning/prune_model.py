@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
-from distprune.masks import InPlace, zero_where_pruned
+from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
 from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
@@ -28,8 +28,8 @@ from distprune.scores import (
     count_unread_nans,
     local_scores,
 )
-from distprune.selection import MaskPut, raise_nans
-from distprune.shards import LocalShard, fetched, gradients_of, local_part
+from distprune.selection import raise_nans
+from distprune.shards import LocalShard, gradients_of, local_part
 
 __all__ = [
     "Choosing",
@@ -37,7 +37,6 @@ __all__ = [
     "Request",
     "choose_masks",
     "compute_masks",
-    "decide_all",
     "gradients_there",
     "prune_model",
     "prune_requested",
@@ -209,15 +208,11 @@ class Request:
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
-    ranked, choice = choosing.ranked, choosing.choice
+    ranked = choosing.ranked
     shards = [scores.shard for scores in ranked.scores]
-    if choice.is_checked and ranked.score.is_weight and all(shard.local.is_contiguous() for shard in shards):
-        # The scores are the weights and none is NaN: nothing can fail any more, and no mask is needed.
-        counts = decide_all(ranked, lambda scores: choice.decide(scores, InPlace(scores.shard.local)))
-    else:
-        masks, counts = choose_masks(ranked, choice)
-        for shard, mask in zip(shards, masks, strict=True):
-            zero_where_pruned(shard.local, mask)
+    masks, counts = choose_masks(ranked, choosing.choice)
+    for shard, mask in zip(shards, masks, strict=True):  # from here on no rank can fail
+        zero_where_pruned(shard.local, mask)
     return choosing.report(counts, lambda: Masks.read(ranked.comm, ranked.roster, shards))
 
 
@@ -279,42 +274,32 @@ class Choosing:
 
 
 def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Return the mask of each of this rank's shards, and the counts of :func:`decide_all`, with its round."""
-    masks: list[torch.Tensor] = []
+    """Return the mask of each of this rank's shards; and of every member, over all ranks, how many elements are pruned,
+    and how many of these were before.
 
-    def decide(scores: LocalScores) -> torch.Tensor:
-        put = MaskPut.empty(scores.shard.geometry.local_shape, scores.device)
-        masks.append(put.mask)
-        return choice.decide(scores, put)
-
-    return masks, decide_all(ranked, decide)
-
-
-def decide_all(ranked: Ranked, decide: Callable[[LocalScores], torch.Tensor]) -> list[list[int]]:
-    """Run ``decide``, which returns the counts of ``Choice.decide``, for each of this rank's shards.
-
-    Return of every member how many are pruned, and how many of these were before, over all ranks. Every rank must call
-    it: one round of 16 bytes a parameter.
+    Every rank must call it: one round of 16 bytes a parameter.
 
     Raises:
         ValueError: on every rank: weights or scores are NaN.
     """
+    masks: list[torch.Tensor] = []
     num_nans: dict[str, int] = {}
 
     def count(words: torch.Tensor) -> None:
         totals = words[1:].view(-1, 2)
-        counts = fetched([decide(scores) for scores in ranked.scores])
+        chosen = choice.masks(ranked.scores)
         unread_nans = count_unread_nans(ranked.scores)
-        for scores, of_shard, num_unread in zip(ranked.scores, counts, unread_nans, strict=True):
+        for scores, of_shard, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
+            masks.append(of_shard.mask)
             if scores.shard.owned:
-                totals[ranked.index[scores.shard.name]] = of_shard[:2]
-                num_nans[scores.shard.name] = int(of_shard[2]) + num_unread
+                totals[ranked.index[scores.shard.name]] = torch.tensor([of_shard.num_pruned, of_shard.num_gone])
+                num_nans[scores.shard.name] = of_shard.num_nans + num_unread
                 words[0] += num_nans[scores.shard.name]
 
     words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), count)
     if words[0]:
         raise_nans(ranked.comm, num_nans)
-    return words[1:].view(-1, 2).tolist()
+    return masks, words[1:].view(-1, 2).tolist()
 
 
 def _evidence(request: Request, shards: Sequence[LocalShard], needs: Sequence[str]) -> dict[str, Evidence]:
