@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_gr
 from distprune.collectives import Alone, communicator, gather_features
 from distprune.models import linear_layers
 from distprune.oneshot import prune_blocks
+from distprune.removal import order_layers
 from tests.architectures import samples, tiny_model
 from tests.worlds import ProcessPool, RankError, drawing, run_threads
 
@@ -197,11 +199,15 @@ def with_both_on_the_same_ranks(_: int) -> None:
     prune(model)
 
 
-def with_a_cut_sequence(_: int) -> None:
+def with_a_cut_sequence(_: int, walk: Callable[[nn.Module], object] = prune) -> None:
     model: Any = tiny_model("llama")
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.embed_tokens": embedding})
-    prune(model)
+    walk(model)
+
+
+def with_a_cut_sequence_and_influences(rank: int) -> None:
+    with_a_cut_sequence(rank, lambda model: order_layers(model, samples(2), 2, criterion="influence"))
 
 
 REFUSED = [
@@ -210,6 +216,7 @@ REFUSED = [
     (with_ranks_out_of_order, 2, r"'model.layers.0.mlp.gate_proj.weight' lies on ranks out of order: \[1, 0\]"),
     (with_both_on_the_same_ranks, 2, r"'model.layers.1.mlp.up_proj.weight': ranks \[0, 1\] hold parts that are never"),
     (with_a_cut_sequence, 2, r"hidden states of shape \(1, 8, 24\) between blocks, for samples of 16 tokens"),
+    (with_a_cut_sequence_and_influences, 2, r"hidden states of shape \(1, 8, 24\) between blocks"),
 ]
 
 
