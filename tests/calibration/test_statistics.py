@@ -22,11 +22,13 @@ from distprune.models import decoder_blocks, linear_layers
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import linears, listening, prune_model
+from tests.sampling import pairs_first
 from tests.solver_oracle import NM
 from tests.worlds import ProcessPool, drawing, run_threads
 
 TOKENS = samples(5)
 KINDS: tuple[MomentsOf, ...] = ("features", "pairs")
+SHARDED = ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"]
 
 
 def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> list[list[Moments]]:
@@ -95,9 +97,7 @@ def on_rank(_: int, architecture: str, of: MomentsOf) -> list[list[Moments]]:
     return moments_of_blocks(model, communicator(), of)
 
 
-@pytest.mark.parametrize("of", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("architecture", "world_size", "of"), pairs_first(SHARDED, [2, 3, 4], KINDS))
 def test_same_bits_on_any_number_of_ranks(pool: ProcessPool, world_size: int, architecture: str, of: MomentsOf) -> None:
     wanted = moments_of_blocks(tiny_model(architecture), Alone(), of)
     for rank, found in enumerate(pool.run(world_size, on_rank, architecture, of)):

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
 
-from distprune import Unstructured
 from distprune.jobs import OneShotJob
 from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.small_job import small_job
 
 
 @pytest.fixture(scope="session")
@@ -30,12 +31,5 @@ def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
     """A job over copies of the model and the text, which a test may spoil."""
     shutil.copytree(model_folder, tmp_path / "model")
     shutil.copyfile(text_file, tmp_path / "text.txt")
-    return OneShotJob(
-        model=str(tmp_path / "model"),
-        output=str(tmp_path / "outputs" / "out"),
-        method="sparsegpt",
-        pattern=Unstructured(0.5),
-        calibration=str(tmp_path / "text.txt"),
-        samples=5,
-        sequence_length=24,
-    )
+    job = small_job(tmp_path / "model", tmp_path / "text.txt", tmp_path / "outputs")
+    return dataclasses.replace(job, samples=5, sequence_length=24)

@@ -20,20 +20,13 @@ from distprune.jobs.run import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_prune import contents
 from tests.sampling import pairs_first
+from tests.small_job import small_job
 from tests.worlds import ProcessPool
 
 
 @pytest.fixture
 def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return OneShotJob(
-        model=str(model_folder),
-        output=str(tmp_path / "out"),
-        method="sparsegpt",
-        pattern=Unstructured(0.5),
-        calibration=str(text_file),
-        samples=5,
-        sequence_length=24,
-    )
+    return dataclasses.replace(small_job(model_folder, text_file, tmp_path), samples=5, sequence_length=24)
 
 
 NUM_BLOCKS = 2
