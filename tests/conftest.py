@@ -1,33 +1,16 @@
 from __future__ import annotations
 
-import gc
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
-import torch
-
-from distprune import host_loops
-from distprune.cli.ranks import schedule_as_batch
-from tests.worlds import ProcessPool, process_pool
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(1)
-host_loops.load()
-schedule_as_batch()  # and with it every rank the tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run what is marked whole, too: every product, every launch")
 
 
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what was imported stays, and need not be looked at
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what takes seconds, but not where xdist only hands out the tests."""
+    if hasattr(config, "workerinput") or not config.getoption("tx", None):
+        config.pluginmanager.import_plugin("tests.session")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,53 +18,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture(autouse=True)
-def _process_wide_settings() -> Iterator[None]:
-    """Fail the test that leaves another default dtype behind, not the ones after it."""
-    yield
-    left = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    assert left == torch.float32
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with compiled loops, and without. Others have them, but in processes that they start."""
-    if request.param == "numpy":
-        monkeypatch.setattr(host_loops, "_loaded", None)
-    elif host_loops.compiled() is None:
-        pytest.skip("needs numba; pip install 'distprune[fast]'")
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="session")
-def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs a command on so many MPI ranks."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if program is None:
-        pytest.skip("there is no mpiexec; pip install mpich brings one")
-
-    def run(num_ranks: int, *command: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [program, "-n", str(num_ranks), *command],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    return run
