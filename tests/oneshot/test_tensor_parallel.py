@@ -83,7 +83,14 @@ LAYOUT = [*TARGETS, *FEW, ("sparsegpt", PerRow(0.3)), ("wanda", BLOCKS), ("rando
 SMALL = [plan for plan in PLANS if plan != "llama-wide"]
 
 
-@pytest.mark.parametrize(("plan", "cases"), [pytest.param("llama", LAYOUT, id="llama-all"), *in_turn(SMALL[1:], FEW)])
+@pytest.mark.parametrize(
+    ("plan", "cases"),
+    [
+        pytest.param("llama", LAYOUT[::2], id="llama-some"),
+        only_whole("llama", LAYOUT[1::2], id="llama-others"),
+        *in_turn(SMALL[1:], FEW),
+    ],
+)
 def test_tensor_parallel(pool: ProcessPool, plan: str, cases: list[Case]) -> None:
     check_ranks(pool.run(2, on_rank, "tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
 

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
 from distprune.training import SparseTraining, constant, hold_zeros
+from tests.sampling import only_whole
 from tests.training.optimizers import (
     INCLUDE,
     NUM_RANKS,
@@ -180,7 +181,12 @@ def style_on_rank(_: int, layout: str, style: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "style"), [(layout, style) for style, (_, layouts) in STYLES.items() for layout in layouts]
+    ("layout", "style"),
+    [
+        only_whole(layout, style) if (layout, style) == ("plain", "compiled") else (layout, style)
+        for style, (_, layouts) in STYLES.items()
+        for layout in layouts
+    ],
 )
 def test_styles(pool: ProcessPool, layout: str, style: str) -> None:
     pool.run(1 if layout == "plain" else 2, style_on_rank, layout, style)
@@ -234,7 +240,7 @@ def test_pure_bfloat16_keeps_its_zeros(tmp_path: Path) -> None:
         num_touched += int((model.weight == 0).sum()) - int(held.sum())
         before = model.weight.detach().view(torch.int16).clone()
         model.load_state_dict(safetensors.torch.load(safetensors.torch.save(model.state_dict())))
-        if step >= 50:
+        if step % 20 == 19:
             save(model.state_dict(), checkpoint_id=tmp_path / str(step), no_dist=True)
             nn.init.zeros_(model.weight)
             load(model.state_dict(), checkpoint_id=tmp_path / str(step), no_dist=True)

@@ -176,7 +176,7 @@ def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[to
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("fixed", (2,)), ("cubic", (1, 2)), ("rigl", (2, 4)), only_whole("fixed", (1, 4)), only_whole("rigl", (1,))],
+    [("fixed", (2,)), ("cubic", (1, 2)), ("rigl", (4,)), only_whole("fixed", (1, 4)), only_whole("rigl", (1, 2))],
 )
 def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     losses = pool.run(2, train_and_save, kind, str(tmp_path / kind))[0][NUM_STEPS // 2 :]
