@@ -11,7 +11,7 @@ from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
-from distprune.calibration.triangle import pack_triangle, triangle_like, unpack_triangle
+from distprune.calibration.triangle import pack_triangle, triangle_like, triangle_shape, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk
 
@@ -42,6 +42,7 @@ __all__ = [
     "shared_axis",
     "spread",
     "triangle_like",
+    "triangle_shape",
     "unpack_triangle",
     "visit_blocks",
     "walking",

@@ -34,7 +34,7 @@ from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owner
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sums import add_products, square_sums
 from distprune.calibration.targets import DenseSample, Targets
-from distprune.calibration.triangle import pack_triangle, triangle_like, unpack_triangle
+from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
 from distprune.shards import all_finite, local_of
@@ -299,7 +299,7 @@ class InputStatistics:
         """Return what is summed over ranks: of ``"pairs"`` X^T X, packed, and what leads towards targets."""
         if self.of == "features":
             return {_PRODUCTS: (of.num_in, 1 + _NUM_PROJECTIONS)}
-        shapes: dict[str, Sequence[int]] = {_PRODUCTS: triangle_like(of.num_in).shape}
+        shapes: dict[str, Sequence[int]] = {_PRODUCTS: triangle_shape(of.num_in)}
         if self.sums:
             shapes[_SUMS] = (of.num_in, 2)
         if self.targets is not None:

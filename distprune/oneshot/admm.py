@@ -42,6 +42,7 @@ class ADMM(Solver["_Inputs"]):
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
+    sends: ClassVar[bool] = True
     damping: float = 0.1  # lambda
     score: Score = field(default=Computed(), init=False)
 

@@ -178,12 +178,13 @@ class _Work:
     def prepare_together(self, comm: Communicator, spread: list[Moments]) -> list[_Task]:
         """Return the tasks of ``spread``, which is used up, prepared. Every rank must call it."""
         tasks = [self.task(m) for m in spread]
-        likes = [self.solver.packed_like(task.first) for task in tasks]
-        sends = any(likes) and (len(tasks) > 1 or self.solver.decides)
+        sends = self.solver.sends and (len(tasks) > 1 or self.solver.decides)
+        likes: list[Sequence[torch.Tensor]] = []
         packed: list[torch.Tensor] = []
         with self.keeping_error():
-            sizes = [sum(of.nbytes for of in like) for like in likes]
-            packed += [torch.empty(size, dtype=torch.uint8) for size in sizes if sends]
+            for task in tasks if sends else ():
+                likes.append(self.solver.packed_like(task.first))
+                packed.append(torch.empty(sum(of.nbytes for of in likes[-1]), dtype=torch.uint8))
             for i, task in enumerate(tasks):
                 m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
                 if self.error is None and (task.owner == self.rank or not sends):

@@ -71,11 +71,13 @@ class Pruning(ABC):
 class Solver(ABC, Generic[Prepared]):
     """Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
-    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. Where several inputs are
-    spread each rank makes that of some, and sends it to the others; a single one is made on all ranks at once.
+    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. A single input that is
+    spread is prepared on all ranks at once. Of several each rank prepares some and, if the solver ``sends``, has
+    :meth:`pack`, :meth:`packed_like` and :meth:`unpack` bring them to the others; else every rank prepares all.
     """
 
     needs: ClassVar[MomentsOf] = "features"
+    sends: ClassVar[bool] = False
     decides: ClassVar[bool] = False  # prepare makes a choice, which must be that of one rank
     needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
     score: Score = Magnitude()  # by which what ``scores`` returns is sorted
@@ -100,9 +102,9 @@ class Solver(ABC, Generic[Prepared]):
     def prepare(self, moments: Moments) -> Prepared:
         """Return what :meth:`begin` is given; ``moments`` may be overwritten, or returned as they are."""
 
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:  # noqa: ARG002
-        """Return meta tensors like those that what is prepared for ``rows`` is sent as; none: every rank prepares."""
-        return ()
+    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
+        """Return meta tensors like those that what is prepared for ``rows`` is sent as."""
+        raise NotImplementedError
 
     def pack(self, prepared: Prepared) -> Sequence[torch.Tensor]:
         """Return ``prepared`` as the tensors that are sent."""

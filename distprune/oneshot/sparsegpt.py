@@ -90,6 +90,7 @@ class SparseGPT(Solver[Factor]):
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
+    sends: ClassVar[bool] = True
     score: Score = field(default=Computed(), init=False)  # w^2 / [H^-1]_jj^2
 
     @override

@@ -81,6 +81,7 @@ class UnitRemover(Solver[Fitted]):
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
+    sends: ClassVar[bool] = True
     needs_gram: ClassVar[bool] = True
     decides: ClassVar[bool] = True
     asked: Mapping[str, Asked]
