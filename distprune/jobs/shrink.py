@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ def run_shrink_job(
             budget = find_budget(model, samples, job.sizes)
             facts = calibration_facts(run, samples)
         with open_unfinished(run, job, facts) as unfinished:
-            shrunk, before, after = _shrink(job, run, model, samples, unfinished, budget)
+            shrunk, before, after = _Shrinking(job, run, model, samples, unfinished).shrink(budget)
             del model, samples
             if job.speed:
                 shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
@@ -89,100 +89,126 @@ def run_shrink_job(
     return report
 
 
-def _shrink(
-    job: ShrinkJob,
-    run: Run,
-    model: nn.Module,
-    samples: torch.Tensor,
-    unfinished: Unfinished,
-    budget: Budget | None,
-) -> tuple[SmallerModel, dict[str, Any], dict[str, Any]]:
-    """Make ``model`` smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
-    num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
-    choose = partial(
-        choose_units,
-        model,
-        criterion=job.criterion,
-        refit=job.refit,
-        targets=job.targets,
-        target_share=job.target_share,
-        group=run.comm,
-        offload=job.offload,
-    )
-    if job.resume and not unfinished.items("before"):
-        run.told.say("nothing was recorded yet: starting at the beginning")
-    before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
-    sizes = _choose(job, run, model, samples, unfinished, budget, choose)
-    layers = _layers(job, run, model, samples, unfinished, sizes)
-    with clock(run.seconds, "shrink"):
-        walked, kept = _walk(sizes, layers, run, model, samples, unfinished, choose)
-        cut_model(model, kept, layers, group=run.comm)
-    shrunk = SmallerModel(
-        **vars(walked),
-        trials=[item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
-        layers=layers,
-        num_layers_before=num_blocks,
-        num_parameters_before=num_before,
-        num_parameters=count_parameters(model),
-    )
-    after = run.evaluate(model, "after")
-    unfinished.begin_result(run.output)
-    with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
-        save_model(
-            model,
-            run.directory,
-            unfinished.result,
-            updated=[name for name, _ in decoder_blocks(model)],
-            layers=layers if len(layers) < num_blocks else None,
-            group=run.comm,
-            progress=progress,
+@dataclass(frozen=True)
+class _Shrinking:
+    """``model`` is made smaller in place. What is chosen is recorded, and taken from there if it was."""
+
+    job: ShrinkJob
+    run: Run
+    model: nn.Module
+    samples: torch.Tensor
+    unfinished: Unfinished
+
+    def shrink(self, budget: Budget | None) -> tuple[SmallerModel, dict[str, Any], dict[str, Any]]:
+        """Make the model smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
+        job, run, model, unfinished = self.job, self.run, self.model, self.unfinished
+        num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
+        if job.resume and not unfinished.items("before"):
+            run.told.say("nothing was recorded yet: starting at the beginning")
+        before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
+        if job.experts is not None:
+            self._cut_experts(job.experts)
+        sizes = job.sizes
+        if budget is not None:
+            with clock(run.seconds, "divide"):
+                sizes = self._divide(budget)
+        layers = list(unfinished.recall("layers", lambda: self._choose_layers(sizes), at_once=True))
+        with clock(run.seconds, "shrink"):
+            walked, kept = self._walk(sizes, layers)
+            cut_model(model, kept, layers, group=run.comm)
+        shrunk = SmallerModel(
+            **vars(walked),
+            trials=[item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
+            layers=layers,
+            num_layers_before=num_blocks,
+            num_parameters_before=num_before,
+            num_parameters=count_parameters(model),
         )
-    return shrunk, before, after
+        after = run.evaluate(model, "after")
+        unfinished.begin_result(run.output)
+        with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+            save_model(
+                model,
+                run.directory,
+                unfinished.result,
+                updated=[name for name, _ in decoder_blocks(model)],
+                layers=layers if len(layers) < num_blocks else None,
+                group=run.comm,
+                progress=progress,
+            )
+        return shrunk, before, after
 
+    @property
+    def _choose(self) -> Callable[..., Removal]:
+        job = self.job
+        return partial(
+            choose_units,
+            self.model,
+            criterion=job.criterion,
+            refit=job.refit,
+            targets=job.targets,
+            target_share=job.target_share,
+            group=self.run.comm,
+            offload=job.offload,
+        )
 
-def _choose(
-    job: ShrinkJob,
-    run: Run,
-    model: nn.Module,
-    samples: torch.Tensor,
-    unfinished: Unfinished,
-    budget: Budget | None,
-    choose: Callable[..., Removal],
-) -> Sizes:
-    """Choose experts and sizes, unless that is recorded; the other experts are cut. Return the sizes."""
-    if (num := job.experts) is not None:
+    def _cut_experts(self, num: int | float) -> None:
+        """Cut all but ``num`` experts of each block, or that share of them."""
+        run, model = self.run, self.model
 
-        def experts() -> dict[str, list[dict[str, Any]]]:
+        def choose() -> dict[str, list[dict[str, Any]]]:
             num_before = num_units(model, ["experts"])
             with clock(run.seconds, "choose"):
-                chosen = choose_experts(model, samples, num, criterion=job.expert_criterion, group=run.comm)
+                chosen = choose_experts(model, self.samples, num, criterion=self.job.expert_criterion, group=run.comm)
             return {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
 
-        recorded = unfinished.recall(_EXPERTS, experts)
+        recorded = self.unfinished.recall(_EXPERTS, choose)
         with together(run.comm):
             kept = kept_of((block, of) for block, of_block in recorded.items() for of in of_block)
         remove_units(model, kept, group=run.comm)
-    if budget is None:
-        return job.sizes
-    with clock(run.seconds, "divide"):
-        return _divide(job, run, model, samples, unfinished, budget, choose)
 
+    def _divide(self, budget: Budget) -> Sizes:
+        """Return the sizes that the budget comes to; what was tried is not tried again."""
+        unfinished, run = self.unfinished, self.run
 
-def _layers(
-    job: ShrinkJob, run: Run, model: nn.Module, samples: torch.Tensor, unfinished: Unfinished, sizes: Sizes
-) -> list[int]:
-    """Return the layers that stay, chosen unless that is recorded."""
+        def on_trial(known: Division) -> None:
+            value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
+            unfinished.record(Item(_TRIAL, value))
+            run.told.say(f"tried {known.trials[-1]}")
+            run.told.check_here()
 
-    def choose() -> list[int]:
-        layers, num_layers = list(range(len(decoder_blocks(model)))), sizes.num_layers(model)
+        trials = tuple(Trial(**item.value["trial"]) for item in unfinished.items(_TRIAL))
+        division = divide_budget(
+            self.model,
+            self.samples,
+            self.job.sizes,
+            budget,
+            self._choose,
+            layer_criterion=self.job.layer_criterion,
+            begun=Division(self.job.sizes, trials, self._layers_tried()),
+            on_trial=on_trial,
+            group=run.comm,
+        )
+        run.told.say(f"sizes: {division.sizes}")
+        return division.sizes
+
+    def _layers_tried(self) -> tuple[int, ...]:
+        """Return the layers whose order the trials have found."""
+        trials = self.unfinished.items(_TRIAL)
+        return tuple(trials[-1].value["layers_gone"]) if trials else ()
+
+    def _choose_layers(self, sizes: Sizes) -> list[int]:
+        """Return the layers that stay."""
+        run = self.run
+        layers, num_layers = list(range(len(decoder_blocks(self.model)))), sizes.num_layers(self.model)
         if num_layers < len(layers):
             with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
                 gone = order_layers(
-                    model,
-                    samples,
+                    self.model,
+                    self.samples,
                     num_layers,
-                    criterion=job.layer_criterion,
-                    known=_layers_gone(unfinished),
+                    criterion=self.job.layer_criterion,
+                    known=self._layers_tried(),
                     group=run.comm,
                     progress=progress,
                 )
@@ -190,71 +216,22 @@ def _layers(
             run.told.say(f"layers that stay: {as_text(layers)}")
         return layers
 
-    return list(unfinished.recall("layers", choose, at_once=True))
+    def _walk(self, sizes: Sizes, layers: list[int]) -> tuple[Walked, Kept]:
+        """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
+        run, model, unfinished = self.run, self.model, self.unfinished
+        experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
+        blocks = decoder_blocks(model)
+        num_before = num_units(model, list(sizes.in_walk))
+        writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
+        in_walk = [(index, *blocks[index]) for index in layers]
+        journal = BlockJournal(run, unfinished, writer, in_walk, [name for name, _ in blocks])
+        writer.allocate()  # what is there of the weights stays
 
+        def on_block(index: int, block: BlockReport, kept: Kept) -> None:
+            journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])
 
-def _layers_gone(unfinished: Unfinished) -> tuple[int, ...]:
-    """Return the layers whose order the trials have found."""
-    return tuple(unfinished.items(_TRIAL)[-1].value["layers_gone"]) if unfinished.items(_TRIAL) else ()
-
-
-def _divide(
-    job: ShrinkJob,
-    run: Run,
-    model: nn.Module,
-    samples: torch.Tensor,
-    unfinished: Unfinished,
-    budget: Budget,
-    choose: Callable[..., Removal],
-) -> Sizes:
-    """Return the sizes that the budget comes to; what was tried is recorded, and not tried again."""
-
-    def on_trial(known: Division) -> None:
-        value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
-        unfinished.record(Item(_TRIAL, value))
-        run.told.say(f"tried {known.trials[-1]}")
-        run.told.check_here()
-
-    trials = tuple(Trial(**item.value["trial"]) for item in unfinished.items(_TRIAL))
-    division = divide_budget(
-        model,
-        samples,
-        job.sizes,
-        budget,
-        choose,
-        layer_criterion=job.layer_criterion,
-        begun=Division(job.sizes, trials, _layers_gone(unfinished)),
-        on_trial=on_trial,
-        group=run.comm,
-    )
-    run.told.say(f"sizes: {division.sizes}")
-    return division.sizes
-
-
-def _walk(
-    sizes: Sizes,
-    layers: list[int],
-    run: Run,
-    model: nn.Module,
-    samples: torch.Tensor,
-    unfinished: Unfinished,
-    choose: Callable[..., Removal],
-) -> tuple[Walked, Kept]:
-    """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
-    experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
-    blocks = decoder_blocks(model)
-    num_before = num_units(model, list(sizes.in_walk))
-    writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-    journal = BlockJournal(
-        run, unfinished, writer, [(index, *blocks[index]) for index in layers], [name for name, _ in blocks]
-    )
-    writer.allocate()  # what is there of the weights stays
-
-    def on_block(index: int, block: BlockReport, kept: Kept) -> None:
-        journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])
-
-    removal = choose(samples, sizes.in_walk, layers=layers, finished=journal.finished, on_block=on_block)
-    entries = journal.end()
-    with together(run.comm):
-        kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
-    return Walked(removal.report, str(sizes), entries, journal.resumed_at), kept
+        removal = self._choose(self.samples, sizes.in_walk, layers=layers, finished=journal.finished, on_block=on_block)
+        entries = journal.end()
+        with together(run.comm):
+            kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
+        return Walked(removal.report, str(sizes), entries, journal.resumed_at), kept

@@ -81,7 +81,7 @@ def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
         patch.setattr(ModelWriter, "write", dying)
         patch.setattr(shrink, "can_draw", lambda _: False)  # it takes longer than all else
         if dies_at == "walk":
-            patch.setattr(shrink, "_walk", die)
+            patch.setattr(shrink, "BlockJournal", die)
         if dies_at.startswith("trial "):
             patch.setattr(shrink, "divide_budget", dying_after(int(dies_at.removeprefix("trial "))))
         try:
