@@ -26,7 +26,7 @@ from tests.worlds import ProcessPool, run_threads
 SHARE = 0.6
 
 
-def check_targetss(model: nn.Module, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+def check_found(model: nn.Module, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     """Each within one weight a row; all together within half the rows of the smallest layer."""
     shapes = {name: weight.shape for name, weight in matrices(model).items()}
     assert found.keys() == expected.keys() == shapes.keys()
@@ -58,7 +58,7 @@ def test_equals_the_oracle(architecture: str) -> None:
         found = allocate(model, TOKENS, SHARE)
     assert state_of(model)[:3] == before[:3]
     assert torch.equal(others[0].grad, torch.ones_like(others[0]))
-    check_targetss(model, found, expected)
+    check_found(model, found, expected)
     assert len(set(found.values())) > 2
     report = prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity=found)
     for of_layer in (of_layer for block in report.blocks for of_layer in block.layers):
@@ -105,7 +105,7 @@ def test_experts_that_are_called_otherwise() -> None:
 def test_experts_without_tokens_have_the_uniform_share() -> None:
     model, tokens = tiny_model("mixtral"), samples(1, 2)
     found = allocate(model, tokens, SHARE)
-    check_targetss(model, found, oracle.allocate(model, tokens, SHARE))
+    check_found(model, found, oracle.allocate(model, tokens, SHARE))
     report = prune_blocks(model, tokens, method="wanda", pattern="row", sparsity=found)
     unseen = [of_layer for block in report.blocks for of_layer in block.layers if not of_layer.num_tokens]
     assert unseen
@@ -147,7 +147,7 @@ def test_ranks_come_to_what_one_does(pool: ProcessPool, world_size: int, layout:
     assert all(other == first for other in others)
     model = make(architecture) if "tp" in layout else tiny_model(architecture)
     expected = allocate(model, TOKENS, SHARE)
-    check_targetss(model, first, expected)
+    check_found(model, first, expected)
     assert sum(first[name] == expected[name] for name in first) >= 0.9 * len(first)
 
 
@@ -208,7 +208,7 @@ def fails_and_goes_on(_: int) -> dict[str, float]:
 
 def test_a_sharded_model_goes_on_after_an_error() -> None:
     for found in run_threads(2, fails_and_goes_on):
-        check_targetss(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
+        check_found(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
 
 
 def arguments_differ(rank: int) -> None:
