@@ -35,7 +35,9 @@ class CalibratedJob(ResumableJob):
     targets: TargetsOf | None = ask(
         "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).", default=None
     )
-    target_share: float = ask("How much of the way to the dense model's output.", default=0.5, above=0, most=1)
+    target_share: float | None = ask(
+        "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1
+    )
     offload: bool = ask("Keep activations on the CPU between blocks.", default=False)
 
     @override

@@ -25,7 +25,9 @@ from distprune.oneshot import (
     OneShotMethod,
     Sequential,
     allocate,
+    default_targets,
     prune_blocks,
+    share_of_targets,
     updates_weights,
 )
 from distprune.patterns import as_pattern
@@ -51,6 +53,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
+        share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
 
 def run_one_shot_job(

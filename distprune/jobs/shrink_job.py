@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from distprune.jobs.calibrated import CalibratedJob
 from distprune.jobs.options import ask, asked, parse_budget, parse_size
-from distprune.removal import CriterionName, ExpertCriterion, LayerCriterion, Refit, Sizes
+from distprune.oneshot import share_of_targets
+from distprune.removal import CriterionName, ExpertCriterion, LayerCriterion, Refit, Sizes, default_targets_of
 
 __all__ = ["ShrinkJob"]
 
@@ -65,3 +66,4 @@ class ShrinkJob(CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         self.sizes.check_asked()
+        share_of_targets(self.targets or default_targets_of(self.refit), self.target_share)

@@ -2,7 +2,14 @@
 
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.allocation import Allocation, allocate
-from distprune.oneshot.plan import OneShotMethod, Sequential, TargetsOf, updates_weights
+from distprune.oneshot.plan import (
+    OneShotMethod,
+    Sequential,
+    TargetsOf,
+    default_targets,
+    share_of_targets,
+    updates_weights,
+)
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
@@ -22,6 +29,8 @@ __all__ = [
     "Stage",
     "TargetsOf",
     "allocate",
+    "default_targets",
     "prune_blocks",
+    "share_of_targets",
     "updates_weights",
 ]

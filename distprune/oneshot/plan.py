@@ -23,11 +23,23 @@ from distprune.pruning.agreement import check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
 
-__all__ = ["OneShotMethod", "OneShotPlan", "Sequential", "TargetsOf", "make_plan", "updates_weights", "walk_options"]
+__all__ = [
+    "OneShotMethod",
+    "OneShotPlan",
+    "Sequential",
+    "TargetsOf",
+    "default_targets",
+    "make_plan",
+    "share_of_targets",
+    "updates_weights",
+    "walk_options",
+]
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]
+
+_TARGET_SHARE = 0.5  # of the way to dense targets
 
 
 @dataclass(frozen=True)
@@ -119,29 +131,41 @@ def walk_options(
     method: OneShotMethod | Score | Solver[Any],
     sequential: Sequential | None,
     targets: TargetsOf | None,
-    target_share: float,
+    target_share: float | None,
 ) -> WalkOptions:
-    is_admm = method == "admm" or isinstance(method, ADMM)
-    sequential = sequential or ("layer" if is_admm else "block")
-    targets = targets or ("dense" if is_admm else "own")
+    sequential = sequential or ("layer" if _is_admm(method) else "block")
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
-    return WalkOptions(plan.solver.needs, sequential == "layer", check_targets(targets, target_share))
+    share = share_of_targets(targets or default_targets(method), target_share)
+    return WalkOptions(plan.solver.needs, sequential == "layer", share)
 
 
-def check_targets(targets: TargetsOf, target_share: float) -> float:
+def default_targets(method: OneShotMethod | Score | Solver[Any]) -> TargetsOf:
+    """Return what layers are to put out where nothing is said. Local."""
+    return "dense" if _is_admm(method) else "own"
+
+
+def _is_admm(method: OneShotMethod | Score | Solver[Any]) -> bool:
+    return method == "admm" or isinstance(method, ADMM)
+
+
+def share_of_targets(targets: TargetsOf, target_share: float | None) -> float:
     """Return the share of the way to ``targets``, 0 where they are layers' own.
 
     Raises:
-        ValueError, TypeError: no such targets, or no share.
+        ValueError, TypeError: no such targets, no share, or one that says nothing.
     """
     if targets not in get_args(TargetsOf):
         raise ValueError(f"{targets=} is none of {', '.join(get_args(TargetsOf))}")
+    if target_share is None:
+        return _TARGET_SHARE if targets == "dense" else 0.0
     if isinstance(target_share, bool) or not isinstance(target_share, int | float):
         raise TypeError(f"target_share must be a number, not {target_share!r}")
     if not 0 < target_share <= 1:
         raise ValueError(f"{target_share=} is not in (0, 1]; without targets say targets='own'")
-    return float(target_share) if targets == "dense" else 0.0
+    if targets == "own":
+        raise ValueError(f"{target_share=} is of the way to targets='dense', and the targets are 'own'")
+    return float(target_share)
 
 
 def solver_of(method: OneShotMethod | Score | Solver[Any], seed: int | None) -> Solver[Any]:

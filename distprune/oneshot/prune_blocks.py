@@ -37,7 +37,7 @@ def prune_blocks(
     seed: int | None = None,
     sequential: Sequential | None = None,
     targets: TargetsOf | None = None,
-    target_share: float = 0.5,
+    target_share: float | None = None,
     offload: bool = False,
     finished: Finished | None = None,
     on_block: OnBlock | None = None,
@@ -74,7 +74,7 @@ def prune_blocks(
         targets: what layers are to put out: ``"own"``, what their weights make of what they are given; or ``"dense"``,
             what the model before pruning put out, to which the weights are moved part of the way before any goes
             (see ``oneshot.retarget``). Default: ``"dense"`` for ``"admm"``, ``"own"`` for the others.
-        target_share: how much of that way, above 0 and at most 1.
+        target_share: how much of that way, above 0 and at most 1; half of it by default.
         offload: keep activations on the CPU between blocks.
         finished: called with the number of each block in turn, on every rank, until it returns False, the same on
             all: it writes the weights that an earlier call came to into the block and returns True, or leaves it. For

@@ -1,7 +1,7 @@
 """Smaller models: which channels, heads, layers and experts go, what reads them, refitted; and what is left, cut."""
 
 from distprune.removal.budget import Budget
-from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units
+from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units, default_targets_of
 from distprune.removal.criteria import (
     OBS,
     Activation,
@@ -46,6 +46,7 @@ __all__ = [
     "choose_units",
     "count_parameters",
     "cut_model",
+    "default_targets_of",
     "divide_budget",
     "find_budget",
     "order_layers",

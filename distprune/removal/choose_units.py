@@ -14,7 +14,7 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.models import Found, LinearLayer, UnitKind, decoder_blocks
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.driver import Clock, Outcome, prune_rows
-from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, check_targets, samples_digest
+from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, samples_digest, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.retarget import Aim
@@ -30,13 +30,18 @@ from distprune.removal.remover import Asked, Refit, UnitRemover
 from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard, cut, local_shard
 
-__all__ = ["OnBlockUnits", "Removal", "choose_units", "shift_biases"]
+__all__ = ["OnBlockUnits", "Removal", "choose_units", "default_targets_of", "shift_biases"]
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
 DAMPING = 0.1  # of X^T X, of its diagonal
 NUM_STEPS = 16  # in which units go
 _REFITS = ("least_squares", "bias", "none")
+
+
+def default_targets_of(refit: Refit) -> TargetsOf:
+    """Return what layers are to put out where nothing is said. Local."""
+    return "dense" if refit == "least_squares" else "own"
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def choose_units(
     criterion: CriterionName | Criterion = "obs",
     refit: Refit = "least_squares",
     targets: TargetsOf | None = None,
-    target_share: float = 0.5,
+    target_share: float | None = None,
     group: Group = None,
     offload: bool = False,
     finished: Finished | None = None,
@@ -105,7 +110,7 @@ def choose_units(
         chosen = criterion_of(criterion)
         if refit not in _REFITS:
             raise ValueError(f"{refit=} is none of {', '.join(_REFITS)}")
-        share = check_targets(targets or ("dense" if refit == "least_squares" else "own"), target_share)
+        share = share_of_targets(targets or default_targets_of(refit), target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)

@@ -55,7 +55,7 @@ def shrink_model(
     expert_criterion: ExpertCriterion = "output",
     refit: Refit = "least_squares",
     targets: TargetsOf | None = None,
-    target_share: float = 0.5,
+    target_share: float | None = None,
     group: Group = None,
     offload: bool = False,
 ) -> Shrunk:

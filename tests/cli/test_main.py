@@ -143,8 +143,8 @@ def test_every_option_arrives() -> None:
     assert asked(f"finetune {line} {training}") == [JobCommand(tuned, "cpu", 30)]
     removal = (
         "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
-        "--layer-criterion influence "
-        "--refit bias --targets own --target-share 0.25 --samples all --sequence-length 9 --offload --no-speed --resume"
+        "--layer-criterion influence --refit bias --targets dense --target-share 0.25 "
+        "--samples all --sequence-length 9 --offload --no-speed --resume"
     )
     smaller = ShrinkJob(
         **common,
@@ -156,7 +156,7 @@ def test_every_option_arrives() -> None:
         criterion="fluctuation",
         layer_criterion="influence",
         refit="bias",
-        targets="own",
+        targets="dense",
         target_share=0.25,
         samples=None,
         sequence_length=9,
@@ -212,6 +212,10 @@ def test_every_option_arrives() -> None:
         "prune m --output o --sparsity 0.3 --eval-length 16",
         "prune m --output o --sparsity 0.3 --eval-tokens 16",
         "prune m --output o --sparsity 0.3 --calibration t --target-share 7",
+        "prune m --output o --sparsity 0.3 --calibration t --target-share 0.3 --targets own",
+        "prune m --output o --sparsity 0.3 --calibration t --target-share 0.3 --method wanda",
+        "shrink m --output o --calibration c --mlp 0.5 --target-share 0.3 --targets own",
+        "shrink m --output o --calibration c --mlp 0.5 --target-share 0.3 --refit none",
         "shrink m --output o --calibration c --mlp 0.5 --layer-criterion loss",
         "shrink m --output o --calibration c --mlp 0.5 --expert-criterion usage",
         "shrink m --output o --calibration c --mlp 0.5 --target-share 2",

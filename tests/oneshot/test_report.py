@@ -46,6 +46,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sequential": "map"}, ValueError, "sequential='map' is none of block, layer"),
     ({"targets": "sparse"}, ValueError, "targets='sparse' is none of own, dense"),
     ({"targets": "dense", "target_share": 1.5}, ValueError, r"target_share=1.5 is not in \(0, 1\]"),
+    ({"targets": "own", "target_share": 0.5}, ValueError, "target_share=0.5 is of the way to targets='dense'"),
     ({"target_share": "half"}, TypeError, "target_share must be a number, not 'half'"),
     ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
     ({"samples": TOKENS[0]}, ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
