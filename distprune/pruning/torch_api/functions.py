@@ -9,7 +9,7 @@ or, if they raise, on none, and return it where PyTorch's do. What they raise is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -21,6 +21,7 @@ from distprune.patterns import Pattern
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
 from distprune.pruning.torch_api.commit import Decision
 from distprune.pruning.torch_api.methods import (
+    Amount,
     Identity,
     L1Pattern,
     L1Unstructured,
@@ -28,6 +29,7 @@ from distprune.pruning.torch_api.methods import (
     RandomPattern,
     RandomStructured,
     RandomUnstructured,
+    Scores,
     seeded,
 )
 from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
@@ -50,6 +52,9 @@ __all__ = [
     "remove",
 ]
 
+Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
+ScoresOfEach: TypeAlias = dict[Parameter, torch.Tensor] | None
+
 
 def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
     """Reparametrize ``name`` with a mask of ones. ``torch.nn.utils.prune.identity``; 2 rounds."""
@@ -58,7 +63,7 @@ def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
 
 
 def random_unstructured(
-    module: nn.Module, name: str, amount: int | float, *, group: Group = None, seed: int | None = None
+    module: nn.Module, name: str, amount: Amount, *, group: Group = None, seed: int | None = None
 ) -> nn.Module:
     """Prune ``amount`` elements of ``name`` at random. ``torch.nn.utils.prune.random_unstructured``; 8 to 11 rounds.
 
@@ -71,12 +76,7 @@ def random_unstructured(
 
 
 def l1_unstructured(
-    module: nn.Module,
-    name: str,
-    amount: int | float,
-    importance_scores: torch.Tensor | None = None,
-    *,
-    group: Group = None,
+    module: nn.Module, name: str, amount: Amount, importance_scores: Scores = None, *, group: Group = None
 ) -> nn.Module:
     """Prune the ``amount`` elements of ``name`` with the smallest magnitude, or the smallest score's.
 
@@ -88,12 +88,7 @@ def l1_unstructured(
 
 
 def l1_pattern(
-    module: nn.Module,
-    name: str,
-    pattern: Pattern | str,
-    importance_scores: torch.Tensor | None = None,
-    *,
-    group: Group = None,
+    module: nn.Module, name: str, pattern: Pattern | str, importance_scores: Scores = None, *, group: Group = None
 ) -> nn.Module:
     """Prune the smallest magnitudes, or scores, of ``name`` in ``pattern``: see :class:`distprune.L1Pattern`.
 
@@ -113,7 +108,7 @@ def random_pattern(
 
 
 def random_structured(
-    module: nn.Module, name: str, amount: int | float, dim: int, *, group: Group = None, seed: int | None = None
+    module: nn.Module, name: str, amount: Amount, dim: int, *, group: Group = None, seed: int | None = None
 ) -> nn.Module:
     """Prune ``amount`` channels of ``name`` along ``dim`` at random. ``torch.nn.utils.prune.random_structured``.
 
@@ -127,10 +122,10 @@ def random_structured(
 def ln_structured(
     module: nn.Module,
     name: str,
-    amount: int | float,
+    amount: Amount,
     n: Norm,
     dim: int,
-    importance_scores: torch.Tensor | None = None,
+    importance_scores: Scores = None,
     *,
     group: Group = None,
 ) -> nn.Module:
@@ -144,9 +139,9 @@ def ln_structured(
 
 
 def global_unstructured(
-    parameters: Iterable[tuple[nn.Module, str]],
+    parameters: Iterable[Parameter],
     pruning_method: type[torch_prune.BasePruningMethod],
-    importance_scores: dict[tuple[nn.Module, str], torch.Tensor] | None = None,
+    importance_scores: ScoresOfEach = None,
     *,
     group: Group = None,
     seed: int | None = None,
@@ -172,9 +167,9 @@ def global_unstructured(
 
 
 def prune_each(
-    parameters: Iterable[tuple[nn.Module, str]],
+    parameters: Iterable[Parameter],
     pruning_method: type[torch_prune.BasePruningMethod],
-    importance_scores: dict[tuple[nn.Module, str], torch.Tensor] | None = None,
+    importance_scores: ScoresOfEach = None,
     *,
     group: Group = None,
     seed: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -17,6 +17,7 @@ from distprune.pruning.torch_api.base import Selecting
 from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
 
 __all__ = [
+    "Amount",
     "Identity",
     "L1Pattern",
     "L1Unstructured",
@@ -24,8 +25,12 @@ __all__ = [
     "RandomPattern",
     "RandomStructured",
     "RandomUnstructured",
+    "Scores",
     "seeded",
 ]
+
+Amount: TypeAlias = int | float  # a share, or how many
+Scores: TypeAlias = torch.Tensor | None  # that count in place of the parameter
 
 
 def seeded(seed: int | None) -> dict[str, Any]:
@@ -62,7 +67,7 @@ class RandomUnstructured(Selecting):
     from torch's default generator.
     """
 
-    def __init__(self, amount: int | float, *, seed: int | None = None) -> None:
+    def __init__(self, amount: Amount, *, seed: int | None = None) -> None:
         check_share(amount, "amount")
         check_seed(seed)
         self.amount = amount
@@ -75,7 +80,7 @@ class RandomUnstructured(Selecting):
     @classmethod
     @override
     def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, amount: int | float, *, group: Group = None, seed: int | None = None
+        cls, module: nn.Module, name: str, amount: Amount, *, group: Group = None, seed: int | None = None
     ) -> torch_prune.BasePruningMethod:
         return super().apply(module, name, amount=amount, group=group, **seeded(seed))
 
@@ -83,7 +88,7 @@ class RandomUnstructured(Selecting):
 class L1Unstructured(Selecting):
     """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``."""
 
-    def __init__(self, amount: int | float) -> None:
+    def __init__(self, amount: Amount) -> None:
         check_share(amount, "amount")
         self.amount = amount
 
@@ -94,13 +99,7 @@ class L1Unstructured(Selecting):
     @classmethod
     @override
     def apply(  # type: ignore[override]
-        cls,
-        module: nn.Module,
-        name: str,
-        amount: int | float,
-        importance_scores: torch.Tensor | None = None,
-        *,
-        group: Group = None,
+        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Scores = None, *, group: Group = None
     ) -> torch_prune.BasePruningMethod:
         return super().apply(module, name, amount=amount, importance_scores=importance_scores, group=group)
 
@@ -113,7 +112,7 @@ class RandomStructured(Selecting):
 
     PRUNING_TYPE = "structured"
 
-    def __init__(self, amount: int | float, dim: int = -1, *, seed: int | None = None) -> None:
+    def __init__(self, amount: Amount, dim: int = -1, *, seed: int | None = None) -> None:
         check_share(amount, "amount")
         check_seed(seed)
         self.amount = amount
@@ -130,7 +129,7 @@ class RandomStructured(Selecting):
         cls,
         module: nn.Module,
         name: str,
-        amount: int | float,
+        amount: Amount,
         dim: int = -1,
         *,
         group: Group = None,
@@ -148,7 +147,7 @@ class LnStructured(Selecting):
 
     PRUNING_TYPE = "structured"
 
-    def __init__(self, amount: int | float, n: Norm, dim: int = -1) -> None:
+    def __init__(self, amount: Amount, n: Norm, dim: int = -1) -> None:
         check_share(amount, "amount")
         ChannelNorm(n)
         self.amount = amount
@@ -165,10 +164,10 @@ class LnStructured(Selecting):
         cls,
         module: nn.Module,
         name: str,
-        amount: int | float,
+        amount: Amount,
         n: Norm,
         dim: int,
-        importance_scores: torch.Tensor | None = None,
+        importance_scores: Scores = None,
         *,
         group: Group = None,
     ) -> torch_prune.BasePruningMethod:
