@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, table
+from benchmarks.measure import heading, on_ranks, show, table
 from distprune.collectives import Traffic, communicator
 from distprune.models import decoder_blocks
 from launch.demo_inputs import demo_model
@@ -117,9 +117,7 @@ def main() -> None:
         "sharded by FSDP2 where there are two ranks.\nMedian of the passes, each on a model that is not pruned; the "
         "slower rank's time.\n\n" + table(columns, rows)
     )
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

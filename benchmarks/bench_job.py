@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table
+from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, show, table
 from distprune import prune_model
 from distprune.checkpoint import load_model, open_directory, save_model, writing
 from distprune.collectives import communicator
@@ -95,10 +95,7 @@ def main() -> None:
         + "\nThe model is the demo's, dequantized from 4 bits. Peaks are anonymous resident memory, sampled\n"
         "every millisecond, beyond what the rank's process held after its imports.\n\n" + table(columns, rows)
     )
-    print(text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

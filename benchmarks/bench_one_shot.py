@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import heading, on_ranks, spread, table, unpin
+from benchmarks.measure import heading, on_ranks, show, spread, table, unpin
 from distprune.cli.commands import JobCommand
 from distprune.cli.main import app
 from distprune.jobs import Evaluation, OneShotJob, run_one_shot_job
@@ -188,9 +188,7 @@ def main() -> None:
     text = heading("One-shot pruning of SmolLM2-135M", f"python -m benchmarks.bench_one_shot {arguments.results.name}")
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     text += "".join(f"- {name}: `{options}`\n" for name, options in (METHODS | PATTERNS).items())
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

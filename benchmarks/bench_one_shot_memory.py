@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.measure import heading, on_ranks, peak_memory, table, unpin
+from benchmarks.measure import heading, on_ranks, peak_memory, show, table, unpin
 from distprune import Unstructured
 from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import OneShotMethod, prune_blocks
@@ -113,9 +113,7 @@ def main() -> None:
     columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
     text = heading("Memory of one-shot pruning and removal", "python -m benchmarks.bench_one_shot_memory")
     text += EXPLANATION + table(columns, rows)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

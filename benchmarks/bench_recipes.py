@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, table
+from benchmarks.measure import heading, on_ranks, show, table
 from launch.demo_inputs import joined, speech_files
 
 SPARSITY = 0.8
@@ -162,9 +162,7 @@ def main() -> None:
     text = heading("Sparse training on real text", "python -m benchmarks.bench_recipes")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
     text += table(("way", "weights that are not zero", "bits per byte, by seed", "mean"), rows)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 def _mean(measured: Sequence[tuple[float, int]]) -> float:

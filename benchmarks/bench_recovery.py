@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import heading, table
+from benchmarks.measure import heading, show, table
 from launch.demo_inputs import demo_model, joined, speech_files
 
 NUM_RANKS, NUM_SAMPLES, LENGTH = 2, 16, 256  # of calibration
@@ -78,9 +78,7 @@ def main() -> None:
     text = heading("Recovery by training with zeros held", f"python -m benchmarks.bench_recovery {asked}")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
     text += table(("pattern", "trained on", "dense", "before", "after", "steps", "zeros"), rows)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, write_texts
-from benchmarks.measure import heading, on_ranks, spread, table, unpin
+from benchmarks.measure import heading, on_ranks, show, spread, table, unpin
 from distprune.calibration import load_samples
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
@@ -221,9 +221,7 @@ def main() -> None:
     text = heading("Removal from SmolLM2-135M", f"python -m benchmarks.bench_removal {arguments.results.name}")
     columns = ["removed", "by", "x dense, 1 rank", "x dense, 2 ranks", "s, 1 rank", "s, 2 ranks"]
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import prune as torch_prune
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, peak_memory, table
+from benchmarks.measure import heading, on_ranks, peak_memory, show, table
 from distprune import host_loops
 from distprune.selection import kth_value
 from distprune.shards import chunk_size
@@ -200,10 +200,8 @@ def main() -> None:
         + "\n"
         + "".join(lines)
     )
-    print("\n" + text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text)
+    print()
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

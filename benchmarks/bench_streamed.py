@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, table, unpin
+from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, show, table, unpin
 from distprune import host_loops
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
 
@@ -194,10 +194,7 @@ def main() -> None:
         "but the files it maps, Python, torch and transformers included. Same bytes: sha256 of every file, as the job\n"
         "that loads the model writes them.\n\n" + table([*columns, "memory MiB", "same bytes"], rows)
     )
-    print(text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

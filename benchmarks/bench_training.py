@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, peak_memory, table
+from benchmarks.measure import heading, on_ranks, peak_memory, show, table
 from distprune.masks.fsdp2 import _MaskedParam
 from distprune.shards import Fsdp2Params
 
@@ -213,9 +213,7 @@ def main() -> None:
         "the clock runs, freed memory stays with the process (glibc's mmap\nand trim thresholds). Peaks are of "
         "building and training alone.\n\n" + table(columns, rows)
     )
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 if __name__ == "__main__":

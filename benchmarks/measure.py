@@ -30,6 +30,7 @@ __all__ = [
     "median_seconds",
     "on_ranks",
     "peak_memory",
+    "show",
     "spread",
     "table",
     "unpin",
@@ -161,3 +162,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def show(text: str, output: Path | None) -> None:
+    """Print a report, and write it to ``output``."""
+    print(text)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, "utf-8")

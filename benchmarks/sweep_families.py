@@ -15,7 +15,7 @@ from pathlib import Path
 
 import transformers
 
-from benchmarks.measure import heading, table
+from benchmarks.measure import heading, show, table
 from distprune.oneshot import OneShotReport, prune_blocks
 from tests.families import FAMILIES, NOT_BUILT, REFUSED, family_model, tokens
 
@@ -43,9 +43,7 @@ def main() -> None:
         f" {time.perf_counter() - started:.0f} seconds.\n\n"
     )
     text += table(COLUMNS, rows) + "\n"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    show(text, arguments.output)
 
 
 def row(family: str) -> tuple[str, str, str, str]:
