@@ -18,7 +18,7 @@ from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, Trained
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.steps import begin, train
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -29,11 +29,7 @@ __all__ = ["run_finetune_job"]
 
 
 def run_finetune_job(
-    job: FinetuneJob,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    watcher: Watcher | None = None,
+    job: FinetuneJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
 ) -> JobReport[Trained]:
     """Run the job and return its report. The output is written whole, or not at all.
 

@@ -15,7 +15,7 @@ from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, PrunedBlocks
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
@@ -57,11 +57,7 @@ class OneShotJob(PruningJob, CalibratedJob):
 
 
 def run_one_shot_job(
-    job: OneShotJob,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    watcher: Watcher | None = None,
+    job: OneShotJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
 ) -> JobReport[PrunedBlocks]:
     """Run the job and return its report.
 

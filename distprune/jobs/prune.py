@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -12,7 +11,7 @@ from distprune.checkpoint import save_model, writing
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.report import JobReport
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import PruneReport, prune_model
@@ -38,11 +37,7 @@ class PruneJob(PruningJob):
 
 
 def run_prune_job(
-    job: PruneJob,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    watcher: Watcher | None = None,
+    job: PruneJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
 ) -> JobReport[PruneReport]:
     """Run the job and return its report. The output is written whole, or not at all.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,10 @@ from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 
-__all__ = ["REPORT_NAME", "Run", "clock", "write_report"]
+__all__ = ["REPORT_NAME", "Device", "Run", "clock", "write_report"]
 
 REPORT_NAME = "report.json"
+Device: TypeAlias = torch.device | str
 
 _W = TypeVar("_W", bound=Work)
 
@@ -45,9 +46,7 @@ class Run:
     Making it agrees on the job, finds the model, tokenizes the texts to evaluate on and loads the tasks.
     """
 
-    def __init__(
-        self, job: Job, group: dist.ProcessGroup | None, device: torch.device | str, watcher: Watcher | None
-    ) -> None:
+    def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
         self.job, self.comm = job, communicator(group)
         self.told = Told(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}

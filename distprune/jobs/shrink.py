@@ -20,7 +20,7 @@ from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
 from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, SmallerModel, Walked
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.speed import compare_speed
 from distprune.jobs.unfinished import Unfinished, open_unfinished
@@ -50,11 +50,7 @@ _EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
 
 
 def run_shrink_job(
-    job: ShrinkJob,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    watcher: Watcher | None = None,
+    job: ShrinkJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
 ) -> JobReport[SmallerModel]:
     """Run the job and return its report. The output is written whole, or not at all.
 
