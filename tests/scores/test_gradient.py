@@ -1,0 +1,27 @@
+"""Scores from gradients: the formula in float32, whatever the weights' dtype and sign."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distprune import compute_masks
+
+
+@pytest.mark.parametrize("score", ["gradient", "taylor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_equals_the_formula(score: str, dtype: torch.dtype) -> None:
+    """In half precision many products would be the same, and others would be taken."""
+    generator = torch.Generator().manual_seed(3)
+    weight, gradient = torch.randn(2, 48, 40, generator=generator).to(dtype)
+    layer = nn.Linear(40, 48, bias=False, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    factor = weight.to(wide) if score == "taylor" else 1
+    scores = (factor * gradient.to(wide)).abs().flatten()
+    wanted = torch.ones(48 * 40, dtype=torch.bool)
+    wanted[scores.argsort(stable=True)[: 24 * 40]] = False
+    masks = compute_masks(layer, 0.5, score=score, evidence={"gradient": {"weight": gradient}})
+    assert torch.equal(masks["weight"], wanted.view(48, 40))
