@@ -249,3 +249,12 @@ def test_eight_bit_floats_are_pruned_as_the_same_numbers_in_float32(dtype: torch
         prune_model(model, None if pattern == "2:4" else 0.5, pattern=pattern)
     assert torch.equal(models[0].weight.float(), models[1].weight)
     assert models[0].weight.dtype == dtype
+
+
+def test_backward_through_weights_that_were_pruned_since_is_an_error() -> None:
+    """As after any change in place: the gradient would be of other weights."""
+    layer = nn.Linear(32, 32)
+    loss = layer.weight.square().sum()
+    prune_model(layer, 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from tests.pruning.test_torch_parity import (
     Act,
@@ -314,3 +315,19 @@ def test_compiled_equals_eager(backend: str) -> None:
     ours.l1_unstructured(eager.a, "weight", 0.5)
     assert_bits(output(compiled), output(eager))
     torch._dynamo.reset()
+
+
+def test_a_copy_within_forward_has_no_product_of_its_own() -> None:
+    class Copying(nn.Linear):
+        copied: nn.Module
+
+        @override
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.copied = copy.deepcopy(self)
+            return super().forward(input)
+
+    module = Copying(5, 4)
+    ours.l1_unstructured(module, "weight", 0.5)
+    module(torch.ones(2, 5))
+    assert "weight" not in vars(module.copied)
+    assert_bits(module.copied.get_parameter("weight_orig"), module.get_parameter("weight_orig"))
