@@ -22,6 +22,7 @@ from distprune.jobs.journal import Journal
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import NUM_BLOCKS, Killed, run_on_rank
 from tests.jobs.test_prune import Heard, contents
+from tests.small_job import small_job
 from tests.worlds import ProcessPool
 
 
@@ -185,6 +186,20 @@ def remove_small_files(job: OneShotJob) -> None:
         (unfinished_folder(job) / name).unlink()
 
 
+@pytest.fixture(scope="module")
+def killed(pool: ProcessPool, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[OneShotJob, Path]:
+    """Return a job that died when its blocks were done, with two streams, and the output of one that did not."""
+    folder = tmp_path_factory.mktemp("killed")
+    model = make_model(folder / "model", max_shard_size="12KB")
+    make_tokenizer(model)
+    job = small_job(model, text_file, folder / "outputs")
+    job = dataclasses.replace(job, method="admm", samples=4, sequence_length=16, resume=True)
+    whole = dataclasses.replace(job, output=str(folder / "whole"))
+    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, job, NUM_BLOCKS) == ["killed", "killed"]
+    return job, folder / "whole"
+
+
 @pytest.mark.parametrize(
     ("damage", "first_block"),
     [
@@ -200,20 +215,21 @@ def remove_small_files(job: OneShotJob) -> None:
     ],
 )
 def test_what_is_damaged_is_made_again(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob, damage: Any, first_block: int
+    pool: ProcessPool, tmp_path: Path, killed: tuple[OneShotJob, Path], damage: Any, first_block: int
 ) -> None:
-    model = make_model(tmp_path / "indexed", max_shard_size="12KB")
-    make_tokenizer(model)
-    job = dataclasses.replace(job, model=str(model), method="admm")  # two streams
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
-    assert pool.run(2, run_on_rank, job, NUM_BLOCKS) == ["killed", "killed"]
-    damage(job)
-    assert pool.run(2, run_on_rank, job, None) == ["", ""]
-    report = json.loads((Path(job.output) / "report.json").read_text())
-    assert report["pruning"]["resumed_at"] == first_block
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    assert not unfinished_folder(job).exists()
+    job, whole = killed
+    output, left = Path(job.output), shutil.copytree(unfinished_folder(job), tmp_path / "left")
+    try:
+        damage(job)
+        assert pool.run(2, run_on_rank, job, None) == ["", ""]
+        report = json.loads((output / "report.json").read_text())
+        assert report["pruning"]["resumed_at"] == first_block
+        assert contents(output) == contents(whole)
+        assert not unfinished_folder(job).exists()
+    finally:
+        for folder in (output, unfinished_folder(job)):
+            shutil.rmtree(folder, ignore_errors=True)
+        left.rename(unfinished_folder(job))
 
 
 def killed_with_one_block(job: OneShotJob) -> Path:
