@@ -1,4 +1,4 @@
-"""How a job with calibration text begins: its model, the samples, and what a job that goes on must have in common."""
+"""How a job with calibration text begins: its model and the samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distprune.jobs.run import Run
 from distprune.jobs.unfinished import ResumableJob
 from distprune.oneshot import TargetsOf
 
-__all__ = ["CalibratedJob", "calibration_facts", "load_calibrated"]
+__all__ = ["CalibratedJob", "load_calibrated"]
 
 
 @asked
@@ -46,9 +46,10 @@ class CalibratedJob(ResumableJob):
 
 
 def load_calibrated(run: Run, job: CalibratedJob) -> tuple[nn.Module, torch.Tensor]:
-    """Return the model of ``run`` and the samples that ``job`` asks for. Every rank must call it.
+    """Return the model of ``run`` and the samples that ``job`` asks for, and note what was read.
 
-    Communicates and raises as :meth:`Run.load` and :func:`load_samples` do; a round of 64 bytes more.
+    Every rank must call it. Communicates and raises as :meth:`Run.load` and :func:`load_samples` do; two rounds of 64
+    bytes more.
     """
     with together(run.comm):
         tokenizer = load_tokenizer(run.directory.path)
@@ -63,10 +64,6 @@ def load_calibrated(run: Run, job: CalibratedJob) -> tuple[nn.Module, torch.Tens
         seed=job.seed,
         group=run.comm,
     )
+    with together(run.comm):
+        run.read["calibration tokens"] = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
     return model, samples
-
-
-def calibration_facts(run: Run, samples: torch.Tensor) -> dict[str, object]:
-    """Return :meth:`Run.facts`, with the number of ranks and the tokens of ``samples``. Local."""
-    tokens = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
-    return run.facts(**{"calibration tokens": tokens, "ranks": run.comm.size})

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distprune.calibration import Batches, check_fit
-from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, resolve_model, save_model
+from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, resolve_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
 from distprune.jobs.documents import write_documents
@@ -64,10 +64,10 @@ def run_finetune_job(
         with together(run.comm):
             for read in (model, *([] if teacher is None else [teacher])):
                 check_fit(batches[0], read)
-            facts = run.facts(**{"training tokens": batches.digest()})
+            run.read["training tokens"] = batches.digest()
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
-        with open_unfinished(run, job, facts) as unfinished:
+        with open_unfinished(run, job, same_ranks=False) as unfinished:
             before = unfinished.recall("before", partial(_before, run))
             resumed_at = begin(job, run, training, unfinished)
             with clock(run.seconds, "train"):
@@ -80,11 +80,8 @@ def run_finetune_job(
             del model, shards
             after = run.evaluate(written, "after")
             unfinished.begin_result(run.output)
-            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
-                updated = [name for name, _ in written.named_parameters(remove_duplicate=False)]
-                save_model(
-                    written, run.directory, unfinished.result, updated=updated, group=run.comm, progress=progress
-                )
+            parameters = [name for name, _ in written.named_parameters(remove_duplicate=False)]
+            run.save(written, unfinished.result, updated=parameters)
             method = "masked fine-tuning" + ("" if job.teacher is None else ", distilled from the dense model")
             trained = Trained(
                 method=method,
@@ -96,10 +93,7 @@ def run_finetune_job(
                 num_elements=num_elements,
                 resumed_at=resumed_at,
             )
-            report = run.report(before, after, trained)
-            write_documents(run, report, unfinished.result, draws=draws)
-            run.told.check()
-    return report
+            return write_documents(run, unfinished.result, before, after, trained, draws=draws)
 
 
 def _before(run: Run) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from distprune.checkpoint import ModelWriter, locking
 from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BLOCK, BlockJournal
-from distprune.jobs.calibrated import CalibratedJob, calibration_facts, load_calibrated
+from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.picture import can_draw
@@ -79,9 +79,7 @@ def run_one_shot_job(
     draws = can_draw(run.told.say)
     with locking(run.comm, run.output):
         model, samples = load_calibrated(run, job)
-        with together(run.comm):
-            facts = calibration_facts(run, samples)
-        with open_unfinished(run, job, facts) as unfinished:
+        with open_unfinished(run, job) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
             blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
             journal = BlockJournal(run, unfinished, writer, blocks, _updated(job, model))
@@ -98,10 +96,7 @@ def run_one_shot_job(
                     written = [name for name, _ in decoder_blocks(model)]
                     writer.write(written=written, updated=_updated(job, model), progress=progress)
                 work_together(run.comm, writer.sync)
-            report = run.report(before, after, pruned)
-            write_documents(run, report, unfinished.folder, draws=draws)
-            run.told.check()
-    return report
+            return write_documents(run, unfinished.folder, before, after, pruned, draws=draws)
 
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:

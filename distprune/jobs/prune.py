@@ -7,11 +7,11 @@ from typing import Literal
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint import save_model, writing
+from distprune.checkpoint import writing
 from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.report import JobReport
-from distprune.jobs.run import Device, Run, clock
+from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import PruneReport, prune_model
@@ -65,8 +65,5 @@ def run_prune_job(
         )
         run.seconds["prune"] = pruned.seconds
         after = run.evaluate(model, "after")
-        with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
-            save_model(model, run.directory, staging, group=run.comm, progress=progress)
-        report = run.report(before, after, pruned)
-        write_documents(run, report, staging)
-    return report
+        run.save(model, staging)
+        return write_documents(run, staging, before, after, pruned)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from distprune.checkpoint import (
     load_tokenizer,
     open_directory,
     resolve_model,
+    save_model,
 )
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
@@ -106,6 +107,15 @@ class Run:
                 progress=progress,
             )
 
+    def save(
+        self, model: nn.Module, folder: Path, *, updated: Collection[str] = (), layers: Sequence[int] | None = None
+    ) -> None:
+        """Write ``model`` into ``folder``, as :func:`save_model` does. Every rank must call it."""
+        with clock(self.seconds, "save"), self.told.stage("saving", "bytes") as progress:
+            save_model(
+                model, self.directory, folder, updated=updated, layers=layers, group=self.comm, progress=progress
+            )
+
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate on."""
@@ -126,10 +136,6 @@ class Run:
             with clock(self.seconds, "tasks"), self.told.stage(f"tasks {when}", "requests") as progress:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
-
-    def facts(self, **more: object) -> dict[str, object]:
-        """Return what a job that goes on must have in common with the one that began: the job, and its model. Local."""
-        return {**self.job.flags(), **self.read, **more}
 
     def report(self, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.

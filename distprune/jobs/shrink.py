@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distprune.checkpoint import ModelWriter, locking, save_model
+from distprune.checkpoint import ModelWriter, locking
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
-from distprune.jobs.calibrated import calibration_facts, load_calibrated
+from distprune.jobs.calibrated import load_calibrated
 from distprune.jobs.documents import write_documents
 from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
@@ -73,16 +73,12 @@ def run_shrink_job(
         with together(run.comm):
             job.sizes.check(model)
             budget = find_budget(model, samples, job.sizes)
-            facts = calibration_facts(run, samples)
-        with open_unfinished(run, job, facts) as unfinished:
+        with open_unfinished(run, job) as unfinished:
             shrunk, before, after = _Shrinking(job, run, model, samples, unfinished).shrink(budget)
             del model, samples
             if job.speed:
                 shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
-            report = run.report(before, after, shrunk)
-            write_documents(run, report, unfinished.result, draws=draws)
-            run.told.check()
-    return report
+            return write_documents(run, unfinished.result, before, after, shrunk, draws=draws)
 
 
 @dataclass(frozen=True)
@@ -122,16 +118,8 @@ class _Shrinking:
         )
         after = run.evaluate(model, "after")
         unfinished.begin_result(run.output)
-        with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
-            save_model(
-                model,
-                run.directory,
-                unfinished.result,
-                updated=[name for name, _ in decoder_blocks(model)],
-                layers=layers if len(layers) < num_blocks else None,
-                group=run.comm,
-                progress=progress,
-            )
+        blocks = [name for name, _ in decoder_blocks(model)]
+        run.save(model, unfinished.result, updated=blocks, layers=layers if len(layers) < num_blocks else None)
         return shrunk, before, after
 
     @property

@@ -86,7 +86,6 @@ def run_streamed_job(
         with together(comm):
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
-            facts = run.facts(ranks=comm.size)
             values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
             num_bytes = sum(entry.stop - entry.start for file in run.directory.weight_files for entry in file.tensors)
             if num_bytes >= _COMPILED_BYTES * comm.size:
@@ -94,7 +93,7 @@ def run_streamed_job(
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
-        with open_unfinished(run, job, facts, sync_files=job.sync_files) as unfinished:
+        with open_unfinished(run, job, sync_files=job.sync_files) as unfinished:
             request = Request(
                 stored.found,
                 job.sparsity,
@@ -113,10 +112,7 @@ def run_streamed_job(
                 writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
             with clock(run.seconds, "write"):
                 _write(job, run, writer, unfinished)
-            report = run.report({}, {}, pruning.report(writer.counts()))
-            write_documents(run, report, unfinished.folder)
-            run.told.check()
-    return report
+            return write_documents(run, unfinished.folder, {}, {}, pruning.report(writer.counts()))
 
 
 def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfinished) -> None:

@@ -112,9 +112,11 @@ class ResumableJob(Job):
 
 @contextmanager
 def open_unfinished(
-    run: Run, job: ResumableJob, facts: Mapping[str, Any], *, sync_files: bool = True
+    run: Run, job: ResumableJob, *, same_ranks: bool = True, sync_files: bool = True
 ) -> Iterator[Unfinished]:
-    """Yield the folder for a ``job`` of these ``facts``, new or, with ``resume``, the one that is there.
+    """Yield the folder for a ``job``, new or, with ``resume``, the one that is there.
+
+    One that goes on is asked for the same, reads the same, and, if ``same_ranks``, runs on as many.
 
     When the body ends it becomes the output. If the body raises, the folder stays if anything is recorded in it; where
     the input is at fault, only if that is a state of a training. Every rank must enter it, and the first must hold the
@@ -130,6 +132,7 @@ def open_unfinished(
     comm, target = run.comm, run.output
     folder = _folder_of(target)
     with together(comm):
+        facts = {**job.flags(), **run.read, **({"ranks": comm.size} if same_ranks else {})}
         journal = Journal(folder / JOURNAL_NAME, facts, writes=comm.rank == 0, sync=sync_files)
         if journal.is_begun:
             _check_same_job(folder, journal.facts, journal.asked, job.resume)

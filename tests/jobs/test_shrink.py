@@ -272,7 +272,6 @@ def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatc
 
     before = num_models()
     monkeypatch.setattr(shrink, "compare_speed", lambda *_: {"models": num_models()})
-    monkeypatch.setattr(shrink, "write_documents", lambda *_, **__: None)
     monkeypatch.setattr(shrink, "can_draw", lambda _: False)
     assert run_shrink_job(dataclasses.replace(job, speed=True)).work.speed == {"models": before}
 
