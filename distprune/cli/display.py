@@ -22,6 +22,7 @@ from distprune.jobs import (
     by_metric,
     kinds_of,
     mean_error,
+    range_of,
     removal_rows,
 )
 
@@ -169,16 +170,10 @@ def _show_blocks(blocks: Sequence[Mapping[str, Any]]) -> None:
         error = "" if whole.error is None else f"{whole.error:.4f}"
         table.add_row(whole.name, f"{whole.sparsity:.4%}", error, *costs([block]))
         for kind in kinds_of(block):
-            table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", _range_of(kind.errors))
+            table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", range_of(kind.errors, ".4f"))
     table.add_section()
     table.add_row("all", "", "", *costs(blocks))
     console.print(table)
-
-
-def _range_of(errors: Sequence[float]) -> str:
-    if not errors:
-        return ""
-    return " to ".join(dict.fromkeys(f"{error:.4f}" for error in (min(errors), max(errors))))
 
 
 def show_inspection(report: InspectReport) -> None:

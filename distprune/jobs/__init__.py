@@ -6,7 +6,7 @@
 Call them in one process, or on every rank of an initialized process group.
 """
 
-from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error, removal_rows
+from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error, range_of, removal_rows
 from distprune.jobs.finetune import run_finetune_job
 from distprune.jobs.finetune_job import FinetuneJob
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
@@ -40,6 +40,7 @@ __all__ = [
     "kinds_of",
     "mean_error",
     "options_of",
+    "range_of",
     "removal_rows",
     "run_finetune_job",
     "run_one_shot_job",

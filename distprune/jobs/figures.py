@@ -13,7 +13,7 @@ from typing import Any
 
 from distprune.jobs.report import JobReport, SmallerModel, Work
 
-__all__ = ["Kind", "by_metric", "kinds_of", "mean_error", "removal_rows", "shares_by_kind"]
+__all__ = ["Kind", "by_kind", "by_metric", "kinds_of", "mean_error", "range_of", "removal_rows", "shares_by_kind"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -50,16 +50,27 @@ def kinds_of(block: Mapping[str, Any]) -> list[Kind]:
     return [Kind(name, layers) for name, layers in by_name.items()]
 
 
-def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the shares of zeros of each kind of linear map over all blocks, as text: "45.0% to 75.0%"."""
-    shares: dict[str, list[float]] = {}
+def by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Kind]]:
+    """Return every kind of linear map over all blocks, by the number of the block."""
+    found: dict[str, dict[int, Kind]] = {}
     for block in blocks:
         for kind in kinds_of(block):
-            shares.setdefault(kind.name, []).append(kind.sparsity)
+            found.setdefault(kind.name, {})[int(block["index"])] = kind
+    return found
+
+
+def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the shares of zeros of each kind of linear map over all blocks, as text: "45.0% to 75.0%"."""
     return {
-        name: " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(of_kind), max(of_kind))))
-        for name, of_kind in shares.items()
+        name: range_of([kind.sparsity for kind in by_depth.values()], ".1%")
+        for name, by_depth in by_kind(blocks).items()
     }
+
+
+def range_of(values: Sequence[float], shape: str) -> str:
+    """Return the least and the greatest in this format, once if they look alike; of no values, nothing."""
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(format(value, shape) for value in ends))
 
 
 def mean_error(block: Mapping[str, Any]) -> float | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,7 +65,7 @@ def run_finetune_job(
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(run, job, same_ranks=False) as unfinished:
-            before = unfinished.recall("before", partial(_before, run))
+            before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if run.evaluates else {})
             resumed_at = begin(job, run, training, unfinished)
             with clock(run.seconds, "train"):
                 seconds, losses = train(job, run, training, batches, unfinished)
@@ -94,11 +91,6 @@ def run_finetune_job(
                 resumed_at=resumed_at,
             )
             return write_documents(run, unfinished.result, before, after, trained, draws=draws)
-
-
-def _before(run: Run) -> dict[str, Any]:
-    """Evaluate the model as it is stored; it is loaded only if there is anything to evaluate on."""
-    return run.evaluate(run.load(), "before") if run.evaluates else {}
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:

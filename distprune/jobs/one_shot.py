@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +18,6 @@ from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.shares import allocation_of, with_shares
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
@@ -33,6 +34,8 @@ from distprune.oneshot import (
 from distprune.patterns import as_pattern
 
 __all__ = ["OneShotJob", "run_one_shot_job"]
+
+_GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the default
 
 
 @asked
@@ -52,8 +55,27 @@ class OneShotJob(PruningJob, CalibratedJob):
     @override
     def check_asked(self) -> None:
         super().check_asked()
-        allocation_of(self.allocation, as_pattern(self.pattern, self.sparsity), self.method)
+        self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
+
+    def allocation_or_default(self) -> Allocation:
+        """Return how zeros are shared out among linear maps. Local.
+
+        Raises:
+            ValueError: shares by gradients were asked for, and the pattern has no one share for all maps.
+        """
+        pattern = as_pattern(self.pattern, self.sparsity)
+        share = vars(pattern).get("sparsity")
+        if self.allocation == "gradients" and not isinstance(share, float):
+            raise ValueError(
+                "allocation='gradients' needs a pattern with one share, such as 'unstructured' with a sparsity of 0.6; "
+                f"{pattern!r} leaves nothing to share out"
+            )
+        if self.allocation is not None:
+            return self.allocation
+        # Wanda and SparseGPT are by default as the papers have them.
+        is_high = isinstance(share, float) and share >= _GRADIENTS_FROM and self.method == "admm"
+        return "gradients" if is_high and pattern.by_row().is_by_row else "uniform"
 
 
 def run_one_shot_job(
@@ -101,12 +123,12 @@ def run_one_shot_job(
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:
     """Return the share of zeros of each linear map of the dense ``model``; ``None``: all have the same."""
-    pattern = as_pattern(job.pattern, job.sparsity)
-    if allocation_of(job.allocation, pattern, job.method) == "uniform":
+    if job.allocation_or_default() == "uniform":
         return None
+    sparsity = vars(as_pattern(job.pattern, job.sparsity))["sparsity"]
     try:
         with clock(run.seconds, "allocate"), run.told.stage("allocating", "samples") as progress:
-            return allocate(model, samples, vars(pattern)["sparsity"], group=run.comm, progress=progress)
+            return allocate(model, samples, sparsity, group=run.comm, progress=progress)
     except NotImplementedError as error:  # on every rank
         if job.allocation is not None:
             raise
@@ -123,12 +145,13 @@ def _prune(
     shares: dict[str, float] | None,
 ) -> PrunedBlocks:
     """Prune and write the blocks that are not on the disk yet; return the report on all of them."""
-    pattern = with_shares(as_pattern(job.pattern, job.sparsity), None)
+    pattern = as_pattern(job.pattern, job.sparsity)
+    pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
     report = prune_blocks(
         model,
         samples,
         method=job.method,
-        pattern=with_shares(pattern, shares),
+        pattern=pattern if shares is None else replace(pattern, sparsity=shares),  # type: ignore[type-var]
         group=run.comm,
         seed=job.seed,
         sequential=job.sequential,

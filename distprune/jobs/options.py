@@ -113,6 +113,11 @@ def parse_budget(text: str) -> int | float:
     return parse_size(text, 10**15) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
 
 
+def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
+    """Return a field that says something only beside ``--eval``: a number of tokens."""
+    return ask(help, default=default, flag=flag, least=2, most=MOST, needs=("evaluate_on",), panel=EVALUATION)
+
+
 @asked
 class Job:
     """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
@@ -131,24 +136,8 @@ class Job:
         is_file=True,
         panel=EVALUATION,
     )
-    evaluation_tokens: int = ask(
-        "How much of each to use.",
-        default=8192,
-        flag="--eval-tokens",
-        least=2,
-        most=MOST,
-        needs=("evaluate_on",),
-        panel=EVALUATION,
-    )
-    evaluation_length: int = ask(
-        "Tokens in one window.",
-        default=512,
-        flag="--eval-length",
-        least=2,
-        most=MOST,
-        needs=("evaluate_on",),
-        panel=EVALUATION,
-    )
+    evaluation_tokens: int = _ask_of_evaluation("How much of each to use.", "--eval-tokens", 8192)
+    evaluation_length: int = _ask_of_evaluation("Tokens in one window.", "--eval-length", 512)
     tasks: tuple[str, ...] = ask(
         "Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.",
         default=(),

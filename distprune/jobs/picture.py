@@ -12,7 +12,7 @@ from typing import Any
 
 from distprune.checkpoint import import_extra, name_of_model
 from distprune.figure import new_figure
-from distprune.jobs.figures import Kind, kinds_of
+from distprune.jobs.figures import by_kind
 from distprune.jobs.report import JobReport, PrunedBlocks, Trained, Work
 from distprune.pruning import PruneReport
 
@@ -82,7 +82,7 @@ def draw(blocks: Sequence[Mapping[str, Any]], title: str, *, share: str = "spars
         axes.set_prop_cycle(matplotlib.cycler(linestyle=_STROKES) * colors)
         for index in gone:
             axes.axvspan(index - 0.5, index + 0.5, color="0.85")
-    for name, by_depth in _by_kind(blocks).items():
+    for name, by_depth in by_kind(blocks).items():
         style = {"label": name, "marker": "o", "markersize": 3, "linewidth": 1.2}
         errors.plot(list(by_depth), [kind.error for kind in by_depth.values()], **style)  # None is no point
         sparsities.plot(list(by_depth), [kind.sparsity for kind in by_depth.values()], **style)
@@ -108,12 +108,3 @@ def draw_losses(losses: Sequence[float], title: str) -> Any:
     axes.set_ylabel("loss")
     figure.suptitle(title)
     return figure
-
-
-def _by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Kind]]:
-    """Return every kind's figures by the number of the block."""
-    found: dict[str, dict[int, Kind]] = {}
-    for block in blocks:
-        for kind in kinds_of(block):
-            found.setdefault(kind.name, {})[int(block["index"])] = kind
-    return found

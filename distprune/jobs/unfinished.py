@@ -27,7 +27,7 @@ from distprune.jobs.options import Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
 
-__all__ = ["STATE", "ResumableJob", "Unfinished", "check_unfinished", "open_unfinished"]
+__all__ = ["STATE", "ResumableJob", "Unfinished", "open_unfinished"]
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
 _STATE_NAME = re.compile(r"state-\d+")
@@ -86,18 +86,6 @@ class Unfinished:
         self.result = make_staging(self.comm, target)
 
 
-def check_unfinished(job: Job, resume: bool) -> None:
-    """Raise a FileExistsError if ``resume`` is asked for, and the job has finished. Local.
-
-    What it has left, because it was killed after its output had taken its place, is removed.
-    """
-    target = Path(job.output)
-    if (target / REPORT_NAME).is_file():
-        _tidy(target)
-        if resume and not job.overwrite:
-            raise FileExistsError(f"nothing is left to resume: {job.output} is finished, it holds a {REPORT_NAME}")
-
-
 @asked
 class ResumableJob(Job):
     """A job that can go on."""
@@ -106,7 +94,15 @@ class ResumableJob(Job):
 
     @override
     def check(self) -> None:
-        check_unfinished(self, self.resume)
+        """Raise also if ``resume`` is asked for, and the job has finished; remove what it has left beside its output.
+
+        It leaves that if it is killed after its output has taken its place.
+        """
+        target = Path(self.output)
+        if (target / REPORT_NAME).is_file():
+            _tidy(target)
+            if self.resume and not self.overwrite:
+                raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
         super().check()
 
 
