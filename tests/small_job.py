@@ -1,14 +1,16 @@
-"""A small one-shot job, and a block of its report, for tests of what is shown of it."""
+"""Small jobs, and a block of a report, for tests of what is shown of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from distprune import Unstructured
-from distprune.jobs import OneShotJob
+import torch
 
-__all__ = ["STAGES", "block_entry", "small_job"]
+from distprune import Unstructured
+from distprune.jobs import FinetuneJob, OneShotJob, ShrinkJob
+
+__all__ = ["STAGES", "block_entry", "small_finetune_job", "small_job", "small_shrink_job"]
 
 STAGES = ["forward", "reduce", "target", "factor", "sweep", "write"]
 
@@ -22,6 +24,31 @@ def small_job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob
         calibration=str(text_file),
         samples=3,
         sequence_length=16,
+    )
+
+
+def small_shrink_job(model_folder: Path, text_file: Path, tmp_path: Path, **sizes: Any) -> ShrinkJob:
+    return ShrinkJob(
+        model=str(model_folder),
+        output=str(tmp_path / "out"),
+        calibration=str(text_file),
+        layer_criterion="influence",
+        samples=4,
+        sequence_length=16,
+        speed=False,
+        **sizes,
+    )
+
+
+def small_finetune_job(model_folder: Path, text_file: Path, tmp_path: Path, steps: int) -> FinetuneJob:
+    return FinetuneJob(
+        model=str(model_folder),
+        output=str(tmp_path / "tuned"),
+        data=str(text_file),
+        steps=steps,
+        batch_size=2,
+        sequence_length=16,
+        compute_dtype=torch.float32,
     )
 
 

@@ -24,13 +24,21 @@ from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import run_on_rank
-from tests.jobs.test_prune import Heard, contents
+from tests.jobs.test_prune import contents, ends_where_a_watcher_fails
 from tests.worlds import ProcessPool
 
 
 def run(pool: ProcessPool, job: OneShotJob) -> list[str]:
     """Return what was raised on each of two ranks, as text."""
     return list(map(str, pool.run(2, run_on_rank, job, None)))
+
+
+def is_resumed_to_the_same_bytes(pool: ProcessPool, job: OneShotJob) -> None:
+    """Resume the job, and run one that is not interrupted."""
+    whole = dataclasses.replace(job, output=str(Path(job.output).parent / "whole"))
+    for asked in (dataclasses.replace(job, resume=True), whole):
+        assert run(pool, asked) == ["", ""]
+    assert contents(Path(job.output)) == contents(Path(whole.output))
 
 
 def is_refused(pool: ProcessPool, job: OneShotJob, *messages: str) -> None:
@@ -177,17 +185,14 @@ def run_with_full_disk(rank: int, job: OneShotJob, full_rank: int) -> str:
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_disk_that_fills_up(pool: ProcessPool, tmp_path: Path, job: OneShotJob, full_rank: int) -> None:
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert run(pool, whole) == ["", ""]
+def test_a_disk_that_fills_up(pool: ProcessPool, job: OneShotJob, full_rank: int) -> None:
     for error in pool.run(2, run_with_full_disk, job, full_rank):
         assert error.startswith("OSError: ")
         assert "cannot write 'model.layers.1." in error
         assert ": No space left on device" in error
         assert "1 of 2 blocks are kept, --resume goes on with them" in error
     assert not Path(job.output).exists()
-    assert run(pool, dataclasses.replace(job, resume=True)) == ["", ""]
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    is_resumed_to_the_same_bytes(pool, job)
 
 
 def run_with_broken_journal(rank: int, job: OneShotJob, index: int) -> str:
@@ -205,24 +210,12 @@ def run_with_broken_journal(rank: int, job: OneShotJob, index: int) -> str:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_journal_that_cannot_be_written(pool: ProcessPool, tmp_path: Path, job: OneShotJob, index: int) -> None:
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert run(pool, whole) == ["", ""]
+def test_a_journal_that_cannot_be_written(pool: ProcessPool, job: OneShotJob, index: int) -> None:
     for error in pool.run(2, run_with_broken_journal, job, index):
         assert error.startswith("OSError: ")
         assert "No space left on device" in error
     assert (Path(job.output).parent / ".out.unfinished").exists() == (index > 0)
-    assert run(pool, dataclasses.replace(job, resume=True)) == ["", ""]
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-
-
-def run_with_watcher(rank: int, job: OneShotJob, fails_at: str) -> str:
-    """Run the job; the second rank's watcher fails."""
-    try:
-        run_one_shot_job(job, watcher=Heard(fails_at if rank == 1 else ""))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    is_resumed_to_the_same_bytes(pool, job)
 
 
 @pytest.mark.parametrize("fails_at", ["say", "model.layers.0", "model.layers.1"])
@@ -230,9 +223,7 @@ def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     pool: ProcessPool, job: OneShotJob, fails_at: str
 ) -> None:
     asked = dataclasses.replace(job, resume=True)  # which says that there is nothing to go on with
-    first, second = pool.run(2, run_with_watcher, asked, fails_at)
-    said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
-    assert (first, second) == (f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}")
+    ends_where_a_watcher_fails(pool, run_one_shot_job, asked, fails_at)
     assert not Path(job.output).exists()
     assert run(pool, asked) == ["", ""]
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from distprune import PerRow
-from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob
+from distprune.jobs import PruneJob
 from distprune.jobs.run import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs import test_finetune, test_one_shot, test_prune, test_shrink
 from tests.jobs.test_prune import contents
 from tests.jobs.test_shrink import tensors_of, units_of
+from tests.small_job import small_finetune_job, small_job, small_shrink_job
 from tests.worlds import ProcessPool
 
 EXPERTS = "block_sparse_moe.experts"
@@ -43,17 +44,8 @@ def test_pruned_and_fine_tuned(pool: ProcessPool, folder: Path, text_file: Path,
     assert contents(tmp_path / "pruned1") == contents(tmp_path / "pruned2")
     pruned = tensors_of(tmp_path / "pruned1")
     assert names_of(tmp_path / "pruned1") == names_of(folder)
-    tune = FinetuneJob(
-        model=job.output,
-        output=str(tmp_path / "tuned"),
-        data=str(text_file),
-        teacher=str(folder),
-        steps=4,
-        save_every=2,
-        batch_size=2,
-        sequence_length=16,
-        compute_dtype=torch.float32,
-    )
+    tune = small_finetune_job(tmp_path / "pruned1", text_file, tmp_path, steps=4)
+    tune = dataclasses.replace(tune, teacher=str(folder), save_every=2)
     whole = dataclasses.replace(tune, output=str(tmp_path / "whole"))
     losses = pool.run(2, test_finetune.run_on_rank, whole)[0]
     assert len(losses) == 4
@@ -67,15 +59,8 @@ def test_pruned_and_fine_tuned(pool: ProcessPool, folder: Path, text_file: Path,
 
 
 def test_calibrated(pool: ProcessPool, folder: Path, text_file: Path, tmp_path: Path) -> None:
-    job = OneShotJob(
-        model=str(folder),
-        output=str(tmp_path / "out"),
-        method="wanda",
-        pattern=PerRow(0.5),
-        calibration=str(text_file),
-        samples=4,
-        sequence_length=24,
-    )
+    job = dataclasses.replace(small_job(folder, text_file, tmp_path), method="wanda", pattern=PerRow(0.5))
+    job = dataclasses.replace(job, samples=4, sequence_length=24)
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(1, test_one_shot.run_on_rank, whole, None) == [""]
     assert pool.run(2, test_one_shot.run_on_rank, job, 1) == ["killed"] * 2
@@ -91,20 +76,8 @@ def test_calibrated(pool: ProcessPool, folder: Path, text_file: Path, tmp_path: 
 def test_made_smaller(pool: ProcessPool, folder: Path, text_file: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    job = ShrinkJob(
-        model=str(folder),
-        output=str(tmp_path / "out"),
-        experts=3,
-        mlp=24,
-        layers=1,
-        calibration=str(text_file),
-        criterion="magnitude",
-        layer_criterion="influence",
-        refit="none",
-        samples=4,
-        sequence_length=16,
-        speed=False,
-    )
+    job = small_shrink_job(folder, text_file, tmp_path, experts=3, mlp=24, layers=1)
+    job = dataclasses.replace(job, criterion="magnitude", refit="none")
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(1, test_shrink.run_on_rank, whole) == [""]
     assert pool.run(2, test_shrink.run_on_rank, job, "smaller") == ["killed", "killed"]

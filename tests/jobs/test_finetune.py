@@ -22,7 +22,8 @@ from distprune.jobs import FinetuneJob, PruneJob, run_finetune_job, run_prune_jo
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
-from tests.jobs.test_prune import Heard, contents
+from tests.jobs.test_prune import Heard, contents, ends_where_a_watcher_fails
+from tests.small_job import small_finetune_job
 from tests.worlds import ProcessPool
 
 WEIGHTS = "model.safetensors"
@@ -43,16 +44,8 @@ def pruned_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def job(pruned_folder: Path, text_file: Path, tmp_path: Path) -> FinetuneJob:
-    return FinetuneJob(
-        model=str(pruned_folder),
-        output=str(tmp_path / "out"),
-        data=str(text_file),
-        steps=6,
-        learning_rate=0.01,
-        batch_size=3,
-        sequence_length=16,
-        compute_dtype=torch.float32,
-    )
+    job = small_finetune_job(pruned_folder, text_file, tmp_path, steps=6)
+    return dataclasses.replace(job, output=str(tmp_path / "out"), learning_rate=0.01, batch_size=3)
 
 
 def run_on_rank(_: int, job: FinetuneJob, dies_at: int | None = None) -> Any:
@@ -321,16 +314,6 @@ def test_a_loss_that_is_no_number_keeps_the_last_state(job: FinetuneJob, tmp_pat
     assert (tmp_path / ".out.unfinished" / "state-1").exists()
 
 
-def run_with_watcher(rank: int, job: FinetuneJob) -> str:
-    """Run the job; the second rank's watcher fails."""
-    try:
-        run_finetune_job(job, watcher=Heard("training" if rank == 1 else ""))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(pool: ProcessPool, job: FinetuneJob) -> None:
-    said = "the watcher failed: KeyError('the watcher broke at training')"
-    assert pool.run(2, run_with_watcher, job) == [f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}"]
+    ends_where_a_watcher_fails(pool, run_finetune_job, job, "training")
     assert not Path(job.output).exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from distprune.checkpoint import inspect_directory
-from distprune.jobs import Evaluation, PruneJob, Watcher, run_prune_job
+from distprune.jobs import Evaluation, Job, PruneJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.run import REPORT_NAME, write_report
 from distprune.patterns import Block, NByM, Pattern, Scope
@@ -247,13 +247,19 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
         assert told == sorted(told)
 
 
-def run_with_watcher(rank: int, job: PruneJob, fails_at: str) -> str:
+def run_with_watcher(rank: int, run_job: Callable[..., object], job: Job, fails_at: str) -> str:
     """Run the job; the second rank's watcher fails."""
     try:
-        run_prune_job(job, watcher=Heard(fails_at if rank == 1 else ""))
+        run_job(job, watcher=Heard(fails_at if rank == 1 else ""))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def ends_where_a_watcher_fails(pool: ProcessPool, run_job: Callable[..., object], job: Job, fails_at: str) -> None:
+    said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
+    errors = [f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}"]
+    assert pool.run(2, run_with_watcher, run_job, job, fails_at) == errors
 
 
 @pytest.mark.parametrize(
@@ -263,9 +269,7 @@ def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     pool: ProcessPool, tmp_path: Path, job: PruneJob, text_file: Path, fails_at: str
 ) -> None:
     asked = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16)
-    first, second = pool.run(2, run_with_watcher, asked, fails_at)
-    said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
-    assert (first, second) == (f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}")
+    ends_where_a_watcher_fails(pool, run_prune_job, asked, fails_at)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,6 @@ from distprune.checkpoint import ModelWriter, output_directory
 from distprune.cli.display import Display
 from distprune.collectives import communicator
 from distprune.jobs import (
-    FinetuneJob,
     ShrinkJob,
     SmallerModel,
     removal_rows,
@@ -36,6 +35,7 @@ from distprune.removal import divide_budget
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
 from tests.jobs.test_prune import Heard, contents
+from tests.small_job import small_finetune_job, small_shrink_job
 from tests.worlds import ProcessPool
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,18 +50,7 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(dense_folder: Path, text_file: Path, tmp_path: Path) -> ShrinkJob:
-    return ShrinkJob(
-        model=str(dense_folder),
-        output=str(tmp_path / "out"),
-        mlp=0.75,
-        heads=2,
-        layers=3,
-        calibration=str(text_file),
-        layer_criterion="influence",
-        samples=4,
-        sequence_length=16,
-        speed=False,
-    )
+    return small_shrink_job(dense_folder, text_file, tmp_path, mlp=0.75, heads=2, layers=3)
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -305,16 +294,8 @@ def test_the_output_can_be_fine_tuned(
     shown = capsys.readouterr().out
     for row in ("made smaller", "3 of 4", "21 of 28", "2 of 4", "obs, mlp 0.75, heads 2, layers 3", "peak memory"):
         assert row in shown
-    tuned = FinetuneJob(
-        model=job.output,
-        output=str(tmp_path / "tuned"),
-        data=str(text_file),
-        teacher=job.model,
-        steps=2,
-        batch_size=2,
-        sequence_length=16,
-        compute_dtype=torch.float32,
-    )
+    tuned = small_finetune_job(Path(job.output), text_file, tmp_path, steps=2)
+    tuned = dataclasses.replace(tuned, teacher=job.model)
     assert len(run_finetune_job(tuned).work.losses) == 2
     before, after = (tensors_of(Path(folder)) for folder in (job.output, tuned.output))
     assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
