@@ -13,11 +13,9 @@ from typing import Any, cast
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, show, table
+from benchmarks.measure import heading, on_ranks, shard, show, table
 from distprune.collectives import Traffic, communicator
 from distprune.models import decoder_blocks
 from launch.demo_inputs import demo_model
@@ -42,11 +40,7 @@ def measure(rank: int, path: str, way: str, repeats: int) -> dict[str, Any]:
     del rank
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     comm = communicator()
-    if comm.size > 1:
-        mesh = init_device_mesh("cpu", (comm.size,))
-        for _, block in decoder_blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    shard(model)
     pairs = linears(model)
     parameters = [module.get_parameter(name) for module, name in pairs]
     originals = [parameter.detach().clone() for parameter in parameters]

@@ -125,9 +125,14 @@ def measure(wanted: list[Case], results: Path) -> None:
             with tempfile.TemporaryDirectory() as output:
                 by_rank = on_ranks(case.ranks, run, asked(case, Path(folder), f"{output}/pruned"))
             entry = {"case": asdict(case), **max(by_rank, key=lambda result: result["seconds"])}
-            print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")  # at once, when the file is closed
+            append(results, case, entry)
+
+
+def append(results: Path, case: object, entry: dict[str, Any]) -> None:
+    """Show what a run gave, and add it to ``results``."""
+    print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")  # at once, when the file is closed
 
 
 def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:

@@ -11,12 +11,11 @@ import gc
 import os
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from benchmarks.measure import heading, on_ranks, peak_memory, show, table, unpin
+from benchmarks.measure import heading, on_ranks, peak_memory, shard, show, table, unpin
 from distprune import Unstructured
 from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import OneShotMethod, prune_blocks
@@ -63,11 +62,7 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
     linears = list(linear_layers(decoder_blocks(model)[0][1]).values())
     inputs = {of_layer.num_in for of_layer in linears}  # of the widths; three inputs share the smaller one
     block = 4 * sum(of_layer.num_out * of_layer.num_in for of_layer in linears)
-    if num_ranks > 1:
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    shard(model)
     samples = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what building the model left behind would hide what pruning takes
@@ -102,10 +97,8 @@ def main() -> None:
         for num_ranks in (1, 2):
             for num_blocks in NUM_BLOCKS[method]:
                 what = num_ranks, run, num_ranks, method, num_blocks
-                os.environ.update(RETURN_MEMORY)
-                in_use = max(result["peak"] for result in on_ranks(*what))
-                for variable in RETURN_MEMORY:
-                    del os.environ[variable]
+                with patch.dict(os.environ, RETURN_MEMORY):
+                    in_use = max(result["peak"] for result in on_ranks(*what))
                 found = max(on_ranks(*what), key=lambda result: result["peak"])
                 mebi = [f"{num_bytes / 2**20:.0f}" for num_bytes in (in_use, *found.values())]
                 rows.append((method, num_ranks, num_blocks, *mebi))

@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 import distprune as prune
-from benchmarks.measure import heading, on_ranks, show, table
+from benchmarks.measure import heading, on_ranks, show, table, unpin
 from launch.demo_inputs import joined, speech_files
 
 SPARSITY = 0.8
@@ -95,7 +95,7 @@ def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, nu
 
 def train(_: int, way: str, seed: int, num_steps: int) -> dict[str, Any]:
     """Train by one way, and return the bits per byte at the end, and what is not zero."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # nothing is timed: whichever core is free
+    unpin()  # nothing is timed: whichever core is free
     text, held_out = speeches()
     torch.manual_seed(seed)
     model = build(way)

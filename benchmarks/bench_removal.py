@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, write_texts
-from benchmarks.measure import heading, on_ranks, show, spread, table, unpin
+from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, append, write_texts
+from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
 from distprune.calibration import load_samples
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
@@ -92,10 +90,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     directory = demo_model()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    if case.ranks > 1:
-        mesh = init_device_mesh("cpu", (case.ranks,))
-        for module in [*(block for _, block in decoder_blocks(model)), model]:
-            fully_shard(module, mesh=mesh)
+    shard(model)
     calibration = texts / "calibration.txt"
     samples = load_samples(
         tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=case.seed
@@ -166,9 +161,7 @@ def measure(wanted: list[Case], results: Path, loss_samples: int) -> None:
             known = known_of(case, entries, loss_samples)
             by_rank = on_ranks(case.ranks, run, case, Path(folder), known, loss_samples)
             entry = asdict(case) | max(by_rank, key=lambda result: result["seconds"])
-            print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            append(results, case, entry)
 
 
 def rows(entries: dict[Case, dict[str, Any]]) -> list[list[str]]:

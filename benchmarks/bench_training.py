@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -172,10 +173,8 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=4)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    os.environ.update(KEEP_MEMORY)
-    launches = [on_ranks(2, times, i % len(WAYS), arguments.steps) for i in range(arguments.launches)]
-    for variable in KEEP_MEMORY:
-        del os.environ[variable]
+    with patch.dict(os.environ, KEEP_MEMORY):
+        launches = [on_ranks(2, times, i % len(WAYS), arguments.steps) for i in range(arguments.launches)]
     rows = []
     for way, base in (*((way, "dense") for way in WAYS), *((on, off) for off, on in OFF.items())):
         of_way, of_base = ([step for launch in launches for step in launch[0][name]] for name in (way, base))

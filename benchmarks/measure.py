@@ -10,7 +10,6 @@ import re
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from distprune.cli.ranks import schedule_as_batch, use_huge_pages
+from distprune.models import decoder_blocks
 
 __all__ = [
     "Peak",
     "anonymous_bytes",
     "heading",
-    "median_seconds",
     "on_ranks",
     "peak_memory",
+    "shard",
     "show",
     "spread",
     "table",
@@ -74,19 +77,6 @@ def peak_memory(sample_seconds: float = _SAMPLE_SECONDS) -> Iterator[Peak]:
         peak.num_bytes = max(peak.num_bytes, anonymous_bytes() - start)
 
 
-def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], None] | None = None) -> float:
-    """Return the median time of ``run`` over ``repeats``, after one that does not count if there are several."""
-    times = []
-    for i in range(repeats + (repeats > 1)):
-        if before is not None:
-            before()
-        started = time.perf_counter()
-        run()
-        if i or repeats == 1:
-            times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
-
-
 def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``num_ranks`` fresh processes of one thread with a gloo group; results by rank."""
     context = multiprocessing.get_context("spawn")
@@ -116,6 +106,14 @@ def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., An
         os.sched_setaffinity(0, {cores[rank]})
     pipe.send(fn(rank, *args))
     dist.destroy_process_group()
+
+
+def shard(model: nn.Module) -> None:
+    """Shard ``model`` by FSDP2 over all ranks, block by block, if there are several."""
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*(block for _, block in decoder_blocks(model)), model):
+            fully_shard(module, mesh=mesh)
 
 
 def unpin() -> None:
