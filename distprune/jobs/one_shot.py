@@ -104,7 +104,9 @@ def run_one_shot_job(
         with open_unfinished(run, job) as unfinished:
             writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
             blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
-            journal = BlockJournal(run, unfinished, writer, blocks, _updated(job, model))
+            names = [name for _, name, _ in blocks]
+            updated = names if updates_weights(job.method, job.targets) else []  # where nothing is pruned, too
+            journal = BlockJournal(run, unfinished, writer, blocks, updated)
             if job.resume and not unfinished.items(BLOCK):
                 run.told.say("nothing was recorded yet: starting at the first block")
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
@@ -115,8 +117,7 @@ def run_one_shot_job(
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
                 with together(run.comm):
-                    written = [name for name, _ in decoder_blocks(model)]
-                    writer.write(written=written, updated=_updated(job, model), progress=progress)
+                    writer.write(written=names, updated=updated, progress=progress)
                 work_together(run.comm, writer.sync)
             return write_documents(run, unfinished.folder, before, after, pruned, draws=draws)
 
@@ -163,8 +164,3 @@ def _prune(
     )
     by: Allocation = "uniform" if shares is None else "gradients"
     return PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)
-
-
-def _updated(job: OneShotJob, model: nn.Module) -> list[str]:
-    """Return the modules whose weights the method changes where it does not prune them."""
-    return [name for name, _ in decoder_blocks(model)] if updates_weights(job.method, job.targets) else []

@@ -183,14 +183,14 @@ class Job:
 
 
 def _check_bounds(name: str, value: Any, option: Option) -> None:
-    bounds = {
-        "above": None if option.above is None else value is None or option.above < value < inf,
-        "at least": None if option.least is None else value is None or value >= option.least,
-        "at most": None if option.most is None else value is None or value <= option.most,
-    }
-    if False in bounds.values():
-        limits = zip(bounds, (option.above, option.least, option.most), strict=True)
-        said = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+    is_within = value is None or (
+        (option.above is None or option.above < value < inf)
+        and (option.least is None or value >= option.least)
+        and (option.most is None or value <= option.most)
+    )
+    if not is_within:
+        limits = {"above": option.above, "at least": option.least, "at most": option.most}
+        said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
         said += " and finite" if option.most is None and option.above is not None else ""
         raise ValueError(f"{name}={value} is not {said}")
 
