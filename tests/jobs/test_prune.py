@@ -273,6 +273,15 @@ def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_watcher_that_fails_at_the_last_word(job: PruneJob, model_folder: Path, tmp_path: Path) -> None:
+    """The only word of this job is that the model's own card is damaged."""
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    (model / CARD_NAME).write_text("---\n[\n---\n")
+    with pytest.raises(RuntimeError, match="the watcher broke at say"):
+        run_prune_job(dataclasses.replace(job, model=str(model)), watcher=Heard("say"))
+    assert not Path(job.output).exists()
+
+
 @pytest.mark.parametrize("sparsity", [-0.1, 1.5, float("nan"), float("inf"), True, "0.5"])
 def test_what_is_no_sparsity(job: PruneJob, sparsity: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="sparsity"):
