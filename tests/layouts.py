@@ -31,7 +31,7 @@ class Layout:
     @property
     def default_sizes(self) -> tuple[int, ...]:
         """The numbers of ranks that are run without ``--whole``."""
-        return tuple(size for size in self.world_sizes if size < 5 or (size == 8 and self.world_sizes != _EVEN))
+        return tuple(size for size in self.world_sizes if size < 5) or self.world_sizes
 
 
 def _mesh(*shape: int) -> DeviceMesh:

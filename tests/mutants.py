@@ -2,8 +2,8 @@
 
 Noun: a *mutant* is the library with one small fault in it; a test suite *kills* it by failing. ``mutants.toml``, beside
 this file, lists them: ``old`` stands once in ``file`` and becomes ``new``. For each of them a copy of the tree is
-mutated, and three suites run in it until one fails: the tests of its folder, all tests that run by default, and all
-tests. A suite that hangs has failed.
+mutated, and suites run in it until one fails: the test that an earlier table names, the tests of its folder, all tests
+that run by default, and then the folder's and all others with ``--whole``. A test that hangs has failed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from queue import SimpleQueue
 __all__ = ["Mutant", "read_mutants"]
 
 ROOT = Path(__file__).parent.parent
-_LONGEST = 1800  # seconds; more than any suite takes
-_LONGEST_OF_FOLDER = 600
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_LONGEST_TEST = 180  # seconds; no test takes half of it
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
+_STARTED = re.compile(r"^(tests/[^\n]*?\.py::.*?)(?: (?:PASSED|SKIPPED|XFAIL).*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="only the tests of the mutant's folder")
     options = parser.parse_args()
     chosen = [m for m in read_mutants() if not options.names or any(name in m.file + m.what for name in options.names)]
+    killers = _killers(options.table) if options.table is not None else {}
     with _copies(options.jobs) as copies, ThreadPoolExecutor(options.jobs) as pool:
         outcomes = []
-        for outcome in pool.map(lambda mutant: _try(mutant, copies, options.first), chosen):
+        for outcome in pool.map(lambda mutant: _try(mutant, copies, options.first, killers), chosen):
             outcomes.append(outcome)
             print(_row(outcome), flush=True)
     text = _table(outcomes)
@@ -119,13 +120,18 @@ def _copies(num: int) -> Iterator[SimpleQueue[Path]]:
         yield copies
 
 
-def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool) -> Outcome:
+def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool, killers: dict[tuple[str, str], str]) -> Outcome:
     copy, started = copies.get(), time.monotonic()
+    first = mutant.first_tests
+    suites: list[tuple[str, list[str]]] = [("default", first)]
+    if killer := killers.get((mutant.file, mutant.what)):
+        suites.insert(0, ("default", [killer]))
+    if not first_only:
+        suites += [("default", []), ("whole", ["--whole", *first]), ("whole", ["--whole"])]
     try:
         mutant.apply_to(copy / "distprune")
-        suites: list[tuple[str, list[str]]] = [("default", mutant.first_tests), ("default", []), ("whole", ["--whole"])]
-        for number, (suite, arguments) in enumerate(suites[: 1 if first_only else None]):
-            if test := _failed_test(copy, arguments, _LONGEST_OF_FOLDER if number == 0 else _LONGEST):
+        for suite, arguments in suites:
+            if test := _failed_test(copy, arguments):
                 return Outcome(mutant, suite, test, time.monotonic() - started)
         return Outcome(mutant, None, "", time.monotonic() - started)
     finally:
@@ -133,25 +139,33 @@ def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool) -> Outcome
         copies.put(copy)
 
 
-def _failed_test(copy: Path, arguments: Sequence[str], longest: float) -> str:
-    """Return the first test that fails in ``copy``; ``""`` if all pass."""
+def _killers(table: Path) -> dict[tuple[str, str], str]:
+    """Return the tests that an earlier table names, by file and fault: they run first. A test that moved fails none."""
+    rows = (line.strip("| ").split(" | ") for line in table.read_text("utf-8").splitlines()) if table.exists() else ()
+    found = {(row[0], row[1]): row[4] for row in rows if len(row) == 5}
+    return {fault: test for fault, test in found.items() if (ROOT / test.partition("::")[0]).is_file()}
+
+
+def _failed_test(copy: Path, arguments: Sequence[str]) -> str:
+    """Return the first test that fails in ``copy``; ``""`` if all pass, or if none of that name is there."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=line", "-p", "no:cacheprovider", *arguments]
+    command += ["-o", f"faulthandler_timeout={_LONGEST_TEST}", "-o", "faulthandler_exit_on_timeout=true"]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            if process.wait(longest) == 0:
+            if process.wait() == 0:
                 return ""
-        except subprocess.TimeoutExpired:
-            return "a test that hangs"
         finally:
             _end_group(process)
         output.seek(0)
         text = output.read()
-    found = _FAILED.search(text)
-    return found[1] if found else (text.strip().splitlines() or ["a killed run"])[-1]
+    if "\nERROR: not found: " in text:
+        return ""
+    found = _FAILED.findall(text) or _STARTED.findall(text)[-1:]
+    return found[0] if found else (text.strip().splitlines() or ["a killed run"])[-1]
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

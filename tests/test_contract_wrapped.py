@@ -10,6 +10,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import distprune as prune
 from distprune.patterns import as_pattern
@@ -78,18 +79,48 @@ def reparametrized(model: nn.Module, row: str) -> Parameters:
     if row != "`remove`":
         prune.prune_each(pairs, prune.L1Unstructured, amount=0.5)
     CALLS[row](pairs)
-    return {f"{i}": whole(getattr(module, name)) for i, (module, name) in enumerate(pairs)}
+    found = {f"{i}": whole(getattr(module, name)) for i, (module, name) in enumerate(pairs)}
+    if row != "`remove`":
+        for module, name in pairs:
+            prune.remove(module, name)
+    return found
 
 
-def used(layout: str) -> Wrapped:
-    """Return a wrapped model after a forward, which leaves some of its parameters unsharded."""
-    wrapped = wrap(layout, transformer())
-    wrapped.model(batches(1)[0])
-    return wrapped
+class Used:
+    """A wrapped model, which takes long to make: ``model`` has its first weights each time it is asked for.
+
+    A forward has left some of its parameters unsharded.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._layout = layout
+        self._make()
+
+    def _make(self) -> None:
+        self._wrapped: Wrapped = wrap(self._layout, transformer())
+        self._first = {name: values.detach().clone() for name, values in self._wrapped.model.named_parameters()}
+        self._is_new = True
+
+    @property
+    def model(self) -> nn.Module:
+        if not self._is_new and self._layout == "fsdp1":  # its parameters are views of what comes and goes
+            self._make()
+        model = self._wrapped.model
+        if not self._is_new:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            with torch.no_grad():
+                for name, values in model.named_parameters():
+                    values.copy_(self._first[name])
+        self._is_new = False
+        model(batches(1)[0])
+        return model
 
 
 def reparametrized_on_rank(_: int, layout: str, rows: list[str]) -> list[Parameters]:
-    return [reparametrized(used(layout).model, row) for row in rows]
+    used = Used(layout)
+    return [reparametrized(used.model, row) for row in rows]
 
 
 def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.PruneReport:
@@ -102,15 +133,15 @@ def in_place(model: nn.Module, scope: str, options: dict[str, Any]) -> prune.Pru
 
 
 def in_place_on_rank(_: int, layout: str, calls: list[tuple[str, str]]) -> list[tuple[Any, Parameters]]:
-    return [_in_place_on_rank(layout, scope, IN_PLACE[row]) for row, scope in calls]
+    used = Used(layout)
+    return [_in_place_on_rank(layout, used.model, scope, IN_PLACE[row]) for row, scope in calls]
 
 
-def _in_place_on_rank(layout: str, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:
-    wrapped = used(layout)
-    report = in_place(wrapped.model, scope, options)
+def _in_place_on_rank(layout: str, model: nn.Module, scope: str, options: dict[str, Any]) -> tuple[Any, Parameters]:
+    report = in_place(model, scope, options)
     if layout == "fsdp1":
-        return report.parameters, _flat_values(wrapped.model)
-    bare = getattr(wrapped.model, "module", wrapped.model)
+        return report.parameters, _flat_values(model)
+    bare = getattr(model, "module", model)
     return report.parameters, {name: whole(parameter) for name, parameter in bare.named_parameters()}
 
 

@@ -296,7 +296,7 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def faults_of(
-    num_ranks: int, make: Make, folder: Path, one_shot: bool, within: tuple[str, ...]
+    num_ranks: int, make: Make, folder: Path, one_shot: bool, gaps_per_line: int, within: tuple[str, ...]
 ) -> tuple[int, list[str]]:
     models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
 
@@ -313,7 +313,7 @@ def faults_of(
             if not (one_shot and name.startswith("layers."))  # the blocks before stay pruned
         ]
 
-    return faults(num_ranks, call, changes, gaps_per_line=1 if one_shot else 2, within=within)
+    return faults(num_ranks, call, changes, gaps_per_line=gaps_per_line, within=within)
 
 
 @pytest.fixture(scope="module")
@@ -348,9 +348,12 @@ ALIKE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in CALLS]
 )
-def test_all_ranks_raise(name: str, folder: Path) -> None:
+def test_all_ranks_raise(name: str, folder: Path, pytestconfig: pytest.Config) -> None:
+    """``--whole`` looks at a line in two gaps; but not of calls that take long."""
     within = ("jobs/", "checkpoint/") if name in JOBS else ("",)
-    num_places, wrong = faults_of(*CALLS[name], folder, name in ("wanda", "sparsegpt", "admm", *JOBS), within)
+    one_shot = name in ("wanda", "sparsegpt", "admm", *JOBS)
+    gaps_per_line = 2 if pytestconfig.getoption("--whole") and not one_shot else 1
+    num_places, wrong = faults_of(*CALLS[name], folder, one_shot, gaps_per_line, within)
     assert num_places > 0
     if name == "prune_model no seed":  # another one is drawn for every run, and not all take the same way
         wrong = [place for place in wrong if not place.endswith("not met again")]

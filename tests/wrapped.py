@@ -213,6 +213,6 @@ def wrap(name: str, model: Transformer) -> Wrapped:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unsharded tensor, detached. Every rank must call it."""
+    """Return a copy of the unsharded tensor, detached. Every rank must call it."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -11,6 +11,7 @@ import torch
 from benchmarks import bench_gpu
 
 
+@pytest.mark.whole
 def test_it_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "report.md"
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--device", "cpu", "--output", str(report)])
