@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune
 from distprune.shards import own_params, private
 from distprune.shards.torch_private import FSDP1, FSDP2, Inside
-from tests.worlds import run_threads
+from tests.worlds import CONTEXT, run_threads
 
 INSIDES = {"fsdp2": FSDP2, "fsdp1": FSDP1}
 # What else is looked up, and what then cannot be done.
@@ -83,92 +85,72 @@ def test_a_stand_in(names: tuple[str, str]) -> None:
     assert Inside("it", [names], {}, "").missing == [".".join(names)]
 
 
-PROGRAM = """
-import json, os, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from importlib import import_module
-import distprune  # and what it imports
-
-torch.set_num_threads(1)
-
-def dtensor(placement, mesh):
-    layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [placement], run_check=False))
-    return layer
-
-def models():
+def models() -> dict[str, Any]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     mesh = init_device_mesh("cpu", (1,))
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def placed(placement: Placement) -> nn.Module:
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [placement], run_check=False))
+        return layer
+
     return {
         "plain": nn.Linear(4, 4),
         "fsdp2": fully_shard(nn.Linear(4, 4), mesh=mesh),
         "fsdp1": FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu")),
-        "strided": dtensor(_StridedShard(0, split_factor=1), mesh),
-        "users": dtensor(Shard(0), mesh),
+        "strided": placed(_StridedShard(0, split_factor=1)),
+        "users": placed(Shard(0)),
     }
 
-def without(names, kind):
+
+def prune_without(names: list[tuple[str, str]], kind: str, answer: Connection) -> None:
+    """Be a process whose torch has none of ``names``, and send what is said of models of that kind and of others."""
     made = models()
     for module, name in names:
         delattr(import_module(module), name)
     for ours in [ours for ours in sys.modules if ours.split(".")[0] == "distprune"]:
         del sys.modules[ours]
-    import distprune
+    again = import_module("distprune")
 
-    class Users(distprune.BasePruningMethod):
-        PRUNING_TYPE = "unstructured"
-        def compute_mask(self, t, default_mask):
-            return default_mask * (t.abs() >= 0.1)
+    def compute_mask(_: object, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        return default_mask * (t.abs() >= 0.1)
 
-    calls = {
-        "plain": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
-        "fsdp2": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
-        "fsdp1": lambda model: distprune.prune_model(model, 0.5),
-        "strided": lambda model: distprune.l1_unstructured(model, "weight", 0.5),
-        "users": lambda model: Users.apply(model, "weight"),
+    members = {"PRUNING_TYPE": "unstructured", "compute_mask": compute_mask}
+    users = type("Users", (again.BasePruningMethod,), members)
+    calls: dict[str, Callable[[Any], object]] = {
+        "plain": lambda model: again.l1_unstructured(model, "weight", 0.5),
+        "fsdp2": lambda model: again.l1_unstructured(model, "weight", 0.5),
+        "fsdp1": lambda model: again.prune_model(model, 0.5),
+        "strided": lambda model: again.l1_unstructured(model, "weight", 0.5),
+        "users": lambda model: users.apply(model, "weight"),  # type: ignore[attr-defined]
     }
     said = {}
-    for other in {"users": ("plain", "fsdp2"), "strided": ("plain",)}.get(kind, ("plain", "users")) + (kind,):
+    for other in (*{"users": ("plain", "fsdp2"), "strided": ("plain",)}.get(kind, ("plain", "users")), kind):
         try:
             calls[other](made[other])
             said[other] = ""
         except Exception as error:
             said[other] = f"{type(error).__name__}: {error}"
-    return said
-
-for names, kind in json.loads(sys.argv[1]):
-    for module, _ in names:
-        import_module(module)
-    if os.fork() == 0:
-        print(json.dumps(without(names, kind)), flush=True)
-        os._exit(0)
-    os.wait()
-"""
+    answer.send(said)
 
 
-def test_moved_names_are_missed_where_they_are_needed() -> None:
-    cases = [([key for key in inside.names if "._" in ".".join(key)], feature) for feature, inside in INSIDES.items()]
-    cases += [([key], needs) for key, needs in OTHERS.items()]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    for (names, kind), line in zip(cases, done.stdout.splitlines(), strict=True):
-        said = json.loads(line)
-        error = said.pop(kind)
-        assert set(said.values()) == {""}, (names, said)
-        assert error.startswith("NotImplementedError: "), (names, error)
-        if kind != "strided":
-            assert f"torch {torch.__version__} has no " in error
-            assert all(name in error for _, name in names), (names, error)
+CASES = [
+    *(([key for key in inside.names if "._" in ".".join(key)], feature) for feature, inside in INSIDES.items()),
+    *(([key], needs) for key, needs in OTHERS.items()),
+]
+
+
+@pytest.mark.parametrize(("names", "kind"), CASES, ids=str)
+def test_moved_names_are_missed_where_they_are_needed(names: list[tuple[str, str]], kind: str) -> None:
+    answer, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=prune_without, args=(names, kind, theirs))
+    process.start()
+    assert answer.poll(120)
+    said = answer.recv()
+    process.join()
+    error = said.pop(kind)
+    assert set(said.values()) == {""}, said
+    assert error.startswith("NotImplementedError: "), error
+    if kind != "strided":
+        assert f"torch {torch.__version__} has no " in error
+        assert all(name in error for _, name in names), error
