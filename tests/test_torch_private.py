@@ -86,7 +86,7 @@ def test_a_stand_in(names: tuple[str, str]) -> None:
 
 
 def models() -> dict[str, Any]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
     mesh = init_device_mesh("cpu", (1,))
 
     def placed(placement: Placement) -> nn.Module:
