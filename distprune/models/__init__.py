@@ -3,7 +3,7 @@
 from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights, replacing_forwards
-from distprune.models.experts import check_experts, expert_gradients, expert_inputs
+from distprune.models.experts import check_experts, expert_gradients, expert_inputs, expert_matrix
 from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards
 from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, expert_place, linear_layers
 from distprune.models.named_model import model_of_names
@@ -28,6 +28,7 @@ __all__ = [
     "evaluating",
     "expert_gradients",
     "expert_inputs",
+    "expert_matrix",
     "expert_place",
     "expert_weights",
     "find_all_units",

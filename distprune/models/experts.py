@@ -16,7 +16,7 @@ from torch import nn
 
 from distprune.models.weights import expert_arguments, expert_weights, matrix_of_weight
 
-__all__ = ["check_experts", "expert_gradients", "expert_inputs"]
+__all__ = ["check_experts", "expert_gradients", "expert_inputs", "expert_matrix"]
 
 _ROUTED = ("top_k_index", "router_indices")
 _KNOWN = ({"hidden_states"}, {"inputs", "expert_size"}, {"hidden_states", "gammas"})
@@ -96,7 +96,7 @@ def expert_gradients(
         if getattr(module, "has_post_expert_norm", False):
             put_out = _apply(module, last_name, expert, gated).detach().requires_grad_()
             (of_last,) = torch.autograd.grad(module.post_expert_norm(put_out), put_out, of_last)
-        of_first = torch.autograd.grad(gated, inner, of_last @ _matrix(module, last_name, expert))
+        of_first = torch.autograd.grad(gated, inner, of_last @ expert_matrix(module, last_name, expert))
         for name, gradient in zip(first_names, of_first, strict=True):
             yield f"{name}.{expert}", routed, gradient
         yield f"{last_name}.{expert}", gated.detach(), of_last
@@ -119,10 +119,10 @@ def _routed(module: Any, given: Mapping[str, Any], expert: int) -> tuple[torch.T
 
 def _apply(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     bias = module._parameters.get(f"{name}_bias")
-    return nn.functional.linear(x, _matrix(module, name, expert), None if bias is None else bias[expert])
+    return nn.functional.linear(x, expert_matrix(module, name, expert), None if bias is None else bias[expert])
 
 
-def _matrix(module: Any, name: str, expert: int) -> torch.Tensor:
+def expert_matrix(module: Any, name: str, expert: int) -> torch.Tensor:
     """Return the matrix (out, in) of an expert."""
     weight: torch.Tensor = getattr(module, name)
     is_transposed = matrix_of_weight(module, name, weight.shape, name).transposed

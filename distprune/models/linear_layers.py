@@ -135,19 +135,17 @@ def find_routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
     found: set[nn.Module] = set()
     experts: set[nn.Module] = set()
     for parent in block.modules():
-        children = list(parent.children())
-        counts = {num for child in children if (num := _num_experts(child))}
+        nums = {child: num for child in parent.children() if (num := _num_experts(child))}
         chosen: set[int] = set()  # how many a router of this parent chooses among
-        for child in children if counts else ():
+        for child in parent.children() if nums else ():
             held = list(_matrices(child).values())
-            if len(held) == 1 and held[0].expert is None and held[0].num_out in counts:
-                found.add(held[0].module)
-                chosen.add(held[0].num_out)
-            bare = [parameter for parameter in child.parameters(recurse=False) if parameter.ndim == 2]
-            if not held and len(bare) == 1 and bare[0].shape[0] in counts:
-                found.add(child)
-                chosen.add(bare[0].shape[0])
-        experts.update(inner for child in children if _num_experts(child) in chosen for inner in child.modules())
+            matrices = [(of.module, of.num_out) for of in held if of.expert is None]
+            if not held:
+                matrices = [(child, len(of)) for of in child.parameters(recurse=False) if of.ndim == 2]
+            if max(len(held), len(matrices)) == 1 and matrices and matrices[0][1] in nums.values():
+                found.add(matrices[0][0])
+                chosen.add(matrices[0][1])
+        experts.update(inner for child, num in nums.items() if num in chosen for inner in child.modules())
     return found, experts
 
 

@@ -13,6 +13,7 @@ What names can tell: a dotted path of modules, and numbers in it are lists. Then
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -28,14 +29,20 @@ _EMBEDDINGS = ("relative_attention_bias",)
 def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a model with ``tensors``, as parameters where they are floating, under their names. Local."""
     root = nn.Module()
-    kinds = _kinds(tensors)
+    children: defaultdict[str, set[str]] = defaultdict(set)  # modules in a module, by its path
+    for name in tensors:
+        path = name.rpartition(".")[0]
+        while path:
+            parent, _, child = path.rpartition(".")
+            children[parent].add(child)
+            path = parent
     for name in sorted(tensors, key=natural_order):
         module, path = root, ""
         *parents, attribute = name.split(".")
         for part in parents:
             path = f"{path}.{part}" if path else part
             if part not in module._modules:
-                module.add_module(part, kinds[path]())
+                module.add_module(part, _kind(part, children[path])())
             module = module.get_submodule(part)
         tensor = tensors[name]
         if tensor.is_floating_point():
@@ -50,17 +57,6 @@ class _Embedding(nn.Embedding):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-
-
-def _kinds(names: Mapping[str, object]) -> dict[str, type[nn.Module]]:
-    """Return the class of every module on the way to a tensor, by its path."""
-    children: dict[str, set[str]] = {}
-    for name in names:
-        parts = name.split(".")[:-1]
-        for depth in range(len(parts)):
-            children.setdefault(".".join(parts[:depth]), set()).add(parts[depth])
-    paths = {f"{path}.{child}" if path else child for path, of in children.items() for child in of}
-    return {path: _kind(path.rpartition(".")[2], children.get(path, set())) for path in paths}
 
 
 def _kind(name: str, children: set[str]) -> type[nn.Module]:

@@ -31,17 +31,8 @@ __all__ = ["UNIT_KINDS", "Cut", "UnitKind", "Units", "find_all_units", "find_uni
 UnitKind = Literal["mlp", "heads", "kv_groups", "experts"]
 UNIT_KINDS: tuple[UnitKind, ...] = ("mlp", "heads", "kv_groups", "experts")
 
-_READERS = (
-    "down",
-    "out",
-    "c_proj",
-    "to_h",
-    "fc2",
-    "w2",
-    "o_proj",
-    "dense",
-)  # names of layers that write to hidden states
-
+# In names of layers that write to hidden states.
+_READERS = ("down", "out", "c_proj", "to_h", "fc2", "w2", "o_proj", "dense")
 _SINKS = "sinks"  # one logit a query head, in GPT-OSS
 
 
@@ -115,9 +106,8 @@ def find_all_units(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Uni
         except NotImplementedError as error:
             raise NotImplementedError(f"block {name!r}: {error}") from error
     if not any(units for _, units in found):
-        what = {"mlp": "MLP that this library knows", "experts": "experts"}.get(
-            kind, "attention that this library knows"
-        )
+        module = "MLP" if kind == "mlp" else "attention"
+        what = "experts" if kind == "experts" else f"{module} that this library knows"
         raise NotImplementedError(f"no {kind} to remove: no block of {type(model).__name__} has {what}")
     return found
 
@@ -142,13 +132,12 @@ def _channels(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> U
     *makers, reader = linears
     size = reader.num_in
     is_fused = len(makers) == 1 and makers[0].num_out == 2 * size
-    if not 1 <= len(makers) <= 2 or not (is_fused or all(maker.num_out == size for maker in makers)):
-        return None
-    if any(maker.num_in != reader.num_out for maker in makers):
-        return None
+    is_made = is_fused or (1 <= len(makers) <= 2 and all(maker.num_out == size for maker in makers))
     reader_name = _last(reader.name) if reader.expert is None else reader.parameter_name
-    if reader.num_out == size and not any(part in reader_name for part in _READERS):
-        return None  # which one comes last, shapes do not tell
+    # Where all are square, only names tell which one comes last.
+    is_last = reader.num_out != size or any(part in reader_name for part in _READERS)
+    if not is_made or not is_last or any(maker.num_in != reader.num_out for maker in makers):
+        return None
     if reader.expert is None and not _is_between_elementwise(path, module, linears):
         return None
     channels = torch.arange(size)
@@ -206,8 +195,8 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
     size = head_dim(module)
     by_name = {_last(linear.name): linear for linear in linears}
     letters = {name[0]: linear for name, linear in by_name.items()}
-    others = [linear for name, linear in by_name.items() if name[0] not in "qkv"]
-    known = set(by_name) - {_last(linear.name) for linear in others}
+    known = {name for name in by_name if name[0] in "qkv"}
+    others = [linear for name, linear in by_name.items() if name not in known]
     refused = _refusal(path, module)
     if len(others) != 1 or not (known == {"qkv_proj"} or (len(known) == 3 and {"q", "k", "v"} <= letters.keys())):
         if "Attention" not in type(module).__name__:
@@ -235,10 +224,8 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
     of_kind = kind if num_kv < num_heads else "kv_groups"
     num_units = num_heads if of_kind == "heads" else num_kv
     read = torch.arange(rows[0]).view(num_units, -1)
-    index = [read]
-    if of_kind == "kv_groups":
-        keys = torch.arange(rows[1]).view(num_kv, -1)
-        index += [keys, keys]
+    keys = torch.arange(rows[1]).view(num_kv, -1)
+    index = [read, keys, keys] if of_kind == "kv_groups" else [read]
     if len(makers) == 1:
         starts = (0, rows[0], rows[0] + rows[1])
         index = [torch.cat([start + part for start, part in zip(starts, index, strict=False)], dim=1)]
@@ -267,12 +254,8 @@ def _experts(block: nn.Module) -> Iterator[Units]:
             is_row = any(tensor is own for own in router.parameters(recurse=False)) and tensor.shape[0] == num
             if is_row or (tensor.numel() == num and not name.startswith(f"{path}.")):  # a correction of its scores
                 cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num)[:, None]))
-        groups = (getattr(of, name, None) for of in (router, parent) for name in ("n_group", "num_group"))
-        num_groups = next((group for group in groups if isinstance(group, int)), 1)
-        chosen = (
-            getattr(of, name, None) for of in (router, parent, module) for name in ("top_k", "num_experts_per_tok")
-        )
-        min_kept = next((number for number in chosen if isinstance(number, int)), 1)
+        num_groups = _number((router, parent), ("n_group", "num_group"), 1)
+        min_kept = _number((router, parent, module), ("top_k", "num_experts_per_tok"), 1)
         yield Units("experts", path, num, num_groups, tuple(cuts), None, None, min_kept)
 
 
@@ -302,8 +285,13 @@ def _refusal(path: str, module: nn.Module) -> Callable[[str], NotImplementedErro
 
 def head_dim(module: nn.Module) -> int:
     """Return the size of the heads of an attention; 0: ``module`` is none."""
-    sizes = (getattr(module, name, None) for name in ("head_dim", "head_size"))
-    return next((size for size in sizes if isinstance(size, int)), 0)
+    return _number((module,), ("head_dim", "head_size"), 0)
+
+
+def _number(modules: Sequence[nn.Module], names: Sequence[str], default: int) -> int:
+    """Return the first int that one of ``modules`` has under one of ``names``."""
+    found = (getattr(module, name, None) for module in modules for name in names)
+    return next((number for number in found if isinstance(number, int)), default)
 
 
 def _last(path: str) -> str:

@@ -13,9 +13,9 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from distprune.models import UNIT_KINDS, UnitKind, Units, decoder_blocks, find_all_units
@@ -24,84 +24,69 @@ from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
 from distprune.removal.sizes import Sizes
 
-__all__ = ["BlockCounts", "Budget", "Chosen", "KindOptions", "can_lose_layers", "cost_curve", "possible_sizes"]
+__all__ = ["Budget", "Chosen", "KindOptions", "cost_curve"]
 
 _EVEN = 16  # MLP widths are multiples of it, as far as those before are: matrix products are faster
 
 
-class BlockCounts:
+class _BlockCounts:
     """Counts the parameters of each decoder block, of whatever sizes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.found = {kind: found for kind in UNIT_KINDS if (found := _find(model, kind))}
-        self._blocks: list[list[tuple[torch.Size, dict[tuple[int, UnitKind], tuple[Units, int]]]]] = []
-        for index, (_, block) in enumerate(decoder_blocks(model)):
-            cuts: dict[str, dict[tuple[int, UnitKind], tuple[Units, int]]] = {}
-            for kind, of_kind in self.found.items():
-                for units in of_kind[index][1]:
-                    for cut in units.cuts:  # each slice of 3-D weights gets as small as the others
-                        cuts.setdefault(cut.parameter, {})[cut.dim, kind] = units, cut.index.shape[1]
-            self._blocks.append([(p.shape, cuts.get(name, {})) for name, p in block.named_parameters()])
+        self.found: dict[UnitKind, list[tuple[str, list[Units]]]] = {}
+        for kind in UNIT_KINDS:
+            with suppress(NotImplementedError):
+                self.found[kind] = find_all_units(model, kind)
+        self._shapes = [{name: p.shape for name, p in block.named_parameters()} for _, block in decoder_blocks(model)]
+        self._cuts = {  # by kind and block; each slice of 3-D weights gets as small as the others
+            kind: [
+                {(cut.parameter, cut.dim): (units, cut.index.shape[1]) for units in of_block for cut in units.cuts}
+                for _, of_block in found
+            ]
+            for kind, found in self.found.items()
+        }
 
     def num_units(self, kind: UnitKind) -> list[int]:
         """Return how many units each place has."""
-        return [units.num_units for _, of in self.found.get(kind, ()) for units in of]
+        return [units.num_units for _, of_block in self.found[kind] for units in of_block]
 
     def numels(self, sizes: Mapping[UnitKind, int | float]) -> list[int]:
         """Return how many parameters each block has when ``sizes`` stay, of other kinds all."""
-        return [sum(_numel(*part, sizes) for part in block) for block in self._blocks]
+        left = [{name: list(shape) for name, shape in block.items()} for block in self._shapes]
+        for kind, size in sizes.items():
+            for block, cuts in zip(left, self._cuts[kind], strict=True):
+                for (name, dim), (units, width) in cuts.items():
+                    if name in block:  # no buffer
+                        block[name][dim] -= (units.num_units - num_to_keep(units, size, units.name)) * width
+        return [sum(map(math.prod, block.values())) for block in left]
 
 
-def possible_sizes(model: nn.Module, kind: UnitKind, found: Sequence[tuple[str, Sequence[Units]]]) -> list[int | float]:
+def _possible_sizes(model: nn.Module, kind: UnitKind, found: list[tuple[str, list[Units]]]) -> list[int | float]:
     """Return the sizes that the units ``found`` of ``kind`` can have in this layout, from the most to the least.
 
     Numbers; where places have unequal numbers, shares. An MLP width is a multiple of 16, as far as the one before is.
     """
-    step, places = step_of(model, found), [units for _, of in found for units in of]
+    places = [units for _, of_block in found for units in of_block]
     common = math.gcd(*(units.num_units // units.num_groups for units in places))
+    nums, step = list({units.num_units for units in places}), step_of(model, found)
+    if kind == "mlp" and len(nums) == 1:
+        step = math.lcm(step, math.gcd(_EVEN, *nums))
     sizes: list[int | float] = []
     for part in range(common - 1, 0, -1):
-        kept = {units.num_units: units.num_units * part // common for units in places}
-        even = math.gcd(_EVEN, *kept) if kind == "mlp" and len(kept) == 1 else 1
-        if all(num % math.lcm(step, even) == 0 for num in kept.values()):
-            sizes.append(next(iter(kept.values())) if len(kept) == 1 else part / common)
+        kept = [num * part // common for num in nums]
+        if all(num % step == 0 for num in kept):
+            sizes.append(kept[0] if len(nums) == 1 else part / common)
     if kind == "mlp":  # all or none
-        return sizes if sizes and _is_possible(model, kind, sizes[0]) else []
-    return [size for size in sizes if _is_possible(model, kind, size)]
+        return sizes if sizes and _is_possible(Sizes(mlp=sizes[0]).check, model) else []
+    return [size for size in sizes if _is_possible(Sizes(**{kind: size}).check, model)]
 
 
-def can_lose_layers(model: nn.Module) -> bool:
-    """Return whether a decoder layer of ``model`` can leave, the first one say."""
+def _is_possible(check: Callable[..., object], *args: object) -> bool:
     try:
-        check_layers(model, range(1, len(decoder_blocks(model))))
+        check(*args)
     except (ValueError, NotImplementedError):
         return False
     return True
-
-
-def _find(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Units]]]:
-    try:
-        return find_all_units(model, kind)
-    except NotImplementedError:
-        return []
-
-
-def _is_possible(model: nn.Module, kind: UnitKind, size: int | float) -> bool:
-    try:
-        Sizes(**{kind: size}).check(model)
-    except (ValueError, NotImplementedError):
-        return False
-    return True
-
-
-def _numel(
-    shape: torch.Size, cuts: Mapping[tuple[int, UnitKind], tuple[Units, int]], sizes: Mapping[UnitKind, int | float]
-) -> int:
-    left = list(shape)
-    for (dim, kind), (units, width) in cuts.items():
-        if kind in sizes:
-            left[dim] -= (units.num_units - num_to_keep(units, sizes[kind], units.name)) * width
-    return math.prod(left)
 
 
 Chosen = dict[str, int | float]  # what stays, by kind; of the others all
@@ -146,16 +131,17 @@ class Budget:
         limit = int(sizes.parameters * num_all) if isinstance(sizes.parameters, float) else sizes.parameters
         if limit >= num_all:
             raise ValueError(f"parameters: the model has {num_all:,}, not more than {limit:,}: there is none to remove")
-        counts, said, num_layers = BlockCounts(model), sizes.of_units, sizes.num_layers(model)
+        counts, said, num_layers = _BlockCounts(model), sizes.of_units, sizes.num_layers(model)
         inside, options = counts.numels(said), dict[str, KindOptions]()
         for kind, found in counts.found.items():
             is_out = kind in {*said, "experts"} or (kind in _EXCLUSIVE and _EXCLUSIVE & said.keys())
             if kind == "kv_groups" and "heads" in options and counts.num_units("heads") == counts.num_units(kind):
                 is_out = True  # of one head each: they are the heads
-            if not is_out and (possible := possible_sizes(model, kind, found)):
+            if not is_out and (possible := _possible_sizes(model, kind, found)):
                 left = [counts.numels({**said, kind: size}) for size in possible]
                 options[kind] = KindOptions(possible, [[a - b for a, b in zip(inside, of, strict=True)] for of in left])
-        if sizes.layers is None and num_layers > 1 and can_lose_layers(model):
+        # Whichever leave: the first one is tried.
+        if sizes.layers is None and num_layers > 1 and _is_possible(check_layers, model, range(1, num_layers)):
             options["layers"] = KindOptions(range(num_layers - 1, 0, -1))
         budget = cls(limit, num_all - sum(counts.numels({})), inside, num_layers, options)
         least = min(budget._alternatives(lambda sizes: sizes[-1:]), key=budget.left)
@@ -175,14 +161,12 @@ class Budget:
 
     def with_size(self, kind: str, size: int | float | None) -> Budget:
         """Return the budget that is left where ``size`` of ``kind`` stays; ``None``: all of it."""
-        options = {other: of for other, of in self.options.items() if other != kind}
+        out = _EXCLUSIVE if kind in _EXCLUSIVE and size is not None else {kind}
+        options = {other: of for other, of in self.options.items() if other not in out}
         if size is None:
             return dataclasses.replace(self, options=options)
-        if kind == "layers":
-            return dataclasses.replace(self, num_layers=int(size), options=options)
-        if kind in _EXCLUSIVE:
-            options = {other: of for other, of in options.items() if other not in _EXCLUSIVE}
-        return dataclasses.replace(self, num_inside=self._inside({kind: size}), options=options)
+        num_layers = int(size) if kind == "layers" else self.num_layers
+        return dataclasses.replace(self, num_inside=self._inside({kind: size}), num_layers=num_layers, options=options)
 
     def cheapest(self, cost: Callable[[str, int | float], float]) -> Chosen | None:
         """Return the sizes that meet the limit whose costs have the least sum; of equal ones, those that leave most.
@@ -197,7 +181,8 @@ class Budget:
             if filled and not {filled, *chosen} >= _EXCLUSIVE:
                 falling += [{**chosen, filled: size} for size in self.options[filled].sizes]
             first = bisect_left(falling, True, key=self.is_met)
-            for best in falling[first : first + 1]:
+            if first < len(falling):
+                best = falling[first]
                 found.append((math.fsum(itertools.starmap(cost, best.items())), -self.left(best), best))
         return min(found, key=lambda of: of[:2])[2] if found else None
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import nn
 
 from distprune.calibration import Moments, find_sample_group, measure_sensitivities, own_samples, shared_axis
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
-from distprune.models import Found, LinearLayer, UnitKind, decoder_blocks
+from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.driver import Clock, Outcome, prune_rows
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, samples_digest, share_of_targets
@@ -26,17 +27,13 @@ from distprune.removal.criteria import Criterion, CriterionName, criterion_of
 from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
 from distprune.removal.readers import Readers, find_readers
-from distprune.removal.remover import Asked, Refit, UnitRemover
+from distprune.removal.remover import Refit, UnitRemover
 from distprune.scores import Magnitude, Score
-from distprune.shards import LocalShard, cut, local_shard
+from distprune.shards import cut, local_shard
 
-__all__ = ["OnBlockUnits", "Removal", "choose_units", "default_targets_of", "shift_biases"]
+__all__ = ["OnBlockUnits", "Removal", "choose_units", "default_targets_of"]
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
-
-DAMPING = 0.1  # of X^T X, of its diagonal
-NUM_STEPS = 16  # in which units go
-_REFITS = ("least_squares", "bias", "none")
 
 
 def default_targets_of(refit: Refit) -> TargetsOf:
@@ -108,16 +105,20 @@ def choose_units(
 
     def look() -> tuple[Found, Facts, Score, tuple[Readers, WalkOptions, Criterion, list[tuple[str, nn.Module]]]]:
         chosen = criterion_of(criterion)
-        if refit not in _REFITS:
-            raise ValueError(f"{refit=} is none of {', '.join(_REFITS)}")
+        if refit not in get_args(Refit):
+            raise ValueError(f"{refit=} is none of {', '.join(get_args(Refit))}")
         share = share_of_targets(targets or default_targets_of(refit), target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)
+        for index, (name, _) in enumerate(blocks) if share > 0 else ():
+            if index + 1 in plan.skipped and index not in plan.skipped | plan.healed.keys():
+                why = "has no one linear layer that could make up for the layers that go behind it"
+                warnings.warn(f"block {name!r} {why}", stacklevel=2)
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
         if targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
-        if refit == "bias" and (without := [name for name, of in plan.asked.items() if not of.has_bias]):
+        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed)
@@ -131,7 +132,11 @@ def choose_units(
             "finished": repr(finished is not None),
             "samples": samples_digest(samples),
         }
-        shards = _shards(model, plan, with_cuts="norms" in chosen.needs)
+        names: dict[str, None] = {}  # of what is refitted, and of all that gets smaller where its norms count
+        for of in plan.asked.values():
+            paths = [each.parameter for each in of.units.cuts] if "norms" in chosen.needs else []
+            names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
+        shards = [local_shard(name, model.get_parameter(name)) for name in names]
         return Found(shards, [], by_default=False, has_blocks=True), facts, Magnitude(), (plan, options, chosen, blocks)
 
     agreed, (plan, options, chosen, blocks) = agree_on(comm, look)
@@ -140,10 +145,11 @@ def choose_units(
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
-    asked = dict(plan.asked)
+    asked = plan.asked
     if "norms" in chosen.needs and asked:
         norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
-        asked = {name: dataclasses.replace(of, norms=n) for (name, of), n in zip(asked.items(), norms, strict=True)}
+        for of, of_units in zip(asked.values(), norms, strict=True):
+            of.norms = of_units
     if "gradients" in chosen.needs:
         with together(comm):
             mine = own_samples(sample_group, model, samples)
@@ -152,14 +158,28 @@ def choose_units(
             for (name, block), of_block in zip(blocks, plan.linears, strict=True)
         ]
         found = measure_sensitivities(comm, sample_group, model, readers, mine)
-        asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
-    remover = _Remover(asked, chosen, refit)
+        for name, of in asked.items():
+            of.gradients = found[name].outputs
+    stays: dict[str, list[int]] = {}  # by reader
+
+    def remove(
+        comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
+    ) -> dict[str, Outcome]:
+        some = {of.name: asked[of.name] for of in rows.values()}
+        prefix = next((f"{of.block}." for of in some.values()), "")
+        remover = UnitRemover(some, prefix, chosen, refit)
+        outcomes = prune_rows(comm, rows, moments, remover, Unstructured(0.0), clock, aim)
+        for told in comm.gather(remover.kept):
+            stays.update(told)
+        linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}
+        _shift_biases(comm, linears, remover.offsets)
+        return outcomes
 
     def kept_of(block: str) -> Kept:
-        some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in plan.kinds}
-        if missing := some.keys() - remover.kept.keys():
+        some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in keep}
+        if missing := some.keys() - stays.keys():
             raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
-        return {(block, of.units.kind, of.units.name): torch.tensor(remover.kept[name]) for name, of in some.items()}
+        return {(block, of.units.kind, of.units.name): torch.tensor(stays[name]) for name, of in some.items()}
 
     def call_back(index: int, report: BlockReport) -> None:
         of_block = kept_of(report.name)
@@ -174,7 +194,7 @@ def choose_units(
         options,
         plan.linears,
         list(shards.values()),
-        remover,
+        remove,
         offload=offload,
         finished=finished,
         on_block=call_back,
@@ -191,51 +211,13 @@ def choose_units(
     return Removal(kept, layers_left, report)
 
 
-@dataclass(frozen=True)
-class _Remover:
-    """Has units of readers removed; ``kept`` are those that stay, by reader, on every rank."""
-
-    asked: Mapping[str, Asked]
-    criterion: Criterion
-    refit: Refit
-    kept: dict[str, list[int]] = field(default_factory=dict)
-
-    def __call__(
-        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
-    ) -> dict[str, Outcome]:
-        some = {name: self.asked[of.name] for name, of in rows.items()}
-        by_name = {rows[name].name: of for name, of in some.items()}
-        prefix = next((f"{of.block}." for of in some.values()), "")
-        remover = UnitRemover(by_name, prefix, self.criterion, self.refit, DAMPING, NUM_STEPS)
-        outcomes = prune_rows(comm, rows, moments, remover, Unstructured(0.0), clock, aim)
-        for told in comm.gather(remover.kept):
-            self.kept.update(told)
-        with_bias = {name: of.linear for name, of in some.items() if of.has_bias and self.refit != "none"}
-        shift_biases(comm, with_bias, remover.offsets)
-        return outcomes
-
-
-def _shards(model: nn.Module, plan: Readers, *, with_cuts: bool) -> list[LocalShard]:
-    """Return this rank's part of the readers' weights, or of all parameters that get smaller."""
-    found: dict[str, LocalShard] = {}
-    blocks = dict(decoder_blocks(model))
-    for of in plan.asked.values():
-        paths = [of.linear.parameter_path, *(cut.parameter for cut in of.units.cuts if with_cuts)]
-        for path in paths:
-            name = f"{of.block}.{path}"
-            if name not in found:
-                found[name] = local_shard(name, blocks[of.block].get_parameter(path))
-    return list(found.values())
-
-
-def shift_biases(
+def _shift_biases(
     comm: Communicator, linears: Mapping[str, LinearLayer], offsets: Mapping[str, tuple[Rows, torch.Tensor]]
 ) -> None:
     """Add ``offsets``, by linear layer this rank's rows and what their biases gain, to the biases of ``linears``.
 
-    Biases are laid out as they are. Every rank must call it, with the same linear layers; of the rows their owners'
-    offsets
-    count: a round of 8 bytes for each output, and one of 64.
+    Biases keep their layouts. Only the owner's offsets of a row count. Every rank must call it, with the same linear
+    layers: a round of 8 bytes for each output, and one of 64.
     """
     if not linears:
         return
@@ -243,10 +225,9 @@ def shift_biases(
 
     def fill(words: torch.Tensor) -> None:
         for name, part in zip(linears, torch.split(words, sizes), strict=True):
-            rows, gained = offsets.get(name, (None, None))
-            if rows is not None and gained is not None and rows.owned:
+            if name in offsets and (rows := offsets[name][0]).owned:
                 places = torch.cat([torch.arange(start, stop) for start, stop in rows.runs])
-                part[places] = gained.double().cpu()
+                part[places] = offsets[name][1].double().cpu()
 
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)
     with together(comm):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -182,9 +182,7 @@ def criterion_of(name: CriterionName | Criterion) -> Criterion:
     """
     if isinstance(name, Criterion):
         return name
-    known: dict[str, Criterion] = dict(
-        zip(get_args(CriterionName), (OBS(), UnitTaylor(), Fluctuation(), Activation(), UnitMagnitude()), strict=True)
-    )
+    known = {of.name: of for of in (OBS(), UnitTaylor(), Fluctuation(), Activation(), UnitMagnitude())}
     if name not in known:
         raise ValueError(f"criterion={name!r} is none of {', '.join(known)}, or a Criterion")
     return known[name]

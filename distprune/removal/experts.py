@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from distprune.calibration import Visitor, visit_blocks
 from distprune.collectives import Group, agree, communicator, together
-from distprune.models import Units, decoder_blocks, expert_inputs, expert_weights, find_all_units, linear_layers
+from distprune.models import Units, decoder_blocks, expert_inputs, expert_matrix, expert_weights, find_all_units
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
@@ -59,11 +60,9 @@ def choose_experts(
             raise ValueError(f"{criterion=} is none of output, usage")
         blocks_to_walk(model)
         found = find_all_units(model, "experts")
-        num_kept = {
-            (block, units.name): num_to_keep(units, keep, f"{block}.{units.name}")
-            for block, of_block in found
-            for units in of_block
-        }
+        for name, places in found:
+            for units in places:
+                num_to_keep(units, keep, f"{name}.{units.name}")  # checked before anything runs
         digest = samples_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
     kept: dict[Any, torch.Tensor] = {}
@@ -72,76 +71,59 @@ def choose_experts(
         if not all_finite(scores):  # the same on every rank
             raise ValueError(f"experts of block {name!r} put out NaN or Inf")
         for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
-            kept[name, "experts", units.name] = _highest(of_units.tolist(), units, num_kept[name, units.name])
+            kept[name, "experts", units.name] = _highest(of_units, units, num_to_keep(units, keep, units.name))
     return kept
 
 
 class _Experts(Visitor):
-    """Scores the experts of all places of a block."""
+    """Scores the experts of all places of a block, for the sample that runs."""
 
     def __init__(self, block: nn.Module, places: Sequence[Units], criterion: ExpertCriterion) -> None:
-        self._places = [_Place(block, units, criterion) for units in places]
-        self.num_words = sum(units.num_units for units in places)
+        self._modules, self._criterion = [block.get_submodule(units.name) for units in places], criterion
+        self._sizes = [units.num_units for units in places]
+        self.num_words = sum(self._sizes)
+        self._scores = torch.zeros(self.num_words, dtype=torch.float64)
 
     @contextmanager
     @override
     def listening(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for of in self._places:
-                stack.callback(of.module.register_forward_pre_hook(of.hook, with_kwargs=True).remove)
+            for module, scores in zip(self._modules, torch.split(self._scores, self._sizes), strict=True):
+                hook = partial(self._hook, scores)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
 
     @override
     def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.empty(0), *(of.take() for of in self._places)])
-
-
-class _Place:
-    """The scores of the experts of one place, of the sample that runs."""
-
-    def __init__(self, block: nn.Module, units: Units, criterion: ExpertCriterion) -> None:
-        self.module, self._criterion = block.get_submodule(units.name), criterion
-        self.scores = torch.zeros(units.num_units, dtype=torch.float64)
-        last = expert_weights(self.module)[-1]
-        self._readers = {
-            linear.expert: linear
-            for linear in linear_layers(block).values()
-            if linear.module is self.module and linear.parameter_name == last
-        }
-
-    def take(self) -> torch.Tensor:
-        """Return the scores, which begin anew with the next sample."""
-        scores, self.scores = self.scores, torch.zeros_like(self.scores)
+        scores = self._scores.clone()
+        self._scores.zero_()  # they begin anew with the next sample
         return scores
 
-    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        inputs = expert_inputs(module, args, kwargs)
+    def _hook(self, scores: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        for expert, linear in self._readers.items():
-            assert expert is not None
-            tokens, x = inputs.get(f"{linear.parameter_name}.{expert}", (None, None))
-            if tokens is None or x is None:
+        last = expert_weights(module)[-1]
+        for name, (tokens, x) in expert_inputs(module, args, kwargs).items():
+            parameter, _, number = name.rpartition(".")
+            if parameter != last:
                 continue
+            expert = int(number)
             if self._criterion == "usage":
-                self.scores[expert] += len(x)
+                scores[expert] += len(x)
                 continue
             if not {_INDEX, _SHARES} <= given.keys():
                 raise NotImplementedError(
                     f"a {type(module).__name__} is not called with {_INDEX} and {_SHARES}: what its experts put out is "
                     "not known; use criterion='usage'"
                 )
-            weight = linear.parameter.detach()[expert]
-            put_out = x @ (weight if linear.transposed else weight.t())
+            put_out = x @ expert_matrix(module, last, expert).detach().t()
             shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
             norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
-            self.scores[expert] += float(norms.sum().float())  # float64 adds the addends of all samples exactly
+            scores[expert] += float(norms.sum().float())  # float64 adds the addends of all samples exactly
 
 
-def _highest(scores: Sequence[float], units: Units, num_kept: int) -> torch.Tensor:
+def _highest(scores: torch.Tensor, units: Units, num_kept: int) -> torch.Tensor:
     """Return the units that stay, ascending: of each group the highest, of equals the last."""
-    size, num = units.num_units // units.num_groups, num_kept // units.num_groups
-    stays: list[int] = []
-    for start in range(0, units.num_units, size):
-        by_score = sorted(range(start, start + size), key=lambda unit: (scores[unit], unit))
-        stays += sorted(by_score[size - num :])
-    return torch.tensor(stays, dtype=torch.int64)
+    by_score = torch.sort(scores.view(units.num_groups, -1), dim=1, stable=True).indices
+    num_gone = (units.num_units - num_kept) // units.num_groups
+    groups = torch.arange(units.num_units).view(units.num_groups, -1)
+    return groups.gather(1, by_score[:, num_gone:].sort(dim=1).values).flatten()

@@ -72,5 +72,5 @@ def _sums(shard: LocalShard, cut: Cut, scale: int) -> torch.Tensor:
     step = max(1, _CHUNK // max(local[:1].numel(), 1))
     for some, values in zip(torch.split(places, step), torch.split(local, step), strict=True) if len(places) else ():
         squares = on_grid(values.double().square(), scale)
-        sums[some] = squares.sum(dim=tuple(range(1, squares.ndim))).cpu() if squares.ndim > 1 else squares.cpu()
+        sums[some] = squares.reshape(len(some), -1).sum(dim=1).cpu()
     return sums

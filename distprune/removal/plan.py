@@ -5,50 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from distprune.models import UNIT_KINDS, Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
+from distprune.models import Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
 from distprune.removal.select import KeptIndices
-from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config
+from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
 from distprune.shards import Fsdp2Params, even_parts, find_flat_parts
 
-__all__ = ["Kept", "UnitPlan", "check_ascending", "check_layout", "plan_units", "step_of"]
+__all__ = ["Kept", "check_ascending", "check_layout", "holder_of", "plan_units", "step_of"]
 
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, UnitKind, str], torch.Tensor]
 
-_WORDS: dict[UnitKind, tuple[str, ...]] = {
-    "mlp": ("inter", "inner", "ffn", "d_ff", "ff_dim", "mlp_dim"),
-    "heads": ("head",),
-    "kv_groups": ("head",),
-    "experts": ("expert",),
-}
-_WITHOUT: dict[UnitKind, tuple[str, ...]] = {
-    "mlp": (),
-    "heads": ("dim", "size"),
-    "kv_groups": ("dim", "size"),
-    "experts": ("per_tok", "topk", "top_k", "size", "dim"),
-}
-
-
 _GROUPED_BYTES = 16  # strides of what torch's grouped_mm takes
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """``selections``: by full name of a parameter or buffer, what stays of it, dim after dim."""
-
-    selections: Mapping[str, list[KeptIndices]]
-    smaller: Smaller
 
 
 @dataclass
 class _Cutting:
-    """What goes from the parameters of the model, gathered cut by cut. Masks: along a dim (size,), or in every slice
-    along dim 0 (slices, size)."""
+    """What stays of the tensors of ``model``. ``masks``, by name and dim: (size,), or (slices, size) where each slice
+    along dim 0 has its own."""
 
     model: nn.Module
     managed: Fsdp2Params
@@ -56,53 +35,34 @@ class _Cutting:
 
     def cut(self, block: str, cut: Cut, gone: torch.Tensor, units: Units) -> None:
         name = f"{block}.{cut.parameter}"
-        tensor = _tensor(self.model, name)
-        size, expert = tensor.shape[cut.dim], cut.expert
-        num_kept = units.num_units - len(gone)
-        parts, every = self.parts(name, cut, units)
-        if num_kept % every or (parts and (size - len(gone) * cut.index.shape[1]) % parts):
+        shape, expert = attrgetter(name)(self.model).shape, cut.expert
+        size, num_kept = shape[cut.dim], units.num_units - len(gone)
+        parts, step, of_kernels = _steps(self.model, self.managed, name, cut, units)
+        if num_kept % step or (parts and (size - len(gone) * cut.index.shape[1]) % parts):
             raise ValueError(
                 f"{num_kept} {units.kind} cannot stay in {block!r}: {name!r} is cut into {parts} equal parts along "
-                f"them; possible: multiples of {every}"
+                f"them; possible: multiples of {step}"
             )
-        aligned = self.aligned(name, cut, units)
-        if num_kept % aligned:
+        if num_kept % of_kernels:
             raise ValueError(
                 f"{num_kept} {units.kind} cannot stay in {name!r}: grouped_mm multiplies rows of multiples of "
-                f"{_GROUPED_BYTES} bytes; possible: multiples of {aligned}, or any with "
+                f"{_GROUPED_BYTES} bytes; possible: multiples of {of_kernels}, or any with "
                 "model.set_experts_implementation('eager')"
             )
-        shape = (size,) if expert is None else (tensor.shape[0], size)
-        mask = self.masks.setdefault((name, cut.dim), torch.ones(shape, dtype=torch.bool))
+        mask = self.masks.setdefault(
+            (name, cut.dim), torch.ones((size,) if expert is None else (shape[0], size), dtype=torch.bool)
+        )
         (mask if expert is None else mask[expert])[cut.index[gone].flatten()] = False
 
-    def parts(self, name: str, cut: Cut, units: Units) -> tuple[int, int]:
-        """Return into how many equal parts ``name`` is cut along the units, and of what their number is a multiple.
-
-        0 and 1 where it is cut unevenly.
-        """
-        tensor, width = _tensor(self.model, name), cut.index.shape[1]
-        parts, unit_parts = even_parts(tensor, self.managed.find(*_holder(self.model, name)), cut.dim)
-        if tensor.shape[cut.dim] % parts or units.num_units % unit_parts:
-            return 0, 1
-        return parts, next(n for n in range(1, parts * unit_parts + 1) if n * width % parts == n % unit_parts == 0)
-
-    def aligned(self, name: str, cut: Cut, units: Units) -> int:
-        """Return of what the number of units is a multiple for the kernels that read ``name``."""
-        managed = self.managed.find(*_holder(self.model, name))
-        dtype = _tensor(self.model, name).dtype if managed is None else managed.compute_dtype
-        aligned = _GROUPED_BYTES // dtype.itemsize
-        is_aligned = cut.expert is not None and units.num_units % aligned == 0 and _is_grouped(self.model)
-        return aligned if is_aligned else 1
-
     def selections(self) -> dict[str, list[KeptIndices]]:
+        """Return by full name of a parameter or buffer what stays of it, dim after dim."""
         found: dict[str, list[KeptIndices]] = {}
         for (name, dim), mask in sorted(self.masks.items()):  # dim 0 comes first: an expert that goes has no channels
             if mask.ndim == 1:
                 index = mask.nonzero()[:, 0]
             else:
-                first = self.masks.get((name, 0))
-                mask = mask if first is None else mask[first]
+                if (name, 0) in self.masks:
+                    mask = mask[self.masks[name, 0]]
                 counts = mask.sum(dim=1)
                 if bool((counts != counts[0]).any()):
                     raise ValueError(f"of the slices of {name!r} {counts.tolist()} would stay: equally many must")
@@ -137,13 +97,32 @@ def check_layout(model: nn.Module) -> None:
 
 def step_of(model: nn.Module, found: Sequence[tuple[str, Sequence[Units]]]) -> int:
     """Return of what the number of ``found`` units, by block, that stay must be a multiple in this layout. Local."""
-    cutting = _Cutting(model, Fsdp2Params())
+    managed = Fsdp2Params()
     cuts = [(f"{block}.{cut.parameter}", cut, units) for block, of in found for units in of for cut in units.cuts]
-    return math.lcm(*(cutting.parts(*of)[1] for of in cuts), *(cutting.aligned(*of) for of in cuts))
+    return math.lcm(*(step for cut in cuts for step in _steps(model, managed, *cut)[1:]))
 
 
-def plan_units(model: nn.Module, kept: Kept) -> UnitPlan:
+def _steps(model: nn.Module, managed: Fsdp2Params, name: str, cut: Cut, units: Units) -> tuple[int, int, int]:
+    """Return (parts, step, kernel step) of tensor ``name`` along its units.
+
+    ``parts``: into how many equal parts it is cut; 0: into uneven ones. The number of units must be a multiple of
+    ``step``, so that parts stay equal, and of the kernel step for the kernels that read the tensor.
+    """
+    module, attribute = holder_of(model, name)
+    tensor, found = getattr(module, attribute), managed.find(module, attribute)
+    in_row = _GROUPED_BYTES // (tensor.dtype if found is None else found.compute_dtype).itemsize
+    is_grouped = cut.expert is not None and units.num_units % in_row == 0 and _is_grouped(model)
+    of_kernels = in_row if is_grouped else 1
+    parts, unit_parts = even_parts(tensor, found, cut.dim)
+    if tensor.shape[cut.dim] % parts or units.num_units % unit_parts:
+        return 0, 1, of_kernels
+    return parts, math.lcm(parts // math.gcd(parts, cut.index.shape[1]), unit_parts), of_kernels
+
+
+def plan_units(model: nn.Module, kept: Kept) -> tuple[dict[str, list[KeptIndices]], Smaller]:
     """Return what becomes of ``model`` when only ``kept`` stay of the units it names. Local; nothing is changed.
+
+    First what stays, by full name of a parameter or buffer, dim after dim; then what its configuration says.
 
     Raises:
         ValueError: units that are not there, or none that stay; sizes that the architecture or the layout cannot have;
@@ -153,46 +132,32 @@ def plan_units(model: nn.Module, kept: Kept) -> UnitPlan:
     check_layout(model)
     blocks = dict(decoder_blocks(model))
     cutting, changes = _Cutting(model, Fsdp2Params()), dict[SizeChange, None]()
-    for name in dict.fromkeys(block for block, _, _ in kept):
+    places: dict[tuple[str, UnitKind], dict[str, Units]] = {}
+    for (name, kind, place), index in kept.items():
         if name not in blocks:
             raise ValueError(f"{name!r} is no block of the model; they are {', '.join(map(repr, blocks))}")
-        of_block = {(kind, place): units for (block, kind, place), units in kept.items() if block == name}
-        _plan_block(cutting, changes, name, blocks[name], of_block)
+        if (name, kind) not in places:
+            places[name, kind] = {units.name: units for units in find_units(blocks[name], kind)}
+        if place not in places[name, kind]:
+            raise ValueError(f"{name!r} has no {kind} at {place!r}; it has some at {sorted(places[name, kind])}")
+        units = places[name, kind][place]
+        _check_index(f"{name}.{place}", units, index)
+        gone = torch.ones(units.num_units, dtype=torch.bool)
+        gone[index] = False
+        for cut in units.cuts:
+            cutting.cut(name, cut, gone.nonzero()[:, 0], units)
+        if kind in ("mlp", "experts"):
+            changes[SizeChange(kind, units.num_units, len(index))] = None
+    attentions = dict.fromkeys((name, place) for name, kind, place in kept if kind in ("heads", "kv_groups"))
+    for name, place in attentions:
+        changes |= dict.fromkeys(_heads(cutting, name, blocks[name], place))
     selections = cutting.selections()
     _check_not_shared(model, selections)
-    shapes = {name: tuple(t.shape) for name, t in _tensors(model)}
-    for name, of_name in selections.items():
-        shape = list(shapes[name])
-        for selection in of_name:
-            shape[selection.dim] = selection.index.shape[-1]
-        shapes[name] = tuple(shape)
-    return UnitPlan(selections, smaller_config(model, list(changes), shapes))
-
-
-def _plan_block(
-    cutting: _Cutting,
-    changes: dict[SizeChange, None],
-    name: str,
-    block: nn.Module,
-    kept: Mapping[tuple[UnitKind, str], torch.Tensor],
-) -> None:
-    for kind in UNIT_KINDS:
-        places = {place: index for (of_kind, place), index in kept.items() if of_kind == kind}
-        found = {units.name: units for units in find_units(block, kind)} if places else {}
-        for place, index in places.items():
-            if place not in found:
-                raise ValueError(f"{name!r} has no {kind} at {place!r}; it has some at {sorted(found)}")
-            units = found[place]
-            _check_index(f"{name}.{place}", units, index)
-            gone = torch.ones(units.num_units, dtype=torch.bool)
-            gone[index] = False
-            for cut in units.cuts:
-                cutting.cut(name, cut, gone.nonzero()[:, 0], units)
-            if kind in ("mlp", "experts"):
-                number = units.num_units, len(index)
-                changes[SizeChange(kind, *number, _WORDS[kind], _WITHOUT[kind], kind == "mlp")] = None
-    for place in dict.fromkeys(place for kind, place in kept if kind in ("heads", "kv_groups")):
-        changes |= dict.fromkeys(_heads(cutting, name, block, place))
+    shapes = shapes_of(model)
+    for name, of_tensor in selections.items():
+        now = {selection.dim: selection.index.shape[-1] for selection in of_tensor}
+        shapes[name] = tuple(now.get(dim, size) for dim, size in enumerate(shapes[name]))
+    return selections, smaller_config(model, list(changes), shapes)
 
 
 def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[SizeChange]:
@@ -204,15 +169,9 @@ def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[S
     per_group = per_group[per_group > 0]
     if bool((per_group != per_group[0]).any()):
         raise ValueError(f"of the KV groups of {name}.{place} {per_group.tolist()} heads would stay: equally many must")
-    numbers = {
-        "heads": (is_kept.numel() // size, int(per_group.sum())),
-        "kv_groups": (groups.num_units, len(per_group)),
-    }
-    fixed = (("head_dim", size),)
     return [
-        SizeChange(what, *number, _WORDS["heads"], _WITHOUT["heads"], fixed=fixed)
-        for what, number in numbers.items()
-        if number[0] != number[1]
+        SizeChange("heads", is_kept.numel() // size, int(per_group.sum()), size),
+        SizeChange("kv_groups", groups.num_units, len(per_group), size),
     ]
 
 
@@ -236,24 +195,14 @@ def _check_index(place: str, units: Units, index: torch.Tensor) -> None:
 
 def _check_not_shared(model: nn.Module, selections: Mapping[str, list[KeptIndices]]) -> None:
     names: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors_of(model):
         names.setdefault(id(tensor), []).append(name)
     for aliases in names.values():
         if len(aliases) > 1 and any(name in selections for name in aliases):
             raise ValueError(f"{' and '.join(map(repr, aliases))} are one weight: it cannot be cut for one of them")
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def holder_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds the parameter or buffer ``name``, and what it is called there."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    module, attribute = _holder(model, name)
-    tensor = getattr(module, attribute)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor

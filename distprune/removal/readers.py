@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
-from distprune.models import UnitKind, Units, find_all_units, find_units, linear_layers
+from distprune.models import LinearLayer, UnitKind, Units, find_all_units, find_units, linear_layers
 from distprune.oneshot.block_layers import BlockLayers
 from distprune.removal.plan import check_ascending
 from distprune.removal.remover import Asked
 
-__all__ = ["Readers", "find_readers", "layers_left", "num_to_keep"]
+__all__ = ["Readers", "find_readers", "num_to_keep"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Readers:
     linears: list[BlockLayers]
     skipped: frozenset[int]
     healed: dict[int, str]
-    kinds: tuple[UnitKind, ...]
 
 
 def find_readers(
@@ -46,7 +44,9 @@ def find_readers(
     """
     if "experts" in keep:
         raise ValueError("experts are chosen by choose_experts, before the units of those that stay")
-    kept = layers_left(layers, len(blocks))
+    if layers is not None:
+        check_ascending(layers, len(blocks))
+    kept = range(len(blocks)) if layers is None else layers
     of_kinds = {kind: dict(find_all_units(model, kind)) for kind in keep}
     asked: dict[str, Asked] = {}
     healed: dict[int, str] = {}
@@ -65,26 +65,13 @@ def find_readers(
                     )
                 num_kept = num_to_keep(units, share, f"{name}.{units.name}")
                 of_block[units.reader] = Asked(name, units, num_kept, linears[units.reader])
-        if heals and following.get(index, index + 1) > index + 1:
-            reader = _healer(block, name)
-            if reader is not None and reader.reader is not None:
-                healed[index] = reader.reader
-                of_block.setdefault(reader.reader, Asked(name, reader, reader.num_units, linears[reader.reader]))
+        if heals and following.get(index, 0) > index + 1 and (last := _last_mlp(block, linears)) is not None:
+            assert last.reader is not None
+            healed[index] = last.reader
+            of_block.setdefault(last.reader, Asked(name, last, last.num_units, linears[last.reader]))
         asked |= {f"{name}.{reader}": of for reader, of in of_block.items()}
         of_blocks.append(BlockLayers({reader: of.linear for reader, of in of_block.items()}, {}))
-    return Readers(asked, of_blocks, frozenset(range(len(blocks))) - following.keys(), healed, tuple(keep))
-
-
-def layers_left(layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """Return the layers that stay, all where there is nothing said.
-
-    Raises:
-        ValueError: they are none, not ascending, or not there.
-    """
-    if layers is None:
-        return list(range(num_layers))
-    check_ascending(layers, num_layers)
-    return list(layers)
+    return Readers(asked, of_blocks, frozenset(range(len(blocks))) - following.keys(), healed)
 
 
 def num_to_keep(units: Units, share: int | float, name: str) -> int:
@@ -110,15 +97,10 @@ def num_to_keep(units: Units, share: int | float, name: str) -> int:
     return share
 
 
-def _healer(block: nn.Module, name: str) -> Units | None:
-    """Return the units of the MLP whose outputs are the last to be added to hidden states."""
+def _last_mlp(block: nn.Module, linears: Mapping[str, LinearLayer]) -> Units | None:
+    """Return the units of the MLP whose outputs are the last to be added to hidden states, if that is known."""
     try:
-        found = [units for units in find_units(block, "mlp") if units.reader in linear_layers(block)]
+        found = [units for units in find_units(block, "mlp") if units.reader in linears]
     except NotImplementedError:
-        found = []
-    if len(found) != 1:
-        warnings.warn(
-            f"block {name!r} has no one linear layer that could make up for the layers that go behind it", stacklevel=2
-        )
         return None
-    return found[0]
+    return found[0] if len(found) == 1 else None

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, Group, communicator, together
+from distprune.collectives import Group, communicator, together
 from distprune.models import decoder_blocks
-from distprune.removal.plan import Kept, check_ascending, check_layout, plan_units
-from distprune.removal.select import KeptIndices, select
-from distprune.removal.smaller_config import SizeChange, Smaller, smaller_config, text_config
-from distprune.shards import Fsdp2Params, drop_modules, local_shard, resize
+from distprune.removal.plan import Kept, check_ascending, check_layout, holder_of, plan_units
+from distprune.removal.select import select
+from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, text_config
+from distprune.shards import Fsdp2Params, drop_modules, local_shard, reset_forward, resize
 
 __all__ = ["check_layers", "remove_layers", "remove_units"]
 
@@ -40,13 +39,29 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
     comm = communicator(group)
     facts = {"kept": [[*key, index.tolist()] for key, index in kept.items()]}
     with together(comm, **facts):
-        reshard(model)
-        plan = plan_units(model, kept)
+        reset_forward(model)
+        selections, smaller = plan_units(model, kept)
         managed = Fsdp2Params()
-    for name, selections in plan.selections.items():
-        _cut(comm, model, managed, name, selections)
+    for name, of_tensor in selections.items():
+        with together(comm):
+            module, attribute = holder_of(model, name)
+            tensor = getattr(module, attribute)
+            local, shape = local_shard(name, tensor).local, list(tensor.shape)
+        for selection in of_tensor:
+            local = select(comm, tensor, local, shape, selection)
+            shape[selection.dim] = selection.index.shape[-1]
+        with together(comm):
+            if (found := managed.find(module, attribute)) is not None:
+                resize(found, shape, local)
+                continue
+            if isinstance(tensor, DTensor):
+                mesh, size = tensor.device_mesh, torch.Size(shape)
+                stride = torch.empty(size, device="meta").stride()
+                local = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(module, attribute, nn.Parameter(local, tensor.requires_grad) if is_parameter else local)
     with together(comm):
-        _follow(model, plan.smaller)
+        _follow(model, smaller)
 
 
 def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
@@ -69,20 +84,14 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
         return f"{prefix}.{place[key]}{dot}{rest}" if key in place else None
 
     text = text_config(model)
-    changes = [SizeChange("layers", num_blocks, len(kept), ("layer", "block", "depth"))]
+    changes = [SizeChange("layers", num_blocks, len(kept))]
     for name, value in vars(text).items():
         if isinstance(value, list) and not name.startswith("_"):
             if len(value) == num_blocks and any(word in name for word in ("layer", "type", "pattern", "block")):
-                changes.append(SizeChange(name, value, [value[i] for i in kept], (name,)))
+                changes.append(SizeChange(name, value, [value[i] for i in kept]))
             if name.endswith("layers") and all(isinstance(v, int) and v in range(num_blocks) for v in value):
-                changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept], (name,)))
-    shapes = {
-        new_name: tuple(tensor.shape)
-        for of in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        for name, tensor in of
-        if (new_name := rename(name)) is not None
-    }
-    smaller = smaller_config(model, [change for change in changes if change.before != change.after], shapes, rename)
+                changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept]))
+    smaller = smaller_config(model, changes, shapes_of(model, rename), rename)
     for (path, name), (before, after) in smaller.attributes.items():
         index = path[len(prefix) + 1 :].partition(".")[0] if path.startswith(f"{prefix}.") else ""
         if index and (type(before) is not int or after != before - int(index) + int(place[index])):
@@ -113,43 +122,7 @@ def remove_layers(model: nn.Module, kept: Sequence[int], *, group: Group = None)
         holder = model.get_submodule(blocks[0][0].rpartition(".")[0])
         keys = [name.rpartition(".")[2] for name, _ in blocks]
         holder._modules.clear()
-        for key, index in zip(keys, kept, strict=False):
-            holder._modules[key] = blocks[index][1]
-
-
-def reshard(model: nn.Module) -> None:
-    """Put back to their shards what FSDP2 left gathered after a forward. Local."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _cut(
-    comm: Communicator, model: nn.Module, managed: Fsdp2Params, name: str, selections: Sequence[KeptIndices]
-) -> None:
-    with together(comm):
-        path, _, attribute = name.rpartition(".")
-        module = model.get_submodule(path)
-        tensor = getattr(module, attribute)
-        local, shape = local_shard(name, tensor).local, list(tensor.shape)
-    for selection in selections:
-        local = select(comm, tensor, local, shape, selection)
-        shape[selection.dim] = selection.index.shape[-1]
-    with together(comm):
-        found = managed.find(module, attribute)
-        if found is not None:
-            resize(found, shape, local)
-            return
-        whole = local
-        if isinstance(tensor, DTensor):
-            stride = torch.empty(shape, device="meta").stride()
-            whole = DTensor.from_local(
-                local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
-            )
-        if isinstance(tensor, nn.Parameter):
-            module._parameters[attribute] = nn.Parameter(whole, tensor.requires_grad)
-        else:
-            module._buffers[attribute] = whole
+        holder._modules.update(zip(keys, (blocks[index][1] for index in kept), strict=False))
 
 
 def _follow(model: nn.Module, smaller: Smaller) -> None:

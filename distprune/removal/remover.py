@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf
@@ -23,17 +24,19 @@ from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
 from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
-__all__ = ["Asked", "Refit", "UnitRemover", "lowest_units"]
+__all__ = ["DAMPING", "Asked", "Refit", "UnitRemover"]
 
 Refit = Literal["least_squares", "bias", "none"]
+DAMPING = 0.1  # of X^T X, of its diagonal
+_NUM_STEPS = 16  # in which units go, by criteria that are rescored
 _CHUNK = 1 << 20  # weights that are refitted at a time
 
 
-@dataclass(frozen=True)
+@dataclass
 class Asked:
     """What is asked of one reader: ``num_kept`` of ``units`` of block ``block`` stay.
 
-    ``norms`` (num_units,) and ``gradients`` (out,) are there where the criterion needs them.
+    ``norms`` (num_units,) and ``gradients`` (out,) are found later, where the criterion needs them.
     """
 
     block: str
@@ -50,13 +53,10 @@ class Asked:
         return self.units.reader_index
 
     @property
-    def num_gone(self) -> int:
-        """How many inputs go."""
-        return (self.units.num_units - self.num_kept) * self.features.shape[1]
-
-    @property
-    def has_bias(self) -> bool:
-        return self.linear.expert is None and getattr(self.linear.module, "bias", None) is not None
+    def bias(self) -> nn.Parameter | None:
+        """That of the reader, where it has one of its own."""
+        bias = None if self.linear.expert is not None else getattr(self.linear.module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) else None
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class UnitRemover(Solver[Fitted]):
     """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
 
     ``kept`` are the units that stay, by reader, on its owner alone; ``offsets``, by the linear layer's name in the
-    block, rows of this rank and what their biases gain. ``num_steps``: criteria that are rescored are so at most that
-    often.
+    block, rows of this rank and what their biases gain.
     """
 
     needs: ClassVar[MomentsOf] = "pairs"
@@ -88,10 +87,12 @@ class UnitRemover(Solver[Fitted]):
     prefix: str  # the block's name and a dot
     criterion: Criterion
     refit: Refit
-    damping: float
-    num_steps: int
     kept: dict[str, list[int]] = field(default_factory=dict)
     offsets: dict[str, tuple[Rows, torch.Tensor]] = field(default_factory=dict)
+
+    def shifts_bias(self, asked: Asked) -> bool:
+        """Return whether the reader's bias takes up the mean of what goes."""
+        return asked.bias is not None and self.refit != "none"
 
     @override
     def weighed(self, rows: Rows) -> torch.Tensor:
@@ -105,19 +106,17 @@ class UnitRemover(Solver[Fitted]):
     def prepare(self, moments: Moments) -> Fitted:
         name = f"{self.prefix}{moments.names[0]}"
         asked = self.asked[name]
-        evidence = _evidence(name, asked, moments, self.damping, centered=asked.has_bias and self.refit != "none")
-        kept = lowest_units(asked, evidence, self.criterion, self.num_steps, name)
-        self.kept[name] = kept.tolist()
-        stays = torch.ones(len(evidence.products), dtype=torch.bool, device=kept.device)
-        leaving = torch.ones(asked.units.num_units, dtype=torch.bool, device=kept.device)
-        leaving[kept] = False
+        evidence = _evidence(name, asked, moments, centered=self.shifts_bias(asked))
+        leaving = _lowest_units(asked, evidence, self.criterion)
+        self.kept[name] = (~leaving).nonzero()[:, 0].tolist()
+        stays = torch.ones(len(evidence.products), dtype=torch.bool, device=leaving.device)
         stays[evidence.features[leaving].flatten()] = False
         own, other = stays.nonzero()[:, 0], (~stays).nonzero()[:, 0]
         a = evidence.products
         between, of_other = a[other[:, None], own], a[other[:, None], other]
         coefficients = torch.zeros_like(between)  # (gone, kept)
         if self.refit == "least_squares" and len(other):
-            lower = damped_cholesky(a[own[:, None], own], self.damping, name)
+            lower = damped_cholesky(a[own[:, None], own], DAMPING, name)
             coefficients = torch.cholesky_solve(between.t(), lower).t()
         lost = of_other - coefficients @ between.t()
         lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
@@ -126,7 +125,8 @@ class UnitRemover(Solver[Fitted]):
 
     @override
     def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
-        num_gone = self.asked[rows.name].num_gone
+        asked = self.asked[rows.name]
+        num_gone = (asked.units.num_units - asked.num_kept) * asked.features.shape[1]
         shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
         stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
         return stays, *(torch.empty(shape, device="meta") for shape in shapes)
@@ -165,60 +165,50 @@ class _Removing(Pruning):
                 weight[:, other] = 0
                 error += float((gone @ fitted.lost).mul_(gone).sum(dtype=torch.float64))
                 offsets.append(gone @ fitted.means)
-            if remover.asked[of.name].has_bias and remover.refit != "none":
+            if remover.shifts_bias(remover.asked[of.name]):
                 remover.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
-            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), remover.damping)
+            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), DAMPING)
         return solved
 
 
-def _evidence(name: str, asked: Asked, moments: Moments, damping: float, *, centered: bool) -> UnitEvidence:
+def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> UnitEvidence:
     assert moments.sums is not None
     assert moments.gram is not None  # both were asked for
     products, num = moments.values.double(), max(moments.num_tokens, 1)
-    sums = moments.sums.double() / num
-    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
-        products = torch.eye(len(products), dtype=torch.float64, device=products.device)
-    squares = products.diagonal() / num
-    if centered:
-        products = products - num * torch.outer(sums[:, 0], sums[:, 0])
+    means, mean_sizes = (moments.sums.double() / num).unbind(1)
     device = products.device
-    return UnitEvidence(
-        asked.features.to(device),
-        products,
-        moments.gram.to(device),
-        sums[:, 0],
-        squares,
-        sums[:, 1],
-        None if asked.norms is None else asked.norms.to(device),
-        damping,
-        name,
-    )
+    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
+        products = torch.eye(len(products), dtype=torch.float64, device=device)
+    mean_squares = products.diagonal() / num
+    if centered:
+        products = products - num * torch.outer(means, means)
+    norms = None if asked.norms is None else asked.norms.to(device)
+    features, gram = asked.features.to(device), moments.gram.to(device)
+    return UnitEvidence(features, products, gram, means, mean_squares, mean_sizes, norms, DAMPING, name)
 
 
-def lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion, num_steps: int, name: str) -> torch.Tensor:
-    """Return the units that stay, ascending (int64); as many go of each group. Changes ``evidence``.
+def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) -> torch.Tensor:
+    """Return which units go, (num_units,) bool; as many of each group. Changes ``evidence``.
 
     Raises:
         ValueError: scores are NaN, or not one for each unit.
     """
-    units = asked.units
+    units, name = asked.units, evidence.name
     size = units.num_units // units.num_groups  # of a group
     left = [(units.num_units - asked.num_kept) // units.num_groups] * units.num_groups  # to go, by group
-    num_asked = math.ceil(sum(left) / num_steps) if criterion.rescored else sum(left)
-    gone: set[int] = set()
+    num_asked = math.ceil(sum(left) / _NUM_STEPS) if criterion.rescored else sum(left)
     while any(left):
         scores = criterion.scores(evidence)
         if not isinstance(scores, torch.Tensor) or scores.shape != (units.num_units,):
             raise ValueError(f"criterion {criterion.name!r} returned no {units.num_units} scores of {name!r}")
         if bool(scores[evidence.alive].isnan().any()):
             raise ValueError(f"scores of {units.kind} are NaN at {name!r}; mend the weights or statistics first")
-        chosen: list[int] = []
+        alive, chosen = evidence.alive.tolist(), list[int]()
         for unit in torch.sort(scores, stable=True).indices.tolist():
-            if unit not in gone and left[unit // size] and len(chosen) < num_asked:
+            if alive[unit] and left[unit // size] and len(chosen) < num_asked:
                 left[unit // size] -= 1
                 chosen.append(unit)
-        gone.update(chosen)
         if criterion.rescored and any(left):
             evidence.remove(torch.tensor(chosen, device=scores.device))
-    stays = [unit for unit in range(units.num_units) if unit not in gone]
-    return torch.tensor(stays, dtype=torch.int64, device=evidence.products.device)
+        evidence.alive[chosen] = False
+    return ~evidence.alive

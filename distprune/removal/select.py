@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from distprune.shards import runs_of_splits, splits_of
 
 __all__ = ["KeptIndices", "select"]
 
+# What one rank has for another: of every slice, where it is with the sender and where with the receiver.
+_Piece = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class KeptIndices:
@@ -22,29 +25,6 @@ class KeptIndices:
 
     dim: int
     index: torch.Tensor  # int64
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What one rank has for another: of every slice, where it is with the sender and where with the receiver."""
-
-    places: list[tuple[torch.Tensor, torch.Tensor]]  # by slice
-
-    def beside(self, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the places of every slice beside it; none where there is nothing to hand over."""
-        return list(zip(parts, self.places, strict=True)) if self.places else []
-
-    def numel(self, slice_size: int) -> int:
-        return slice_size * sum(len(sent) for sent, _ in self.places)
-
-
-@dataclass(frozen=True)
-class _Moves:
-    """What this rank hands over to, and gets from, every rank; and how many indices it holds then."""
-
-    sending: list[_Piece]
-    coming: list[_Piece]
-    num_kept: int
 
 
 def select(
@@ -59,94 +39,78 @@ def select(
         Exception: on every rank: what one raised, out of memory say.
     """
     dim, index = selection.dim, selection.index
+    is_sliced = index.ndim == 2
+    part_dim = dim - is_sliced  # of a slice
+    slices: list[torch.Tensor] = []  # what stays of each slice that this rank holds
+    num_kept, axes = 0, set[int]()  # the mesh axes that cut dim
     with together(comm):
-        moves = _moves(comm, tensor, shape, selection)
-        if moves is None:
-            is_held = not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
-            return _take(local, dim, _own_index(tensor, shape, index)) if is_held else local
-        parts = list(local.unbind(0)) if index.ndim == 2 else [local]
-        part_dim = dim - (index.ndim == 2)
-        width = _slice_size(parts, part_dim) * local.element_size()
-        sizes = [of.numel(width) for of in moves.sending], [of.numel(width) for of in moves.coming]
+        own: Sequence[int] | None = ()
+        if isinstance(tensor, DTensor):
+            own = tensor.device_mesh.get_coordinate()
+            splits = splits_of(tensor, dim, [0] * tensor.device_mesh.ndim)
+            axes = {split.axis for split in splits if split.num_chunks > 1}
+        if own is not None:
+            slices = list(index[_held(tensor, 0, shape[0], own)] if is_sliced else index[None])
+            num_kept = len(_held(tensor, dim, index.shape[-1], own))
+        kept_shape = [*local.shape[:dim], num_kept, *local.shape[dim + 1 :]]
+        parts = _parts(local, is_sliced)
+        if not axes:
+            kept = local.new_empty(kept_shape)
+            for part, at, out in zip(parts, slices, _parts(kept, is_sliced), strict=False):
+                torch.index_select(part, part_dim, at.to(part.device), out=out)
+            return kept
+        sending, coming = _moves(comm, tensor, axes, dim, shape[dim], slices)
+        num_bytes = local.element_size() * math.prod((*local.shape[is_sliced:dim], *local.shape[dim + 1 :]))
+        to, back = ([num_bytes * sum(len(at) for at, _ in piece) for piece in pieces] for pieces in (sending, coming))
 
     def make() -> list[torch.Tensor]:
         return [
-            as_bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in of.beside(parts)])
-            for of in moves.sending
+            as_bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in zip(parts, piece, strict=False)])
+            for piece in sending
         ]
 
-    received = swap_known(comm, make, sizes)
+    received = swap_known(comm, make, (to, back))
     with together(comm):
-        kept = local.new_empty([*local.shape[:dim], moves.num_kept, *local.shape[dim + 1 :]])
-        kept_parts = list(kept.unbind(0)) if index.ndim == 2 else [kept]
-        for of, piece in zip(moves.coming, received, strict=True):
-            pairs = of.beside(kept_parts)
-            like = [part.narrow(part_dim, 0, len(at)) for part, (_, at) in pairs]
-            for (part, (_, at)), values in zip(pairs, from_bytes(piece, like), strict=True):
-                part.index_copy_(part_dim, at.to(part.device), values.to(part.device))
+        kept = local.new_empty(kept_shape)
+        for piece, values in zip(coming, received, strict=True):
+            into = [(out, at) for out, (_, at) in zip(_parts(kept, is_sliced), piece, strict=False)]
+            like = [out.narrow(part_dim, 0, len(at)) for out, at in into]
+            for (out, at), own_values in zip(into, from_bytes(values, like), strict=True):
+                out.index_copy_(part_dim, at.to(out.device), own_values.to(out.device))
     return kept
 
 
-def _moves(comm: Communicator, tensor: torch.Tensor, shape: Sequence[int], selection: KeptIndices) -> _Moves | None:
-    """Return what travels; ``None``: nothing does, because ``dim`` is not cut."""
-    dim = selection.dim
-    if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    axes = {split.axis for split in splits_of(tensor, dim, [0] * mesh.ndim) if split.num_chunks > 1}
-    if not axes:
-        return None
-    own, sending, coming = mesh.get_coordinate(), [_Piece([])] * comm.size, [_Piece([])] * comm.size
+def _parts(tensor: torch.Tensor, is_sliced: bool) -> list[torch.Tensor]:
+    return list(tensor.unbind(0)) if is_sliced else [tensor]
+
+
+def _moves(
+    comm: Communicator, tensor: torch.Tensor, axes: Set[int], dim: int, size: int, slices: Sequence[torch.Tensor]
+) -> tuple[list[_Piece], list[_Piece]]:
+    """Return what this rank hands over to, and gets from, every rank. ``axes`` of the mesh cut ``dim``, of ``size``."""
+    sending, coming = [_Piece()] * comm.size, [_Piece()] * comm.size
+    assert isinstance(tensor, DTensor)
+    mesh, own = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
     if own is None:
-        return _Moves(sending, coming, 0)
-    index = _own_index(tensor, shape, selection.index)
-    slices = index if index.ndim == 2 else index[None]
+        return sending, coming
     rank_of = {comm.global_rank(rank): rank for rank in range(comm.size)}
-    for peer in (mesh.mesh == mesh.mesh).nonzero().tolist():
+
+    def piece(source: Sequence[int], target: Sequence[int]) -> _Piece:
+        found, held = _Piece(), _held(tensor, dim, size, source)
+        for index in slices:
+            wanted = index[_held(tensor, dim, len(index), target)]
+            is_there = torch.isin(wanted, held)
+            found.append((torch.searchsorted(held, wanted[is_there]), is_there.nonzero()[:, 0]))
+        return found
+
+    for peer in (mesh == mesh).nonzero().tolist():
         if all(axis in axes or place == own[axis] for axis, place in enumerate(peer)):
-            rank = rank_of[int(mesh.mesh[tuple(peer)])]
-            sending[rank] = _piece(tensor, dim, shape[dim], slices, own, peer)
-            coming[rank] = _piece(tensor, dim, shape[dim], slices, peer, own)
-    return _Moves(sending, coming, len(_indices(tensor, dim, slices.shape[1], own)))
+            rank = rank_of[int(mesh[tuple(peer)])]
+            sending[rank], coming[rank] = piece(own, peer), piece(peer, own)
+    return sending, coming
 
 
-def _own_index(tensor: torch.Tensor, shape: Sequence[int], index: torch.Tensor) -> torch.Tensor:
-    """Return of ``index`` what is for the slices along dim 0 that this rank holds; all of it where they are alike."""
-    if index.ndim == 1 or not isinstance(tensor, DTensor):
-        return index
-    own = tensor.device_mesh.get_coordinate()
-    return index[:0] if own is None else index[_indices(tensor, 0, shape[0], own)]
-
-
-def _indices(tensor: DTensor, dim: int, size: int, coordinate: Sequence[int]) -> torch.Tensor:
-    """Return which indices of ``dim``, of the global ``size``, are held at ``coordinate``."""
-    runs = runs_of_splits(size, splits_of(tensor, dim, coordinate))
+def _held(tensor: torch.Tensor, dim: int, size: int, coordinate: Sequence[int]) -> torch.Tensor:
+    """Return which indices of ``dim``, of the global ``size``, are held at ``coordinate`` of the mesh."""
+    runs = runs_of_splits(size, splits_of(tensor, dim, coordinate) if isinstance(tensor, DTensor) else ())
     return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in runs)])
-
-
-def _piece(
-    tensor: DTensor, dim: int, size: int, slices: torch.Tensor, source: Sequence[int], target: Sequence[int]
-) -> _Piece:
-    held = _indices(tensor, dim, size, source)
-    wanted = _indices(tensor, dim, slices.shape[1], target)
-    places = []
-    for index in slices:
-        is_there = torch.isin(index[wanted], held)
-        places.append((torch.searchsorted(held, index[wanted][is_there]), is_there.nonzero()[:, 0]))
-    return _Piece(places)
-
-
-def _take(local: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    index = index.to(local.device)
-    if index.ndim == 1:
-        return local.index_select(dim, index)
-    kept = local.new_empty([*local.shape[:dim], index.shape[1], *local.shape[dim + 1 :]])
-    for part, of, own in zip(kept, local, index, strict=True):
-        torch.index_select(of, dim - 1, own, out=part)
-    return kept
-
-
-def _slice_size(parts: Sequence[torch.Tensor], dim: int) -> int:
-    """Return how many elements one index along ``dim`` has."""
-    shape = parts[0].shape if parts else ()
-    return math.prod(size for at, size in enumerate(shape) if at != dim)

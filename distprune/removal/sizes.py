@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import UnitKind, decoder_blocks, find_all_units
+from distprune.models import UNIT_KINDS, UnitKind, decoder_blocks, find_all_units
 from distprune.removal.plan import plan_units
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
@@ -39,13 +39,12 @@ class Sizes:
     @property
     def of_units(self) -> dict[UnitKind, int | float]:
         """What is said of units, by kind."""
-        return self.in_walk | ({} if self.experts is None else {"experts": self.experts})
+        return {kind: size for kind in UNIT_KINDS if (size := getattr(self, kind)) is not None}
 
     @property
     def in_walk(self) -> dict[UnitKind, int | float]:
         """What is chosen block after block, by kind."""
-        kinds: dict[UnitKind, int | float | None] = {"mlp": self.mlp, "heads": self.heads, "kv_groups": self.kv_groups}
-        return {kind: size for kind, size in kinds.items() if size is not None}
+        return {kind: size for kind, size in self.of_units.items() if kind != "experts"}
 
     def check_asked(self) -> None:
         """Raise a ValueError unless something is to be removed that can be in one go. Local."""

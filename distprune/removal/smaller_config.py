@@ -15,14 +15,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from distprune.checkpoint.meta_model import build_like
 
-__all__ = ["SizeChange", "Smaller", "smaller_config", "text_config"]
+__all__ = ["SizeChange", "Smaller", "shapes_of", "smaller_config", "tensors_of", "text_config"]
 
 Shape = tuple[int, ...]
+Rename = Callable[[str], str | None]
 
+# By what is said: words of which a field's name has one, and words of which it has none.
+_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mlp": (("inter", "inner", "ffn", "d_ff", "ff_dim", "mlp_dim"), ()),
+    "heads": (("head",), ("dim", "size")),
+    "kv_groups": (("head",), ("dim", "size")),
+    "experts": (("expert",), ("per_tok", "topk", "top_k", "size", "dim")),
+    "layers": (("layer", "block", "depth"), ()),
+}
 _MAX_TRIES = 64
 _MAX_TRIED = 1024  # units of which all numbers are tried, where one is not possible
 _MAX_NAMED = 12  # possible sizes that an error names
@@ -31,16 +41,22 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class SizeChange:
-    """``what`` goes from ``before`` to ``after``, which a field says whose name has one of ``words`` and none of
-    ``without``. ``is_default``: also one that is ``None``. ``fixed``: fields that must be set besides."""
+    """``what`` goes from ``before`` to ``after``: a kind of units, ``"layers"`` or the name of a field.
+
+    ``head_dim``: what the configuration must say besides.
+    """
 
     what: str
     before: Any
     after: Any
-    words: tuple[str, ...]
-    without: tuple[str, ...] = ()
-    is_default: bool = False
-    fixed: tuple[tuple[str, Any], ...] = ()
+    head_dim: int | None = None
+
+    def is_said_by(self, name: str, value: Any) -> bool:
+        """Return whether a field ``name`` of ``value`` may say what is before."""
+        words, without = _NAMES.get(self.what, ((self.what,), ()))
+        is_size = any(word in name for word in words) and not any(word in name for word in without)
+        is_default = self.what == "mlp" and value is None
+        return is_size and (is_default or (type(value) is type(self.before) and value == self.before))
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ def smaller_config(
     model: nn.Module,
     changes: Sequence[SizeChange],
     shapes: Mapping[str, Shape],
-    rename: Callable[[str], str | None] = lambda name: name,
+    rename: Rename = lambda name: name,
 ) -> Smaller:
     """Return the configuration with which the class of ``model`` has parameters and buffers of ``shapes``, by new name.
 
@@ -68,12 +84,12 @@ def smaller_config(
     """
     text_config(model)
     config: Any = model.config
+    changes = [change for change in changes if change.before != change.after]
     if getattr(config, "quantization_config", None):
         raise NotImplementedError("quantized weights cannot be cut; take the model they were quantized from")
     before = _made_of(config, {})
     dense = build_like(model, before)
-    own = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
-    if difference := _difference(own, {name: tuple(t.shape) for name, t in _tensors(dense)}):
+    if difference := _difference(shapes_of(model), shapes_of(dense)):
         raise NotImplementedError(f"the model is not what its configuration says: {difference}")
     reasons: list[str] = []
     for fields in itertools.islice(_tries(_text(config), changes), _MAX_TRIES):
@@ -83,9 +99,11 @@ def smaller_config(
         except Exception as error:  # whatever a class of transformers raises over sizes it does not like
             reasons.append(" ".join(str(error).split()) + _possible(config, changes))
             continue
-        difference = _difference(shapes, {name: tuple(t.shape) for name, t in _tensors(cut)})
+        difference = _difference(shapes, shapes_of(cut))
         if not difference:
-            return Smaller(_changed(_text(before), _text(after)), _attributes(dense, cut, rename))
+            old, new = vars(_text(before)), vars(_text(after))
+            changed = {k: v for k, v in new.items() if not k.startswith("_") and (k not in old or old[k] != v)}
+            return Smaller(changed, _attributes(dense, cut, rename))
         reasons.append(f"with {', '.join(f'{k}={v}' for k, v in fields.items()) or 'what it has'}, {difference}")
     kind = type(_text(config)).__name__
     what = ", ".join(f"{change.what} {change.before} to {change.after}" for change in changes)
@@ -120,14 +138,12 @@ def _made_of(config: Any, fields: Mapping[str, Any]) -> Any:
 
 def _tries(text: Any, changes: Sequence[SizeChange]) -> Iterator[dict[str, Any]]:
     """Yield fields that may say ``changes``: at first all that can, then fewer."""
-    fixed = {name: value for change in changes for name, value in change.fixed}
+    head_dims = [change.head_dim for change in changes if change.head_dim is not None]
+    fixed = {"head_dim": head_dims[-1]} if head_dims else {}
     options: dict[str, list[Any]] = {}
     for name, value in vars(text).items():
         for change in () if name.startswith("_") else changes:
-            if not any(word in name for word in change.words) or any(word in name for word in change.without):
-                continue
-            is_alike = type(value) is type(change.before) and value == change.before
-            if (is_alike or (change.is_default and value is None)) and change.after not in options.get(name, []):
+            if change.is_said_by(name, value) and change.after not in options.get(name, []):
                 options.setdefault(name, []).append(change.after)
     unchanged = object()
     for values in itertools.product(*([*of, unchanged] for of in options.values())):
@@ -150,9 +166,15 @@ def _possible(config: Any, changes: Sequence[SizeChange]) -> str:
     return f"; possible {last.what}: {', '.join(map(str, found[-_MAX_NAMED:])) or 'none'}"
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of ``model`` by name, shared ones by each of theirs."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def shapes_of(model: nn.Module, rename: Rename = lambda name: name) -> dict[str, Shape]:
+    """Return the shapes of its parameters and buffers; ``rename`` is as of :func:`smaller_config`."""
+    named = ((rename(name), tensor) for name, tensor in tensors_of(model))
+    return {name: tuple(tensor.shape) for name, tensor in named if name is not None}
 
 
 def _difference(wanted: Mapping[str, Shape], built: Mapping[str, Shape]) -> str:
@@ -163,17 +185,7 @@ def _difference(wanted: Mapping[str, Shape], built: Mapping[str, Shape]) -> str:
     return ""
 
 
-def _changed(before: Any, after: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(after).items()
-        if not name.startswith("_") and (name not in vars(before) or vars(before)[name] != value)
-    }
-
-
-def _attributes(
-    before: nn.Module, after: nn.Module, rename: Callable[[str], str | None]
-) -> dict[tuple[str, str], tuple[Any, Any]]:
+def _attributes(before: nn.Module, after: nn.Module, rename: Rename) -> dict[tuple[str, str], tuple[Any, Any]]:
     found: dict[tuple[str, str], tuple[Any, Any]] = {}
     for path, module in before.named_modules():
         if (new_path := rename(path)) is None:

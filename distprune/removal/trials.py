@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +27,13 @@ from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.models import LinearLayer, decoder_blocks, find_units, linear_layers
+from distprune.models import decoder_blocks
 from distprune.oneshot.plan import check_samples
 from distprune.removal.budget import Budget, Chosen, cost_curve
 from distprune.removal.choose_units import Removal
 from distprune.removal.layers import LayerCriterion, order_layers, skipping
+from distprune.removal.readers import find_readers
+from distprune.removal.remover import Asked
 from distprune.removal.sizes import Sizes
 from distprune.shards import LocalShard, local_shard, reset_forward
 
@@ -246,12 +247,21 @@ def _losses_without(
     """Return the losses of the model that is left, refitted on ``fitted``; the model stays as it is."""
     num_layers = len(decoder_blocks(model))
     gone = set(order[: num_layers - int(wanted.get("layers", num_layers))])
-    keep = {kind: size for kind, size in wanted.items() if kind != "layers"}
+    keep: dict[Any, int | float] = {kind: size for kind, size in wanted.items() if kind != "layers"}
     layers = [index for index in range(num_layers) if index not in gone]
-    with _put_back(comm, model, wanted):
+    with together(comm):
+        reset_forward(model)
+        asked = find_readers(model, decoder_blocks(model), keep, layers, heals=True).asked.values()
+        readers = list({id(of.linear.parameter): of for of in asked}.values())
+        before = [shard.local.to("cpu", copy=True) for shard in _shards(readers)]
+    try:
         choose(fitted, keep, layers=layers)
         with skipping(model, gone):
             return _losses(comm, model, held_out)
+    finally:  # all that choosing changes
+        reset_forward(model)
+        for shard, values in zip(_shards(readers), before, strict=True):
+            shard.local.copy_(values)
 
 
 def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tensor]) -> list[float]:
@@ -261,37 +271,9 @@ def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tenso
     return [-math.fsum(itertools.islice(found, len(windows))) / windows[:, 1:].numel() for windows in held_out]
 
 
-@contextmanager
-def _put_back(comm: Communicator, model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
-    """Give the linear layers that read units of ``kinds``, and their biases, the weights back that they had before."""
-    with together(comm):
-        reset_forward(model)
-        # An MLP makes up for the layers that go behind it.
-        linears = _readers(model, {"mlp" if kind == "layers" else kind for kind in kinds})
-        before = [shard.local.to("cpu", copy=True) for shard in _shards(linears)]
-    try:
-        yield
-    finally:
-        reset_forward(model)
-        for shard, values in zip(_shards(linears), before, strict=True):
-            shard.local.copy_(values)
-
-
-def _readers(model: nn.Module, kinds: Iterable[Any]) -> list[LinearLayer]:
-    found: dict[int, LinearLayer] = {}
-    for _, block in decoder_blocks(model):
-        linears = linear_layers(block)
-        for kind in sorted(kinds):
-            with suppress(NotImplementedError):  # then nothing makes up for layers
-                read = [linears[units.reader] for units in find_units(block, kind) if units.reader in linears]
-                found |= {id(linear.parameter): linear for linear in read}
-    return list(found.values())
-
-
-def _shards(linears: Iterable[LinearLayer]) -> Iterator[LocalShard]:
-    """Yield this rank's part of each linear layer's weight and bias."""
-    for linear in linears:
-        bias = None if linear.expert is not None else getattr(linear.module, "bias", None)
-        for parameter in (linear.parameter, bias):
+def _shards(readers: Iterable[Asked]) -> Iterator[LocalShard]:
+    """Yield this rank's part of each reader's weight and bias."""
+    for of in readers:
+        for parameter in (of.linear.parameter, of.bias):
             if parameter is not None:
-                yield local_shard(linear.name, parameter.detach())
+                yield local_shard(of.linear.name, parameter.detach())

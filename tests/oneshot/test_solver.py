@@ -132,7 +132,7 @@ def remover(num_kept: int) -> UnitRemover:
     """Return what removes all but ``num_kept`` of three inputs of ``up``."""
     linear = linear_layers(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
     units = Units("mlp", "", 3, 1, (), "up", torch.arange(3)[:, None])
-    return UnitRemover({"up": Asked("", units, num_kept, linear)}, "", OBS(), "least_squares", 0.1, 1)
+    return UnitRemover({"up": Asked("", units, num_kept, linear)}, "", OBS(), "least_squares")
 
 
 def moments_of(products: torch.Tensor) -> Moments:
