@@ -24,7 +24,7 @@ from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
 from distprune.removal.sizes import Sizes
 
-__all__ = ["Budget", "Chosen", "KindOptions", "cost_curve"]
+__all__ = ["Budget", "Chosen", "cost_curve"]
 
 _EVEN = 16  # MLP widths are multiples of it, as far as those before are: matrix products are faster
 
@@ -98,26 +98,19 @@ _POWERS = (1.0, 2.5)  # the least and the greatest
 
 
 @dataclass(frozen=True)
-class KindOptions:
-    """The ``sizes`` of a kind, from the most to the least, and how many parameters of each block ``removed`` are."""
-
-    sizes: Sequence[int | float]
-    removed: Sequence[Sequence[int]] = ()  # of layers none: blocks leave
-
-
-@dataclass(frozen=True)
 class Budget:
     """At most ``limit`` parameters: ``num_outside`` of the decoder blocks, and ``num_inside`` each at the sizes said.
 
-    ``num_layers`` stay, or as many as one of the ``options``. The smallest blocks are counted as those that leave: the
-    limit holds whichever do.
+    ``num_layers`` stay, or as many as one of the ``options``: by kind its sizes, from the most to the least, each with
+    how many parameters of each block it removes (of layers none). The smallest blocks are counted as those that leave:
+    the limit holds whichever do.
     """
 
     limit: int
     num_outside: int
     num_inside: Sequence[int]
     num_layers: int
-    options: Mapping[str, KindOptions]
+    options: Mapping[str, Mapping[int | float, Sequence[int]]]
 
     @classmethod
     def of(cls, model: nn.Module, sizes: Sizes) -> Budget:
@@ -132,17 +125,17 @@ class Budget:
         if limit >= num_all:
             raise ValueError(f"parameters: the model has {num_all:,}, not more than {limit:,}: there is none to remove")
         counts, said, num_layers = _BlockCounts(model), sizes.of_units, sizes.num_layers(model)
-        inside, options = counts.numels(said), dict[str, KindOptions]()
+        inside, options = counts.numels(said), dict[str, dict[int | float, Sequence[int]]]()
         for kind, found in counts.found.items():
             is_out = kind in {*said, "experts"} or (kind in _EXCLUSIVE and _EXCLUSIVE & said.keys())
             if kind == "kv_groups" and "heads" in options and counts.num_units("heads") == counts.num_units(kind):
                 is_out = True  # of one head each: they are the heads
-            if not is_out and (possible := _possible_sizes(model, kind, found)):
-                left = [counts.numels({**said, kind: size}) for size in possible]
-                options[kind] = KindOptions(possible, [[a - b for a, b in zip(inside, of, strict=True)] for of in left])
+            for size in _possible_sizes(model, kind, found) if not is_out else ():
+                left = counts.numels({**said, kind: size})
+                options.setdefault(kind, {})[size] = [a - b for a, b in zip(inside, left, strict=True)]
         # Whichever leave: the first one is tried.
         if sizes.layers is None and num_layers > 1 and _is_possible(check_layers, model, range(1, num_layers)):
-            options["layers"] = KindOptions(range(num_layers - 1, 0, -1))
+            options["layers"] = dict.fromkeys(range(num_layers - 1, 0, -1), ())
         budget = cls(limit, num_all - sum(counts.numels({})), inside, num_layers, options)
         least = min(budget._alternatives(lambda sizes: sizes[-1:]), key=budget.left)
         if (num := budget.left(least)) > limit:
@@ -174,12 +167,12 @@ class Budget:
         ``cost`` must not fall where less of a kind stays. ``None``: none meet it.
         """
         # Combinations of all kinds but the one with the most sizes, of which the first that meets the limit is found.
-        filled = max(self.options, key=lambda kind: len(self.options[kind].sizes), default="")
+        filled = max(self.options, key=lambda kind: len(self.options[kind]), default="")
         found: list[tuple[float, int, Chosen]] = []
         for chosen in self._alternatives(lambda sizes: [None, *sizes], without=filled):
             falling = [chosen]
             if filled and not {filled, *chosen} >= _EXCLUSIVE:
-                falling += [{**chosen, filled: size} for size in self.options[filled].sizes]
+                falling += [{**chosen, filled: size} for size in self.options[filled]]
             first = bisect_left(falling, True, key=self.is_met)
             if first < len(falling):
                 best = falling[first]
@@ -194,9 +187,8 @@ class Budget:
         """Return how many parameters are left in each block."""
         inside = self.num_inside
         for kind, size in chosen.items():
-            if removed := self.options[kind].removed:
-                of_size = removed[self.options[kind].sizes.index(size)]
-                inside = [num - gone for num, gone in zip(inside, of_size, strict=True)]
+            if removed := self.options[kind][size]:
+                inside = [num - gone for num, gone in zip(inside, removed, strict=True)]
         return inside
 
     def _alternatives(
@@ -205,7 +197,7 @@ class Budget:
         """Yield the combinations of ``some`` sizes of each kind (``None``: all of it stays) but ``without``."""
         for out in sorted(_EXCLUSIVE) if self.options.keys() >= _EXCLUSIVE else [""]:
             kinds = [kind for kind in self.options if kind not in (without, out)]
-            for sizes in itertools.product(*(some(self.options[kind].sizes) for kind in kinds)):
+            for sizes in itertools.product(*(some(list(self.options[kind])) for kind in kinds)):
                 yield {kind: size for kind, size in zip(kinds, sizes, strict=True) if size is not None}
 
 

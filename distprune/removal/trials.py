@@ -169,7 +169,7 @@ def _next(budget: Budget, trials: Sequence[Trial]) -> Chosen | None:
     alone = {kind: [trial for trial in trials if trial.sizes.keys() == {kind}] for kind in budget.options}
     for kind, tried in alone.items():
         if not tried:
-            sizes = budget.options[kind].sizes
+            sizes = list(budget.options[kind])
             few = [size for size in sizes if budget.removed(kind, size) <= num_to_go / 2]
             return {kind: (few or sizes[:1])[-1]}
     if sum(map(len, alone.values())) == len(trials) < _MOST_ALONE:
@@ -203,9 +203,9 @@ def _candidates(
     Half as much as in the ``best`` trial, and as much as in each of ``trials`` of that kind alone.
     """
     yield _cheapest(budget, trials)
-    for kind, of in budget.options.items():
+    for kind, sizes in budget.options.items():
         num = budget.removed(kind, best.sizes[kind]) if kind in best.sizes else 0
-        half = [size for size in of.sizes if budget.removed(kind, size) <= num / 2]
+        half = [size for size in sizes if budget.removed(kind, size) <= num / 2]
         alone = [trial.sizes[kind] for trial in trials if trial.sizes.keys() == {kind}]
         for size in (None, *half[-1:], *alone):
             rest = budget.with_size(kind, size).cheapest(cost)

@@ -14,7 +14,7 @@ import torch
 
 from distprune import shrink_model
 from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget, trials
-from distprune.removal.budget import KindOptions, cost_curve
+from distprune.removal.budget import cost_curve
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
@@ -33,8 +33,8 @@ def test_the_division_is_the_best_of_all(seed: int) -> None:
     step = {"mlp": 1, "heads": 2, "kv_groups": 1, "layers": 1}
     divided = [kind for kind in sizes if chance.random() < 0.8] or ["mlp"]
     possible = {kind: range(sizes[kind] - step[kind], 0, -step[kind]) for kind in divided}
-    options = {
-        kind: KindOptions(of, [[(sizes[kind] - size) * n for n in of_unit[kind]] for size in of if kind != "layers"])
+    options: Any = {
+        kind: {size: [(sizes[kind] - size) * n for n in of_unit[kind]] if kind != "layers" else [] for size in of}
         for kind, of in possible.items()
     }
     costs = {kind: sorted(chance.randint(0, 6) for _ in of) for kind, of in possible.items()}
@@ -140,7 +140,7 @@ def test_what_is_counted_is_what_such_a_model_has(
 def find_on_rank(_: int, layout: str) -> dict[str, list[int | float]]:
     sizes = {"intermediate_size": 27, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2}
     budget = Budget.of(LAYOUTS[layout](tiny_model("llama", **sizes)), Sizes(parameters=0.9))
-    return {kind: list(options.sizes) for kind, options in budget.options.items()}
+    return {kind: list(options) for kind, options in budget.options.items()}
 
 
 def test_sizes_are_those_that_the_layout_can_have() -> None:
