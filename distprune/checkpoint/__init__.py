@@ -1,12 +1,12 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
 from distprune.checkpoint.digest import digest_together, file_digest
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer

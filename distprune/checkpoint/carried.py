@@ -14,7 +14,7 @@ from torch import nn
 
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_like, build_on_meta
-from distprune.checkpoint.naming import check_complete, check_tensors, model_regions, renumbered
+from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.models import decoder_blocks
 
@@ -89,11 +89,8 @@ def output_of(model: nn.Module, source: HfDirectory, layers: Sequence[int] | Non
         )
         for old, shape in stored_shapes.items()
     }
-    num_before, num_after = (
-        sum(math.prod(shape) for shape in each)
-        for each in ((tensors[stored][1].shape for stored in regions), stored_shapes.values())
-    )
-    return Output(carried, num_before - num_after, config)
+    num_before = sum(math.prod(tensors[stored][1].shape) for stored in regions)
+    return Output(carried, num_before - sum(map(math.prod, stored_shapes.values())), config)
 
 
 def _config_and_model(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], nn.Module]:
@@ -129,7 +126,19 @@ def _in_smaller(names: Iterable[str], prefix: str, layers: Sequence[int] | None)
 
 
 def _renumbered(stored: str, name: str, new_name: str, prefix: str) -> str:
-    """Return the stored name of what was ``name`` in the model, and is ``new_name`` in the smaller one."""
+    """Return the stored name of what was ``name`` in the model, and is ``new_name`` in the smaller one.
+
+    Raises:
+        NotImplementedError: the first number in ``stored`` is not that of the layer.
+    """
     if name == new_name:
         return stored
-    return renumbered(stored, *(int(of.removeprefix(prefix).partition(".")[0]) for of in (name, new_name)))
+    number, new_number = (of.removeprefix(prefix).partition(".")[0] for of in (name, new_name))
+    parts = stored.split(".")
+    place = next((place for place, part in enumerate(parts) if part.isdecimal()), 0)
+    if parts[place] != number:
+        raise NotImplementedError(
+            f"tensor {stored!r} of layer {number} is not named after it: layers cannot be removed"
+        )
+    parts[place] = new_number
+    return ".".join(parts)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region
 
 __all__ = ["Placed", "converted"]
+
+T = TypeVar("T")
 
 
 class Placed:
@@ -95,17 +97,19 @@ def _missing(lists: Sequence[Sequence[str]], num: int) -> list[str]:
 
 def _stack(tensors: Sequence[Placed], dim: int = 0) -> Placed:
     _check_alike(tensors, None)
+    return _cat([_unsqueezed(placed, dim) for placed in tensors], dim)
+
+
+def _unsqueezed(tensor: Placed, dim: int) -> Placed:
     regions = [
         dataclasses.replace(
             region,
-            bounds=(*region.bounds[:dim], (number, number + 1), *region.bounds[dim:]),
+            bounds=(*region.bounds[:dim], (0, 1), *region.bounds[dim:]),
             dims=tuple(of + (of >= dim) for of in region.dims),
         )
-        for number, placed in enumerate(tensors)
-        for region in placed.regions
+        for region in tensor.regions
     ]
-    shape = tensors[0].shape
-    return Placed((*shape[:dim], len(tensors), *shape[dim:]), regions)
+    return Placed((*tensor.shape[:dim], 1, *tensor.shape[dim:]), regions)
 
 
 def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
@@ -114,7 +118,7 @@ def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
     regions = [
         _moved(region, dim, start) for placed, start in zip(tensors, starts, strict=False) for region in placed.regions
     ]
-    return Placed(_resized(tensors[0].shape, dim, sum(placed.shape[dim] for placed in tensors)), regions)
+    return Placed(_with(tensors[0].shape, dim, sum(placed.shape[dim] for placed in tensors)), regions)
 
 
 def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
@@ -124,16 +128,14 @@ def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
     found, start = [], 0
     for size in sizes:
         inside = [_narrowed(region, dim, start, start + size) for region in tensor.regions]
-        regions = [_moved(region, dim, -start) for region in inside if region.bounds[dim][0] < region.bounds[dim][1]]
-        found.append(Placed(_resized(tensor.shape, dim, size), regions))
+        regions = [_moved(region, dim, -start) for region in inside if region.numel]
+        found.append(Placed(_with(tensor.shape, dim, size), regions))
         start += size
     return found
 
 
 def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
-    size = tensor.shape[dim]
-    step = max(1, -(-size // chunks))
-    return _split(tensor, [min(step, size - start) for start in range(0, size, step)], dim)
+    return _split(tensor, [len(part) for part in torch.empty(tensor.shape[dim], device="meta").chunk(chunks)], dim)
 
 
 def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:
@@ -169,15 +171,14 @@ def _check_alike(tensors: Sequence[Placed], dim: int | None) -> None:
             )
 
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+def _with(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:
+    """Return ``values`` of all dims, with ``value`` for ``dim``."""
+    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _moved(region: Region, dim: int, by: int) -> Region:
     start, stop = region.bounds[dim]
-    return dataclasses.replace(
-        region, bounds=(*region.bounds[:dim], (start + by, stop + by), *region.bounds[dim + 1 :])
-    )
+    return dataclasses.replace(region, bounds=_with(region.bounds, dim, (start + by, stop + by)))
 
 
 def _narrowed(region: Region, dim: int, start: int, stop: int) -> Region:
@@ -187,6 +188,4 @@ def _narrowed(region: Region, dim: int, start: int, stop: int) -> Region:
     stored_start = tuple(
         first + (new[0] - low) * (of == dim) for of, first in zip(region.dims, region.stored_start, strict=True)
     )
-    return dataclasses.replace(
-        region, bounds=(*region.bounds[:dim], new, *region.bounds[dim + 1 :]), stored_start=stored_start
-    )
+    return dataclasses.replace(region, bounds=_with(region.bounds, dim, new), stored_start=stored_start)

@@ -1,6 +1,6 @@
 """Digests of bytes, by xxh3 (128 bits): they tell files apart, and find damage, at the speed of memory.
 
-They are no protection against who means harm. What a job was asked for, its structure, is compared by sha256 of text.
+They do not protect against an attacker. What a job was asked for, its structure, ranks compare by :func:`agree`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives import Communicator, sum_together
 
 __all__ = ["NUM_WORDS", "as_words", "digest_together", "file_digest", "new_digest"]

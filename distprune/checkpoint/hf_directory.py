@@ -7,7 +7,6 @@ generation config, tokenizer, templates) and is carried along as it is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from distprune.checkpoint.digest import new_digest
-from distprune.checkpoint.extras import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 
 __all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "open_weights", "read_json"]
 
@@ -84,10 +83,10 @@ class HfDirectory:
 
     def fingerprint(self) -> str:
         """Return a digest of the config and of all tensors' names, places, shapes and dtypes (not their values)."""
-        digest = hashlib.sha256((self.path / CONFIG_NAME).read_bytes())
+        digest = new_digest((self.path / CONFIG_NAME).read_bytes())
         for file in self.weight_files:
             digest.update(f"\n{file.path.name}:{file.tensors}".encode())
-        return digest.hexdigest()
+        return str(digest.hexdigest())
 
     def stamps(self) -> dict[str, list[int]]:
         """Return size, time of the last change and inode of every weight file: they tell that one was changed."""

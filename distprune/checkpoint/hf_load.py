@@ -7,6 +7,7 @@ slices of every tensor.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import Regions, check_tensors, different_values, names_by_tensor
+from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
 from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
@@ -69,7 +70,6 @@ def load_model(
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
         directory = path if isinstance(path, HfDirectory) else open_directory(path)
         model, regions = build_on_meta(directory, dtype)
-        check_tensors(model.state_dict(keep_vars=True), directory, regions)
         facts = {
             "checkpoint": directory.fingerprint(),
             "weights (256 KiB of each file)": directory.sample(),
@@ -101,13 +101,15 @@ def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: 
     work: list[Stored] = []
     stored_again: list[Stored] = []
     for aliases in names_by_tensor(state):
-        first, *others = [by_name[alias] for alias in aliases if alias in by_name]
         shard = local_shard(aliases[0], state[aliases[0]])
-        work += [(region.part_of(shard, held[region.stored][1].shape), *held[region.stored]) for region in first]
-        for other in others:
-            for region in other:
-                again = region.part_of(shard, held[region.stored][1].shape)
-                stored_again.append((dataclasses.replace(again, name=first[0].stored), *held[region.stored]))
+        first, *others = [
+            [(region.part_of(shard, held[region.stored][1].shape), *held[region.stored]) for region in by_name[alias]]
+            for alias in aliases
+            if alias in by_name
+        ]
+        work += first
+        for again, file, entry in itertools.chain.from_iterable(others):
+            stored_again.append((dataclasses.replace(again, name=first[0][2].name), file, entry))
     fill_shards(work, progress)
     for shard, entry, slices in stored_slices(stored_again):
         for target, part in slices:

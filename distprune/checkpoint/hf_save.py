@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.carried import Carried, output_of
-from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
 from distprune.checkpoint.output_files import allocate_directory, planned, sync_file
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
@@ -86,19 +86,13 @@ class ModelWriter:
             self._carried = {of.stored: of for of in carried.values()}
             shards = {name: local_shard(name, tensor) for name, tensor in state.items()}
             self._parts = {stored: _parts_of(of, shards) for stored, of in self._carried.items()}
-            held = [
-                (file, [carried[e.name].stored for e in file.tensors if e.name in carried])
-                for file in source.weight_files
-            ]
-            # Of a file whose layers are all gone nothing is left.
-            self._files = [
-                (file, planned(target / file.path.name, [self._parts[name][0] for name in names]))
-                for file, names in held
-                if names
-            ]
-            self.files = [written for _, written in self._files]
+            self._files: list[tuple[WeightFile, WeightFile]] = []  # (read, written)
+            for file in source.weight_files:
+                first_parts = [self._parts[carried[e.name].stored][0] for e in file.tensors if e.name in carried]
+                if first_parts:  # else all its layers were removed
+                    self._files.append((file, planned(target / file.path.name, first_parts)))
             self._unsynced: set[Path] = set()
-            dtypes = [str(entry.dtype) for file in self.files for entry in file.tensors]
+            dtypes = [str(entry.dtype) for _, file in self._files for entry in file.tensors]
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
 
@@ -128,9 +122,7 @@ class ModelWriter:
         Raises:
             ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
         """
-        # A plain tensor is on every rank; the first one writes it.
-        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
-        own = {name: self._owned(parts, rank, first) for name, parts in self._chosen(prefixes, written).items()}
+        own = {name: self._owned(parts) for name, parts in self._chosen(prefixes, written).items()}
         # What has another size was changed on purpose.
         checked = {name for name, of in self._carried.items() if not of.is_resized} - self._chosen(updated).keys()
         num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
@@ -158,7 +150,8 @@ class ModelWriter:
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
         chosen = self._chosen(prefixes)
-        fill_shards([(part, file, e) for file in self.files for e in file.tensors for part in chosen.get(e.name, ())])
+        work = [(part, file, e) for _, file in self._files for e in file.tensors for part in chosen.get(e.name, ())]
+        fill_shards(work)
 
     def _chosen(self, prefixes: Collection[str] | None, without: Collection[str] = ()) -> dict[str, list[LocalShard]]:
         """Return this rank's parts, by stored name, of what is inside ``prefixes`` and not inside ``without``."""
@@ -170,7 +163,9 @@ class ModelWriter:
                     found.setdefault(stored, []).append(part)
         return found
 
-    def _owned(self, parts: Sequence[LocalShard], rank: int, first: int) -> list[LocalShard]:
+    def _owned(self, parts: Sequence[LocalShard]) -> list[LocalShard]:
+        """Return those of ``parts`` that this rank writes. A plain tensor is on every rank; the first one writes it."""
+        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
         settled = [part.owned_by(rank, first, self.comm.size) for part in parts]
         return [part for part in settled if part.owned and part.local.numel()]
 

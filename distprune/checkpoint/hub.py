@@ -8,15 +8,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from distprune.checkpoint.extras import import_extra
-from distprune.collectives import Communicator, Group, agree, communicator, together
+from distprune.checkpoint.optional_packages import import_extra
+from distprune.collectives import Communicator, Group, agree, communicator, together, work_together
 
 __all__ = ["name_of_model", "resolve_model"]
 
@@ -24,7 +21,6 @@ _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.AS
 _NEEDED = ["*.safetensors", "config.json"]
 _FETCHED = [*_NEEDED, "*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "NOTICE*"]
 _NOT_FETCHED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of the weights
-_BEAT = 1.0  # seconds between signs of life of who downloads
 _MAX_MESSAGE = 500  # characters
 
 Log = Callable[[str], None] | None
@@ -34,9 +30,9 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
     """Return the directory of ``name``: a directory as it is, or that of ``org/name[@revision]``.
 
     A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache by
-    one rank on each machine while the others wait, however long it takes: a round of 8 bytes a second, and seven of 64
-    bytes. With ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub does
-    not answer.
+    one rank on each machine while the others wait, however long it takes: as :func:`work_together`, and six rounds of
+    64 bytes. With ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub
+    does not answer.
 
     Raises:
         ValueError: on every rank: ranks find different things under that name, or are not all offline.
@@ -72,51 +68,25 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
         if not is_offline and comm.rank == 0 and log is not None:
             log(f"fetching {hub_id} from the hub, or what its cache does not hold")
     agree(comm, {"HF_HUB_OFFLINE": is_offline})
-
-    def find(**options: Any) -> Path:
-        return Path(hub.snapshot_download(hub_id, revision=revision, ignore_patterns=_NOT_FETCHED, **options))
+    find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
+    is_first = not is_offline and comm.gather(host).index(host) == comm.rank
 
     def fetch() -> None:
         try:
-            find(allow_patterns=_FETCHED)
+            if is_first:
+                find(allow_patterns=_FETCHED)
         except Exception as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_MESSAGE]
             raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
 
     if not is_offline:
-        hosts = comm.gather(host)
-        _run_while_others_wait(comm, fetch if hosts.index(host) == comm.rank else None)
+        work_together(comm, fetch)
     with together(comm):
         try:
-            return find(allow_patterns=_NEEDED, local_files_only=True)
+            return Path(find(allow_patterns=_NEEDED, local_files_only=True))
         except errors.LocalEntryNotFoundError as error:
             wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
             raise FileNotFoundError(
                 f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
                 f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {wanted}"
             ) from error
-
-
-def _run_while_others_wait(comm: Communicator, work: Callable[[], object] | None) -> None:
-    """Run ``work`` on the ranks that have some; the others wait without a limit. What it raises is raised on all.
-
-    Every rank must call it: a round of 8 bytes a second, and two of 64.
-    """
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            if work is not None:
-                work()
-        except Exception as error:
-            errors.append(error)
-
-    # A daemon: a signal ends the process and does not wait for the download.
-    thread = threading.Thread(target=run, daemon=True)
-    with together(comm):
-        thread.start()
-    while bool(comm.max(torch.tensor([thread.is_alive()], dtype=torch.int64))):
-        thread.join(_BEAT)
-    with together(comm):
-        if errors:
-            raise errors[0]

@@ -12,7 +12,7 @@ import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry, open_directory
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
-from distprune.shards import Geometry, LocalShard
+from distprune.shards import local_shard
 
 __all__ = ["InspectReport", "TensorReport", "inspect_directory"]
 
@@ -69,15 +69,12 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
         ImportError: the extra ``hf`` is not installed.
     """
     directory = open_directory(path)
-    work = [(_whole(entry), file, entry) for file, entry in directory.tensors.values()]
+    work = [
+        (local_shard(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")), file, entry)
+        for file, entry in directory.tensors.values()
+    ]
     reports = tuple(_inspect_tensor(entry, slices) for _, entry, slices in stored_slices(work, progress))
     return InspectReport(str(directory.path), reports)
-
-
-def _whole(entry: TensorEntry) -> LocalShard:
-    """Return the whole tensor as a shard, without memory."""
-    values = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-    return LocalShard(entry.name, values, Geometry.whole(entry.shape))
 
 
 def _inspect_tensor(entry: TensorEntry, slices: Slices) -> TensorReport:
@@ -86,11 +83,7 @@ def _inspect_tensor(entry: TensorEntry, slices: Slices) -> TensorReport:
     for _, values in slices:
         is_zero = values == 0
         num_zeros += int(torch.count_nonzero(is_zero))
-        possible = [(n, m) for n, m in possible if _holds(is_zero, n, m)]
+        possible = [(n, m) for n, m in possible if bool((is_zero.view(-1, m).sum(dim=1) >= m - n).all())]
     patterns = tuple(f"{n}:{m}" for n, m in possible) if num_zeros < num_elements else ()
     dtype = str(entry.dtype).removeprefix("torch.")
     return TensorReport(entry.name, entry.shape, dtype, num_elements, num_zeros, patterns)
-
-
-def _holds(is_zero: torch.Tensor, n: int, m: int) -> bool:
-    return bool((is_zero.view(-1, m).sum(dim=1) >= m - n).all())

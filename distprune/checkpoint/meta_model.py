@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
-from distprune.checkpoint.naming import Regions, model_regions
+from distprune.checkpoint.naming import Regions, check_tensors, model_regions
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config, one_line_errors
 
 __all__ = ["build_like", "build_on_meta"]
@@ -30,7 +30,8 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
         ImportError: the extra ``hf`` is not installed.
         NotImplementedError: the checkpoint holds the model's tensors in a form that is not read, or quantized.
         ValueError: transformers knows no such model, or would run code from elsewhere for it; the checkpoint
-            has tensors it has not, or integers for its weights, or several dtypes for one.
+            has tensors it has not, lacks some, or has them in other shapes, or integers for its weights, or several
+            dtypes for one.
     """
     transformers = import_extra("transformers", "hf")
     path, tensors = directory.path, directory.tensors
@@ -63,6 +64,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
                 )
             if dtype is None:
                 state[name].data = state[name].data.to(entry.dtype)
+    check_tensors(state, directory, regions)
     return model, regions
 
 

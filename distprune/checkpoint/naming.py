@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from distprune.checkpoint.conversion import Placed, converted
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region, extents, regions_by_name
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "different_values",
     "model_regions",
     "names_by_tensor",
-    "renumbered",
 ]
 
 Regions = dict[str, list[Region]]  # by the name of a stored tensor: where it is in the model
@@ -85,20 +84,6 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
         if sum(region.numel for region in of_name) > math.prod(extents(of_name)):
             raise ValueError(f"{path} holds {name!r} twice, as {of_name[0].stored!r} and as {of_name[-1].stored!r}")
     return {stored: found[stored] for stored in shapes if stored in found}
-
-
-def renumbered(name: str, index: int, new_index: int) -> str:
-    """Return the stored name ``name``, of a tensor of layer ``index``, as it is where the layer is ``new_index``.
-
-    Raises:
-        NotImplementedError: the first number in the name is not that of the layer.
-    """
-    parts = name.split(".")
-    place = next((number for number, part in enumerate(parts) if part.isdecimal()), None)
-    if place is None or int(parts[place]) != index:
-        raise NotImplementedError(f"tensor {name!r} of layer {index} is not named after it: layers cannot be removed")
-    parts[place] = str(new_index)
-    return ".".join(parts)
 
 
 def check_tensors(state: Mapping[str, torch.Tensor], directory: HfDirectory, regions: Regions) -> None:

@@ -22,7 +22,7 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["allocate", "allocate_directory", "check_space", "planned", "sync_file"]
+__all__ = ["allocate_directory", "planned", "sync_file"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
@@ -68,30 +68,16 @@ def allocate_directory(
     Raises:
         OSError: the disk is full or not writable.
     """
-    to_write = [written for _, written in files]
-    check_space(target, to_write)
+    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(_header([])) for _, file in files}
+    needed = sum(sizes.values()) - sum(path.stat().st_size for path in sizes if path.exists())
+    free = shutil.disk_usage(target).free
+    if needed > free:
+        raise OSError(f"{target} has {free} bytes free, the model needs {needed}")
     # Of weights that only their owner may read, the copy is such, too.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
     for read, file in files:
-        allocate(file, read.path)
-    _write_small_files(source, to_write, target, config, num_removed)
-
-
-def check_space(target: Path, files: list[WeightFile]) -> None:
-    """Raise ``OSError`` unless there is room for ``files``."""
-    there = sum(file.path.stat().st_size for file in files if file.path.exists())
-    wanted, free = sum(map(_size, files)) - there, shutil.disk_usage(target).free
-    if wanted > free:
-        raise OSError(f"{target} has {free} bytes free, the model needs {wanted}")
-
-
-def _size(file: WeightFile) -> int:
-    return file.tensors[-1].stop if file.tensors else len(_header([]))
-
-
-def allocate(file: WeightFile, read: Path) -> None:
-    """Write the header and give the file its full size. Of a file that is there the weights stay."""
-    _write_file(file.path, _header(file.tensors), read, _size(file))
+        _write_file(file.path, _header(file.tensors), read.path, sizes[file.path])
+    _write_small_files(source, [file for _, file in files], target, config, num_removed)
 
 
 def _write_small_files(
@@ -105,14 +91,13 @@ def _write_small_files(
     for path in source.small_files:
         _write_file(target / path.name, path.read_bytes(), path)
     written = [(entry, file.path.name) for file in files for entry in file.tensors]
-    is_copy = config is None
-    config = config or read_json(source.path / CONFIG_NAME)
+    before = read_json(source.path / CONFIG_NAME)
+    config = {**(before if config is None else config)}
     dtypes = {str(entry.dtype) for entry, _ in written if entry.dtype.is_floating_point}
-    stated = [key for key in ("dtype", "torch_dtype") if key in config]
-    if len(dtypes) == 1 and stated:
-        config.update(dict.fromkeys(stated, dtypes.pop().removeprefix("torch.")))
-        is_copy = False
-    if not is_copy:
+    if len(dtypes) == 1:
+        dtype = dtypes.pop().removeprefix("torch.")
+        config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
+    if config != before:
         _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
     if source.is_indexed:
         metadata = {**source.index_metadata, "total_size": sum(entry.stop - entry.start for entry, _ in written)}

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
+from distprune.checkpoint.optional_packages import import_extra
 
 __all__ = ["check_config", "load_tokenizer", "one_line_errors"]
 

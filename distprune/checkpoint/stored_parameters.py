@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.checkpoint.extras import import_extra
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFile, open_weights, read_json
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.naming import Regions, check_tensors
+from distprune.checkpoint.naming import Regions
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config
 from distprune.checkpoint.regions import Region, regions_by_name
 from distprune.models import Found, find_shards, model_of_names
@@ -85,11 +85,9 @@ def _known_model(directory: HfDirectory) -> tuple[nn.Module, Regions] | None:
     if read_json(directory.path / CONFIG_NAME).get("model_type") not in kinds:
         return None
     try:
-        model, regions = build_on_meta(directory)
+        return build_on_meta(directory)
     except NotImplementedError:  # not of quantized weights, which were refused before
         return None
-    check_tensors(model.state_dict(keep_vars=True), directory, regions)
-    return model, regions
 
 
 def _named_model(directory: HfDirectory) -> tuple[nn.Module, Regions]:

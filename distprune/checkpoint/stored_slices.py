@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
-from distprune.shards import LocalShard, Runs
+from distprune.shards import Geometry, LocalShard, cut
 
 __all__ = ["Progress", "Slices", "Stored", "fill_shards", "read_ahead", "stored_slices"]
 
@@ -36,7 +36,7 @@ def stored_slices(
         of_file = sorted(((s, e) for s, f, e in work if f.path == path), key=lambda pair: pair[1].start)
         with open_weights(path) as handle:
             for shard, entry in of_file:
-                yield shard, entry, _parts(shard, entry, handle.get_slice(entry.name))
+                yield shard, entry, _parts(shard, entry, handle)
                 num_done += shard.local.nbytes
                 if progress is not None:
                     progress(num_done, num_total)
@@ -59,28 +59,19 @@ def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
                 os.posix_fadvise(file.fileno(), first, min(_AHEAD_BYTES, stop - first), os.POSIX_FADV_WILLNEED)
 
 
-def _parts(shard: LocalShard, entry: TensorEntry, stored: Any) -> Slices:
+def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:
     """Yield (rows of the local tensor, what is stored there), a bounded number of rows at a time."""
     if shard.local.numel() == 0:
         return
+    stored = file.get_tensor(entry.name)  # mapped
     if not entry.shape:
-        yield shard.local, stored[...]
+        yield shard.local, stored
         return
     step = max(1, _COPY_BYTES // (shard.local[0].numel() * entry.dtype.itemsize))
     local_start = 0
     for run_start, run_stop in shard.geometry.dim_runs[0]:
         for start in range(run_start, run_stop, step):
-            stop = min(start + step, run_stop)
-            rows = shard.local[local_start : local_start + stop - start]
-            yield rows, _stored_rows(stored, (start, stop), shard.geometry.dim_runs[1:])
-            local_start += stop - start
-
-
-def _stored_rows(stored: Any, rows: tuple[int, int], runs: tuple[Runs, ...]) -> torch.Tensor:
-    # Slices where a dim is one run; dims of several runs (strided shards of dim 1) are picked out of one.
-    part: torch.Tensor = stored[(slice(*rows), *(slice(dim[0][0], dim[-1][1]) for dim in runs))]
-    for dim, dim_runs in enumerate(runs, start=1):
-        if len(dim_runs) > 1:
-            first = dim_runs[0][0]
-            part = torch.cat([part.narrow(dim, low - first, high - low) for low, high in dim_runs], dim=dim)
-    return part
+            rows = stored[start : min(start + step, run_stop)]
+            part = Geometry(tuple(rows.shape), (((0, len(rows)),), *shard.geometry.dim_runs[1:]))
+            yield shard.local[local_start : local_start + len(rows)], cut(rows, part)
+            local_start += len(rows)

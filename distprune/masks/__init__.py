@@ -9,7 +9,6 @@ from distprune.masks.in_place import (
     make_zeros_positive,
     read_kept,
     seems_kept,
-    write_negative_zeros,
     write_signed_zeros,
     zero_where_pruned,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "seems_kept",
     "snapshot",
     "undo_reparametrization",
-    "write_negative_zeros",
     "write_signed_zeros",
     "zero_where_pruned",
 ]

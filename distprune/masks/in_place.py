@@ -21,7 +21,6 @@ __all__ = [
     "make_zeros_positive",
     "read_kept",
     "seems_kept",
-    "write_negative_zeros",
     "write_signed_zeros",
     "zero_where_pruned",
 ]
@@ -38,7 +37,7 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
         local.masked_fill_(~mask, 0)
         return
     for values, keep in _pieces(bits_of(local), mask.view(torch.int8)):
-        _zero(values, keep, values)
+        values *= keep  # as integers: 0 has the bits of 0.0
     increment_version(local)  # numpy does not
 
 
@@ -66,18 +65,12 @@ class Zeroing(Put):
                 if self._bits is None
                 else self._bits[part]
             )
-            left = self.bits(part)
-            _zero(bits, stays[part.start - at.start : part.stop - at.start].numpy().view(np.int8), left)
-            self._take(part.start, left)
+            keep = stays[part.start - at.start : part.stop - at.start].numpy().view(np.int8)
+            self._take(part.start, np.multiply(bits, keep, out=self.bits(part)))
 
     @override
     def left(self, at: slice, left: npt.NDArray[np.signedinteger]) -> None:
         self._take(at.start, left)
-
-
-def _zero(bits: Any, keep: Any, out: Any) -> None:
-    """Write ``bits``, integers, into ``out`` where ``keep`` is 1, and 0, which are those of 0.0, where it is 0."""
-    (np if isinstance(bits, np.ndarray) else torch).multiply(bits, keep, out=out)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,13 +156,6 @@ def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
             continue  # as a rule: a write would take longer than the read
         values *= keep
         values[(values == 0) & keep] = negative_zero
-
-
-@torch.no_grad()
-def write_negative_zeros(local: torch.Tensor, where: torch.Tensor) -> None:
-    """Write -0.0 into ``local`` at ``where`` (bool, same local shape). Local."""
-    bits = bits_of(local)
-    bits.masked_fill_(where, torch.iinfo(bits.dtype).min)
 
 
 @torch.no_grad()

@@ -103,11 +103,8 @@ def take_plain_key(
     key = prefix + name
     if key not in state_dict or f"{key}_orig" in state_dict:
         return
-    values, original = state_dict.pop(key), module._parameters[f"{name}_orig"]
-    mask = module._buffers[f"{name}_mask"]
-    assert original is not None
-    assert mask is not None
-    problem = _disagreement(values, original, mask)
+    values, mask = state_dict.pop(key), module.get_buffer(f"{name}_mask")
+    problem = _disagreement(values, module.get_parameter(f"{name}_orig"), mask)
     if problem:
         errors.append(
             f"{key!r} does not fit the mask of the pruned module: {problem}. Load it before pruning, or give the "

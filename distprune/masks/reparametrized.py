@@ -13,6 +13,9 @@ product is the gathered original itself.
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from distprune.masks.fsdp2 import is_masked, rename
 from distprune.masks.hooks import pruning_hooks
@@ -30,6 +34,8 @@ from distprune.masks.writable import writable
 from distprune.shards import Fsdp2Params, LocalShard, Managed, dtensor_like, is_laid_out_like, local_part
 
 __all__ = ["mask_of", "product", "product_of_hook", "reparametrize", "snapshot", "undo_reparametrization"]
+
+_CONTAINERS = (dict, OrderedDict, set, list)
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -91,97 +97,86 @@ class DropProduct:
         module.__dict__.pop(self.name, None)
 
 
-_CLASSES: dict[tuple[type, frozenset[str]], type] = {}
+class _Pruned(nn.Module):
+    """What the class of a pruned module has before its own: ``_pruned_base`` is that one, with products as attributes.
+
+    ``_pruned_names``: the names of the products.
+    """
+
+    _pruned_base: type[nn.Module]
+    _pruned_names: frozenset[str]
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy without products: they follow from the original and the mask."""
+        state: dict[str, Any] = dict(cast(Any, self).__getstate__() or {})
+        for name in self._pruned_names:
+            state.pop(name, None)
+        if isinstance(self, nn.RNNBase):  # it lists its weights a second time
+            state["_flat_weights"] = [
+                None if name in self._pruned_names else weight
+                for name, weight in zip(self._flat_weights_names, self._flat_weights, strict=True)
+            ]
+        return _rebuild, (self._pruned_base, tuple(sorted(self._pruned_names))), state
+
+    @override
+    def __delattr__(self, name: str) -> None:
+        """Allow deleting a product that is not there at the moment: PyTorch's own ``remove`` does it."""
+        if not (name in self._pruned_names and name not in self.__dict__ and name not in self._parameters):
+            super().__delattr__(name)
+
+    @override
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Forget the product if its original is gone and its name is registered: PyTorch's ``remove`` does so."""
+        if name in self._pruned_names and name + "_orig" not in self._parameters:
+            _forget_product(self, name)
+        nn.Module.register_parameter(self, name, param)  # the module has another class now
+
+    @override
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write original and mask, or what others load: see ``plain_keys``.
+
+        A mask that was made first, of a parameter that is sharded now, both without values yet (meta), is written in
+        the parameter's layout. That is how its values have to come: Accelerate asks so with
+        ``cpu_ram_efficient_loading``.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._pruned_names:
+            original, mask = self._parameters[name + "_orig"], self._buffers[name + "_mask"]
+            if isinstance(original, DTensor) and mask is not None and mask.is_meta and not isinstance(mask, DTensor):
+                local = torch.empty_like(original.to_local(), dtype=mask.dtype)
+                destination[f"{prefix}{name}_mask"] = dtensor_like(original, local)
+        write_plain_keys(destination, prefix, self._pruned_names)
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Load original and mask, or what others have saved: see ``plain_keys``."""
+        for name in self._pruned_names:
+            take_plain_key(self, name, state_dict, prefix, errors=others[-1])
+        before = {name: self._buffers[name + "_mask"] for name in self._pruned_names}
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        for name, mask in before.items():
+            original, now = self._parameters[name + "_orig"], self._buffers[name + "_mask"]
+            if now is not mask and isinstance(original, DTensor) and isinstance(now, DTensor):  # assigned
+                managed = Fsdp2Params().find(self, name + "_orig")
+                reparametrize(self, name, dtensor_like(original, now.to_local().bool()), managed)
 
 
+@functools.cache
 def _class_with_products(base: type, names: frozenset[str]) -> type:
     """Return the subclass of ``base`` whose attributes ``names`` are products."""
-    if not names:
+    if not names and not issubclass(base, _Pruned):
         return base
-    if (base, names) not in _CLASSES:
-        members = {
-            **{name: _Product(name) for name in names},
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "__reduce_ex__": _reduce,
-            "__delattr__": _delete,
-            "_save_to_state_dict": _save,
-            "_load_from_state_dict": _load,
-            "register_parameter": _register,
-            "_pruned_base": base,
-            "_pruned_names": names,
-        }
-        _CLASSES[base, names] = type(base.__name__, (base,), members)
-    return _CLASSES[base, names]
-
-
-def _reduce(module: nn.Module, _: int) -> tuple[Any, ...]:
-    """Pickle and copy without products: they follow from the original and the mask."""
-    cls = cast(Any, type(module))
-    getstate = cast(Any, module).__getstate__
-    state: dict[str, Any] = dict(getstate() or {})
-    for name in cls._pruned_names:
-        state.pop(name, None)
-    if isinstance(module, nn.RNNBase):  # it lists its weights a second time
-        state["_flat_weights"] = [
-            None if name in cls._pruned_names else weight
-            for name, weight in zip(module._flat_weights_names, module._flat_weights, strict=True)
-        ]
-    return _rebuild, (cls._pruned_base, tuple(sorted(cls._pruned_names))), state
-
-
-def _delete(module: nn.Module, name: str) -> None:
-    """Allow deleting a product that is not there at the moment: PyTorch's own ``remove`` does it."""
-    cls = cast(Any, type(module))
-    if not (name in cls._pruned_names and name not in module.__dict__ and name not in module._parameters):
-        nn.Module.__delattr__(module, name)
-
-
-def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Forget the product if its original is gone and its name is registered: PyTorch's ``remove`` does so."""
-    if name in cast(Any, type(module))._pruned_names and name + "_orig" not in module._parameters:
-        _forget_product(module, name)
-    nn.Module.register_parameter(module, name, parameter)
-
-
-def _save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Write original and mask, or what others load: see ``plain_keys``.
-
-    A mask that was made first, of a parameter that is sharded now, both without values yet (meta), is written in the
-    parameter's layout. That is how its values have to come: Accelerate asks so with ``cpu_ram_efficient_loading``.
-    """
-    cls = cast(Any, type(module))
-    cls._pruned_base._save_to_state_dict(module, destination, prefix, keep_vars)
-    for name in cls._pruned_names:
-        original, mask = module._parameters[name + "_orig"], module._buffers[name + "_mask"]
-        if isinstance(original, DTensor) and mask is not None and mask.is_meta and not isinstance(mask, DTensor):
-            local = torch.empty_like(original.to_local(), dtype=mask.dtype)
-            destination[f"{prefix}{name}_mask"] = dtensor_like(original, local)
-    write_plain_keys(destination, prefix, cls._pruned_names)
-
-
-def _load(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Load original and mask, or what others have saved: see ``plain_keys``."""
-    cls = cast(Any, type(module))
-    for name in cls._pruned_names:
-        take_plain_key(module, name, state_dict, prefix, errors)
-    before = {name: module._buffers[name + "_mask"] for name in cls._pruned_names}
-    cls._pruned_base._load_from_state_dict(module, state_dict, prefix, metadata, strict, missing, unexpected, errors)
-    for name, mask in before.items():
-        original, now = module._parameters[name + "_orig"], module._buffers[name + "_mask"]
-        if now is not mask and isinstance(original, DTensor) and isinstance(now, DTensor):  # assigned
-            managed = Fsdp2Params().find(module, name + "_orig")
-            reparametrize(module, name, dtensor_like(original, now.to_local().bool()), managed)
+    members = {
+        **{name: _Product(name) for name in names},
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_pruned_base": base,
+        "_pruned_names": names,
+    }
+    bases = (base,) if issubclass(base, _Pruned) else (_Pruned, base)  # pruned before FSDP2 made its own class
+    return type(base.__name__, bases, members)
 
 
 def _rebuild(base: type, names: tuple[str, ...]) -> Any:
@@ -191,11 +186,10 @@ def _rebuild(base: type, names: tuple[str, ...]) -> Any:
 
 
 def _set_products(module: nn.Module, name: str, *, present: bool) -> None:
-    cls = cast(Any, type(module))
-    if "_pruned_names" in cls.__dict__:
-        base, names = cls._pruned_base, cls._pruned_names
-    else:
-        base, names = cls, frozenset[str]()
+    base: Any = type(module)
+    names: frozenset[str] = frozenset()
+    if "_pruned_names" in vars(base):
+        base, names = base._pruned_base, base._pruned_names
     module.__class__ = _class_with_products(base, names | {name} if present else names - {name})
 
 
@@ -250,30 +244,20 @@ def _forget_product(module: nn.Module, name: str) -> None:
 def snapshot(module: nn.Module, managed: Managed | None) -> Callable[[], None]:
     """Return what puts ``module`` and FSDP2's record of one parameter back to where they are now. Local."""
     cls, attributes = type(module), dict(module.__dict__)
-    registries = {name: attributes[name].copy() for name in _REGISTRIES}
-    flat_weights = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
-    name, masked = ("", False) if managed is None else (managed.name, is_masked(managed))
+    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+    old_name, masked = ("", False) if managed is None else (managed.name, is_masked(managed))
 
     def put_back() -> None:
         module.__class__ = cls
         module.__dict__.clear()
         module.__dict__.update(attributes)
-        for registry, saved in registries.items():
-            attributes[registry].clear()
-            attributes[registry].update(saved)
-        if flat_weights is not None:
-            cast(nn.RNNBase, module)._flat_weights[:] = flat_weights
+        for name, content in contents.items():
+            if isinstance(content, list):  # the weights of an RNN
+                attributes[name][:] = content
+            else:
+                attributes[name].clear()
+                attributes[name].update(content)
         if managed is not None:
-            rename(managed, name, masked=masked)
+            rename(managed, old_name, masked=masked)
 
     return put_back
-
-
-_REGISTRIES = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-)

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.shards import is_laid_out_like, local_of
+from distprune.shards import is_laid_out_like, local_of, private
 
 __all__ = ["writable"]
 
+_tree_map_only = private("torch.utils._pytree", "tree_map_only")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -104,7 +105,7 @@ def _guarded(inside: torch.Tensor, root: _Root) -> torch.Tensor:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     guards: list[Any] = []
-    args, kwargs = _mapped(lambda each: _opened(each, guards), (args, kwargs))
+    args, kwargs = _tree_map_only(torch.Tensor, lambda each: _opened(each, guards), (args, kwargs))
     if func == _SET_DATA and guards[0]._inside is args[0]:
         root: _Root = guards[0]._root
         if _storage(args[1]) != _storage(root.values):  # else an operation has written it already
@@ -121,16 +122,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
                 )
             guard._root.write(guard._root.values)
             break
-    return _mapped(lambda each: _again(each, guards), result)
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with all tensors in it changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(change, each) for each in value)
-    return {key: _mapped(change, each) for key, each in value.items()} if type(value) is dict else value
+    return _tree_map_only(torch.Tensor, lambda each: _again(each, guards), result)
 
 
 def _opened(tensor: torch.Tensor, guards: list[Any]) -> torch.Tensor:

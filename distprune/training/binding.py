@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class Binding:
         self._ranges: dict[int, tuple[object, list[tuple[Held, ParameterRange]]]] = {}
         self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._versions = Versions()
+        self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
 
     def take(self, shards: Sequence[LocalShard]) -> None:

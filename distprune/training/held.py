@@ -8,7 +8,7 @@ and after any wrapper, checkpoint or change of the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -34,24 +34,22 @@ class _Version:
         return self.number == tensor._version
 
 
-class Versions:
-    """The versions of gradients since they were masked: equal to theirs while nobody else writes to them.
+Versions: TypeAlias = WeakValueDictionary[int, _Version]  # by storage
 
-    All views of a storage count as one, and FSDP2 keeps the gradients of a group in one storage: those that are masked
-    one after the other share what is kept here, so that masking the next does not make the last look written to.
+
+def _masked_version(versions: Versions, gradient: torch.Tensor, before: int) -> _Version:
+    """Return the version of ``gradient``, now that it is masked; ``before``: its number before that. Local.
+
+    While it stays the same, nobody else has written to the gradient. All views of a storage have one version, and FSDP2
+    keeps the gradients of a group in one storage. Gradients that are masked one after the other share what is kept
+    here, so masking the next does not make the last look written to.
     """
-
-    def __init__(self) -> None:
-        self._by_storage: WeakValueDictionary[int, _Version] = WeakValueDictionary()
-
-    def masked(self, gradient: torch.Tensor, before: int) -> _Version:
-        """Return the version of ``gradient``, which was ``before`` before it was masked."""
-        storage = gradient.untyped_storage().data_ptr()
-        version = self._by_storage.get(storage)
-        if version is None or version.number != before:
-            version = self._by_storage[storage] = _Version(before)
-        version.number = gradient._version
-        return version
+    storage = gradient.untyped_storage().data_ptr()
+    version = versions.get(storage)
+    if version is None or version.number != before:
+        version = versions[storage] = _Version(before)
+    version.number = gradient._version
+    return version
 
 
 class Held:
@@ -110,7 +108,7 @@ class Held:
             local = local_of(gradient)
             before = local._version
             zero_where_pruned(where.part_of(gradient), self.kept)
-            self._masked = id(gradient), self._versions.masked(local, before)
+            self._masked = id(gradient), _masked_version(self._versions, local, before)
         # A partial sum stays: the optimizer reduces it itself, and what it writes is zeroed then.
 
     def mask_gradient_again(self, where: ParameterRange) -> None:

@@ -8,10 +8,9 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,30 +27,11 @@ from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding, in_backward
 from distprune.training.held import Held
 from distprune.training.optimizers import Optimizers, state_of, unwrapped
-from distprune.training.regrowth import GrowBy, Moved, regrow
+from distprune.training.regrowth import Counts, GrowBy, regrow
 
-__all__ = ["Counts", "Hold", "hold_zeros"]
+__all__ = ["Hold", "hold_zeros"]
 
 _outside_dynamo = private("torch", "_disable_dynamo")
-
-
-class BeforeStep(Protocol):
-    """What is called before a step; ``in_backward``: the optimizer steps within the backward pass."""
-
-    def __call__(self, optimizer: Optimizer, *, in_backward: bool) -> None: ...
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Weights over all ranks, replicas once: how many are held at zero, of how many."""
-
-    num_held: int
-    num_elements: int
-
-    @property
-    def sparsity(self) -> float:
-        """The share of held weights."""
-        return self.num_held / max(self.num_elements, 1)
 
 
 def hold_zeros(
@@ -114,7 +94,7 @@ class Hold:
         self._optimizers: list[Optimizer] | None = None
         self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
         self._handles: list[RemovableHandle] = []
-        self._listeners: list[BeforeStep] = []
+        self._listeners: list[Callable[[Optimizer], None]] = []
         self._check_due = False  # whether all ranks together look for a dense checkpoint at the next step
         self.leaves_gradients_dense = False  # until the step, which masks them
         self._binding = Binding(model, include, exclude, self._at_gradient, self._at_load)
@@ -205,7 +185,7 @@ class Hold:
             if self._listeners and not self.leaves_gradients_dense:
                 self._mask_late(self._optimizers or [optimizer])
             for listener in self._listeners:
-                listener(optimizer, in_backward=in_backward())
+                listener(optimizer)
         self._hold_in(optimizer)
 
     def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
@@ -268,7 +248,7 @@ class Hold:
         assert tensor is not None
         held.mask_gradient(ParameterRange(tensor, 0, held.shard.geometry.local_shape))
 
-    def before_step(self, listener: BeforeStep) -> None:
+    def before_step(self, listener: Callable[[Optimizer], None]) -> None:
         """Call ``listener`` before each step of the first optimizer, and before it is read what is held. Local."""
         self._listeners.append(listener)
 
@@ -319,7 +299,7 @@ class Hold:
         for local, kept in work:
             zero_where_pruned(local, kept)
 
-    def regrow(self, share: float, *, by: GrowBy = "gradient", seed: int | None = None) -> Moved:
+    def regrow(self, share: float, *, by: GrowBy = "gradient", seed: int | None = None) -> Counts:
         """Move ``share`` of the kept weights of each parameter. Every rank must call it.
 
         The smallest are dropped; of what is not kept then, as many are kept from now on, those of largest gradient, or

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives import Communicator, sum_together
-from distprune.masks import bits_of, write_negative_zeros, zero_where_pruned
+from distprune.masks import bits_of, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Ranked, Unstructured, check_share
 from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
@@ -20,7 +20,7 @@ from distprune.pruning.prune_model import choose_masks, gradients_there
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
 from distprune.shards import LocalShard, count_zeros
 
-__all__ = ["GrowBy", "Moved", "Regrow", "regrow"]
+__all__ = ["Counts", "GrowBy", "Regrow", "regrow"]
 
 GrowBy = Literal["gradient", "random"]
 _NUM_HASH_BITS = 1  # that make room for a value above all hashes
@@ -58,12 +58,20 @@ class Regrow:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What regrowth did, over all ranks: how many weights grew, and as many became zero; those held now; all."""
+class Counts:
+    """Weights over all ranks, replicas once: how many are held at zero, of how many.
 
-    num_moved: int
+    ``num_moved``: how many regrowth let grow, and as many others became zero.
+    """
+
     num_held: int
     num_elements: int
+    num_moved: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        """The share of held weights."""
+        return self.num_held / max(self.num_elements, 1)
 
 
 def regrow(
@@ -75,7 +83,7 @@ def regrow(
     seed: int | None = None,
     include: NamePattern | Sequence[NamePattern] = (),
     exclude: NamePattern | Sequence[NamePattern] = (),
-) -> Moved:
+) -> Counts:
     """Move ``share`` of the kept weights of each parameter. Every rank must call it.
 
     The kept weights of smallest magnitude are dropped. Of all that are not kept then, as many are kept from now on:
@@ -122,9 +130,9 @@ def regrow(
     num_moved = int(sum_together(comm, (1,), find_new)[0])
     for shard, of_kept, of_new in zip(shards, kept, new, strict=True):
         zero_where_pruned(shard.local, of_kept)
-        write_negative_zeros(shard.local, of_new)
+        shard.local.masked_fill_(of_new, -0.0)
     num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
-    return Moved(num_moved, sum(num_held.values()), num_elements)
+    return Counts(sum(num_held.values()), num_elements, num_moved)
 
 
 def _chosen(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -12,14 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distprune.collectives import Group, agree, communicator, max_together, together
-from distprune.models import NamePattern, find_shards
+from distprune.models import NamePattern
 from distprune.patterns import Pattern, Scope
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores import Movement, ScoreLike, as_score
 from distprune.shards import gradients_of, local_of
+from distprune.training.binding import in_backward
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers, parameters_of
-from distprune.training.regrowth import Regrow, regrow
+from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rises
 
@@ -87,18 +88,20 @@ class SparseTraining:
         self.step = 0  # the next one
         self.updates: list[Update] = []
         self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
-        self._pattern, self._scope = pattern, scope
-        self._include, self._exclude = include, exclude
         self._comm = communicator(group)
-        self._level: float | dict[str, float] | None = None  # what was pruned to last
+        self._level: list[float] = []  # what was pruned to last, if anything
         self._movement: dict[str, torch.Tensor] = {}
-        digest = ""
+        levels: list[list[float]] = []
         with together(self._comm):
             if optimizer is None:
                 raise TypeError("sparse training counts the steps of an optimizer; pass it")
             self._score = as_score(score)
-            digest = self._checked()
-        agree(self._comm, {"the first steps of the schedule": digest})
+            levels += (_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS))
+            for before, after in itertools.pairwise(levels):
+                _check_all_rise(before, after)
+        agree(self._comm, {"the first steps of the schedule": levels})
+        own_seed = seed if self._score.needs_seed else None
+        self._request = Request(model, None, self._score, pattern, scope, own_seed, None, include, exclude)
         self.hold: Hold = hold_zeros(model, optimizer, include=include, exclude=exclude, group=self._comm)
         self.hold.before_step(self._before_step)
         self._prepare()
@@ -110,7 +113,7 @@ class SparseTraining:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the step of a :meth:`state_dict`; weights and optimizer are loaded as ever. Local."""
         self.step = int(state_dict["step"])
-        self._level = self._asked(self.step - 1) if self.step else None
+        self._level = _listed(self._asked(self.step - 1)) if self.step else []
         self._prepare()
 
     def report(self) -> TrainingReport:
@@ -130,74 +133,44 @@ class SparseTraining:
             return {name: float(schedule(step)) for name, schedule in self._schedule.items()}
         return float(self._schedule(step))
 
-    def _checked(self) -> str:
-        """Return a digest of the first steps of the schedule, or raise if it goes down there."""
-        levels = [_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS)]
-        for before, after in itertools.pairwise(levels):
-            _check_all_rise(before, after)
-        return hashlib.sha256(repr(levels).encode()).hexdigest()
-
     def _prepare(self) -> None:
         """Let the backward passes before a step of regrowth leave their gradients dense."""
         needs_all = self._regrow is not None and self._regrow.by == "gradient" and self._regrow.is_due(self.step)
         self.hold.leaves_gradients_dense = needs_all
 
-    def _before_step(self, optimizer: Optimizer, *, in_backward: bool) -> None:
-        if in_backward:
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if in_backward():
             raise NotImplementedError(
                 "an optimizer that steps within the backward pass cannot prune over time, since the ranks are not in "
                 "step there; prune first, and call hold_zeros"
             )
         if self._makes_state(optimizer):
             return
-        step, asked = self.step, self._asked(self.step)
+        step, how = self.step, self._regrow
         if isinstance(self._score, Movement):
             self._add_movement()
-        if self._is_due(asked):
-            self._prune(step, asked)
-        if self._regrow is not None and self._regrow.is_due(step):
-            self._move(step, self._regrow)
+        self._prune(step, self._asked(step))
+        if how is not None and how.is_due(step):
+            seed = self._seed + step if how.by == "random" else None
+            moved = self.hold.regrow(how.share(step), by=how.by, seed=seed)
+            self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
         self.step += 1
         self._prepare()
 
-    def _is_due(self, asked: float | dict[str, float]) -> bool:
-        now = _listed(asked)
-        before = [0.0] * len(now) if self._level is None else _listed(self._level)
-        _check_all_rise(before, now)
-        return before != now
-
     def _prune(self, step: int, asked: float | dict[str, float]) -> None:
-        says_how_much = isinstance(self._pattern, Pattern) or (self._pattern or "")[:1].isdigit()
-        sparsity = None if says_how_much else asked
+        """Prune to what is ``asked`` for at ``step``, if that is more than before."""
+        now = _listed(asked)
+        before = self._level or [0.0] * len(now)
+        _check_all_rise(before, now)
+        if before == now:
+            return
+        pattern = self._request.pattern
+        says_how_much = isinstance(pattern, Pattern) or (pattern or "")[:1].isdigit()
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
-        request = Request(
-            self._model,
-            sparsity,
-            self._score,
-            self._pattern,
-            self._scope,
-            self._seed if self._score.needs_seed else None,
-            None,
-            self._include,
-            self._exclude,
-            evidence,
-        )
+        request = dataclasses.replace(self._request, sparsity=None if says_how_much else asked, local_evidence=evidence)
         report = prune_requested(self._comm, request)
-        self._level = asked
+        self._level = now
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
-
-    def _move(self, step: int, how: Regrow) -> None:
-        seed = self._seed + step if how.by == "random" else None
-        moved = regrow(
-            self._comm,
-            self._model,
-            how.share(step),
-            by=how.by,
-            seed=seed,
-            include=self._include,
-            exclude=self._exclude,
-        )
-        self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
         """Return whether this is no step of training. At a learning rate of 0, every rank must call it: one round.
@@ -214,7 +187,7 @@ class SparseTraining:
         return not bool(max_together(self._comm, (1,), fill)[0])
 
     def _add_movement(self) -> None:
-        shards = find_shards(self._model, self._include, self._exclude).shards
+        shards = self._request.find().shards
         for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
             if gradient is None:
                 continue  # choosing says so, on all ranks

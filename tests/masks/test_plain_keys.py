@@ -11,6 +11,8 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
@@ -140,3 +142,20 @@ def test_plain_keys_that_cannot_be_compared_with_a_mask() -> None:
         layer.load_state_dict({"weight": torch.ones(3, 2)}, strict=False)
     with pytest.raises(RuntimeError, match="has no values yet"):
         layer.load_state_dict({"weight": torch.ones(2, 2, device="meta")}, strict=False)
+
+
+def sharded_by_itself_on_rank(_: int) -> None:
+    layer = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.25)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    prune.shard_masks(layer)
+    prune.l1_unstructured(layer, "weight", 0.25)
+    state = layer.state_dict()
+    assert sorted(state) == ["bias", "weight_mask", "weight_orig"]
+    layer.load_state_dict(state)
+    prune.remove(layer, "weight")
+    assert sorted(layer.state_dict()) == ["bias", "weight"]
+    layer.load_state_dict(layer.state_dict())
+
+
+def test_a_layer_that_fsdp2_gives_a_class_of_its_own_after_it_was_pruned(pool: ProcessPool) -> None:
+    pool.run(2, sharded_by_itself_on_rank)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
 from distprune.training import SparseTraining, constant, hold_zeros
-from tests.sampling import only_whole
+from tests.sampling import only_whole, pairs_first
 from tests.training.optimizers import (
     INCLUDE,
     NUM_RANKS,
@@ -34,7 +34,7 @@ from tests.training.optimizers import (
 from tests.worlds import ProcessPool
 from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
-NUM_DENSE_STEPS, NUM_STEPS = 2, 4
+NUM_DENSE_STEPS, NUM_STEPS = 1, 3
 
 
 class Pipelined:
@@ -216,9 +216,9 @@ def in_backward_on_rank(_: int, layout: str, hold_first: bool, given: bool) -> N
     assert all(map(torch.equal, held_bits(wrapped.model), before))
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("hold_first", [True, False])
-@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "hold_first", "given"), pairs_first(["plain", "fsdp2"], [True, False], [True, False])
+)
 def test_optimizer_in_backward(pool: ProcessPool, layout: str, hold_first: bool, given: bool) -> None:
     pool.run(1 if layout == "plain" else 2, in_backward_on_rank, layout, hold_first, given)
 

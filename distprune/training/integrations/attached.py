@@ -54,7 +54,8 @@ class Attached:
 
     def begin(self, model: nn.Module, optimizer: Optimizers) -> SparseTraining | Hold:
         """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it."""
-        self.remove()
+        if self.training is not None:
+            self.training.remove()
         if self._schedule is None:
             self.training = hold = hold_zeros(model, optimizer, **self._options)  # type: ignore[misc]
         else:
@@ -77,11 +78,6 @@ class Attached:
         """The share of zeros as of the last step. Local."""
         updates = self.training.updates if isinstance(self.training, SparseTraining) else []
         return updates[-1].sparsity if updates else self._share_at_begin
-
-    def remove(self) -> None:
-        """Prune and hold nothing any more. Local."""
-        if self.training is not None:
-            self.training.remove()
 
     def finish(self) -> None:
         """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, with an error that names the extra."""
+"""Packages that an extra brings: imported where they are used, with an error that names the extra."""
 
 from __future__ import annotations
 
