@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from distprune.calibration.order import BlockOrder
+from distprune.calibration.sample_group import flat_local
 from distprune.calibration.walk import Walk, fitting
 from distprune.models import LinearLayer
-from distprune.shards import local_of
 
 __all__ = ["DenseSample", "Targets"]
 
@@ -58,8 +58,7 @@ class DenseSample:
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
         """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""
-        dense, total = self.totals[name], local_of(total.detach())
-        total = total.reshape(-1, total.shape[-1])
+        dense, total = self.totals[name], flat_local(total)
         _check_alike(name, dense, total)
         return dense.to(total.device).float() - total
 
@@ -92,18 +91,13 @@ class Targets:
         if first in inputs:
             inputs[name] = inputs[first][0], tokens
             return
-        num_in = self.linears[name].num_in
-        start, stop = self.walk.sample_group.features(num_in)
-        own = local_of(x.detach())
-        own = own.reshape(-1, own.shape[-1])
-        own = own[:, start:stop] if own.shape[1] == num_in else own
+        own = self.walk.sample_group.own_features(x, self.linears[name].num_in)
         inputs[name] = self._copy(own), tokens
 
     def passed(self, name: str) -> None: ...
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        total = local_of(total.detach())
-        self.samples[-1].totals[name] = self._copy(total.reshape(-1, total.shape[-1]))
+        self.samples[-1].totals[name] = self._copy(flat_local(total))
 
     def _copy(self, values: torch.Tensor) -> torch.Tensor:
         with fitting(self.walk, self.samples[0].num_bytes):

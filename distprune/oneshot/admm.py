@@ -9,14 +9,14 @@ Shapes: W is (rows, in). S holds the norm of each input, (in,); A = S^-1 X^T X S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, triangle_like, unpack_triangle
+from distprune.calibration import Moments, MomentsOf
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
@@ -43,6 +43,7 @@ class ADMM(Solver["_Inputs"]):
 
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
+    triangles: ClassVar[Collection[str]] = ("inverse", "a")
     damping: float = 0.1  # lambda
     score: Score = field(default=Computed(), init=False)
 
@@ -67,18 +68,9 @@ class ADMM(Solver["_Inputs"]):
         return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
-        triangle = triangle_like(rows.num_in)
-        return triangle, triangle, torch.empty(rows.num_in, device="meta")
-
-    @override
-    def pack(self, prepared: _Inputs) -> Sequence[torch.Tensor]:
-        return pack_triangle(prepared.inverse), pack_triangle(prepared.a), prepared.scale
-
-    @override
-    def unpack(self, *packed: torch.Tensor) -> _Inputs:
-        inverse, a, scale = packed
-        return _Inputs(unpack_triangle(inverse), unpack_triangle(a), scale, self.damping)
+    def sent_like(self, rows: Rows) -> _Inputs:
+        square = torch.empty((rows.num_in, rows.num_in), device="meta")
+        return _Inputs(square, square, square[0], self.damping)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:

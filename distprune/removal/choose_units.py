@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, find_sample_group, measure_sensitivities, own_samples, shared_axis
+from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.models import Found, LinearLayer, UnitKind, decoder_blocks
 from distprune.oneshot.block import WalkOptions
@@ -145,13 +145,7 @@ def choose_units(
         norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
         asked = {name: dataclasses.replace(of, norms=n) for (name, of), n in zip(asked.items(), norms, strict=True)}
     if "gradients" in chosen.needs:
-        with together(comm):
-            mine = own_samples(sample_group, model, samples)
-        readers = [
-            (block, {f"{name}.{reader}": linear for reader, linear in of_block.linears.items()})
-            for (name, block), of_block in zip(blocks, plan.linears, strict=True)
-        ]
-        found = measure_sensitivities(comm, sample_group, model, readers, mine)
+        found = measure_sensitivities(comm, sample_group, model, [of.linears for of in plan.linears], samples)
         asked = {name: dataclasses.replace(of, gradients=found[name].outputs) for name, of in asked.items()}
     remover = _Remover(asked, chosen, refit)
 
