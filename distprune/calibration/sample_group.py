@@ -11,7 +11,6 @@ mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,14 +154,8 @@ def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
                     f"{other} {shares}; lay out the model alike on every rank, and pass a group that spans all of them"
                 )
     groups = sorted({tuple(sample_group) for sample_group in said})
-    own: Sequence[int] = said[comm.rank]
-    return SampleGroup(
-        groups.index(tuple(own)),
-        len(groups),
-        list(own).index(ids[comm.rank]),
-        len(own),
-        None if axis is None else axis.group,
-    )
+    own, group = tuple(said[comm.rank]), None if axis is None else axis.group
+    return SampleGroup(groups.index(own), len(groups), own.index(ids[comm.rank]), len(own), group)
 
 
 def _axes_beyond(data_ranks: frozenset[int], mesh: DeviceMesh) -> list[Axis]:

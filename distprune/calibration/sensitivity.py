@@ -86,7 +86,10 @@ def measure_sensitivities(
     error: Exception | None = None
     try:
         mine = own_samples(sample_group, model, samples)
-        forwards = replacing_forwards([block for _, block in blocks], _checkpointed)
+        # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
+        forwards = replacing_forwards(
+            [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
+        )
         with _without_traces(bare, device), forwards, listener.listening():
             for index, batch in enumerate(mine.batches):
                 try:  # go on behind an error: other ranks' forwards may need this one's
@@ -231,8 +234,3 @@ def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for parameter, needed in needs_gradient:
                 parameter.requires_grad_(needed)
-
-
-def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Keep what ``block`` is given, not what it computes, until the backward pass runs it once more. Local."""
-    return partial(checkpoint, block.forward, use_reentrant=False)

@@ -43,7 +43,7 @@ from distprune.shards import all_finite
 
 __all__ = ["InputStatistics", "StageDone"]
 
-FindOwners = Callable[[Sequence[SharedInput], int], Sequence[OwnerRank]]  # of inputs, among so many ranks
+FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
 _PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of layers
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
@@ -192,7 +192,8 @@ class InputStatistics:
         """
         max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
-        owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(inputs, comm.size)
+        shapes = tuple((of.num_in, of.num_out) for of in inputs)
+        owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(shapes, comm.size)
         totals = self._sum(comm, inputs, owners)
         found: list[Moments] = []
 

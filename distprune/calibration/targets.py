@@ -42,18 +42,17 @@ class DenseSample:
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
+        change = torch.zeros(x.shape, device=x.device)
         if name not in self.inputs:  # no token was routed there, or it is not known which
-            return torch.zeros(x.shape, device=x.device)
+            return change
         dense, dense_tokens = self.inputs[name]
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
             return dense.to(x.device).float() - x
-        if len(tokens) != len(x):
-            return torch.zeros(x.shape, device=x.device)
-        numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
-        here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
-        change = torch.zeros(x.shape, device=x.device)
-        change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
+        if len(tokens) == len(x):
+            numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
+            here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
+            change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
         return change
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:

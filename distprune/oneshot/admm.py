@@ -101,21 +101,21 @@ class _Descent:
         # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
         self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
         self._v, self._next = self._before.clone(), torch.empty_like(self._before)
-        gone = weight == 0
-        self._gone = gone if bool(gone.any()) else None  # what was zero before
+        zeros = weight == 0
+        self._zeros = zeros if bool(zeros.any()) else None  # what was pruned before
         self._dropped = torch.zeros_like(self._before)  # 1 or 0
 
     def sizes(self) -> torch.Tensor:
         """Return |V|, 0 where the weight was 0."""
         sizes = self._v.abs()
-        return sizes if self._gone is None else sizes.masked_fill_(self._gone, 0)
+        return sizes if self._zeros is None else sizes.masked_fill_(self._zeros, 0)
 
     def step(self, keep: torch.Tensor | None) -> None:
         """Fit the weights once more, to the mask ``keep`` (bool), ``None``: as before."""
         if keep is not None:
             torch.logical_not(keep, out=self._dropped)
-            if self._gone is not None:
-                self._dropped.masked_fill_(self._gone, 1)
+            if self._zeros is not None:
+                self._dropped.masked_fill_(self._zeros, 1)
         dropped = torch.mul(self._v, self._dropped, out=self._next)
         target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
         fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
@@ -148,8 +148,8 @@ class _ByRow(Pruning):
                 descent = _Descent(weight, self.inputs)
                 for step in range(1, NUM_STEPS + 1):
                     descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
-                num_gone, of_rows = descent.finish()
-                num_pruned, error = num_pruned + num_gone, error + of_rows
+                num_of_rows, of_rows = descent.finish()
+                num_pruned, error = num_pruned + num_of_rows, error + of_rows
             solved[name] = Solved(num_pruned, error, self.inputs.damping)
         return solved
 

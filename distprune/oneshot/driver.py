@@ -1,7 +1,7 @@
 """Runs a solver over the ranks: places rows, sends what they need, lets scores compete, and sums what was done.
 
-Rows whose input has an owner (see :mod:`distprune.calibration.owners`) are solved there, input after input. Rows whose
-input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
+Rows whose input has an owner (see :mod:`distprune.calibration.owner_ranks`) are solved there, input after input. Rows
+whose input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
 What they need of their input is prepared by its owner, where there are several; a single one by every rank.
 What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
 """
@@ -38,10 +38,10 @@ from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
 from distprune.shards import all_finite
 
-__all__ = ["Clock", "Outcome", "prune_rows", "sum_outcomes"]
+__all__ = ["Clock", "Outcome", "prune_rows"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """Of one rank's rows, or of all ranks'. ``error`` is ||X (W - W')^T||^2 and ``output`` is ||X W^T||^2."""
 
@@ -57,7 +57,7 @@ class Outcome:
         return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
 
 
-def sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], Outcome]) -> dict[str, Outcome]:
+def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], Outcome]) -> dict[str, Outcome]:
     """Return the outcomes over all rows, by layer, of those of each rank: one round of 40 bytes a layer and 8.
 
     What ``of`` raises on one rank is raised on all.
@@ -76,17 +76,16 @@ def sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], O
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
-_HALFWAY = Aim()
-
 
 def prune_rows(
     comm: Communicator,
     rows: Mapping[str, Rows],
     moments: list[Moments],
+    clock: Clock,
+    aim: Aim,
+    *,
     solver: Solver[Any],
     pattern: Pattern,
-    clock: Clock,
-    aim: Aim = _HALFWAY,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
@@ -111,12 +110,12 @@ def prune_rows(
     work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=None if moved is None else moved.error)
     at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
     with work.keeping_error():
-        while at_owner and work.error is None:  # what is done with is let go of
+        while at_owner and work.error is None:
             work.solve(Alone(), [at_owner.pop(0)])
     if spread:
         work.solve(comm, spread)
     with clock("sweep"):  # or wait for those that still do
-        totals = sum_outcomes(comm, list(rows), work.outcome)
+        totals = _sum_outcomes(comm, list(rows), work.outcome)
         if moved is not None:
             moved.back()
     return totals
@@ -142,8 +141,8 @@ class _Work:
         ``moments`` are used up. Every rank of ``comm`` must call it.
         """
         with self.keeping_error():
-            for i, m in enumerate(moments):
-                moments[i] = self._retargeted(m)
+            for i in range(len(moments)):  # no other name holds one: what is done with is let go of
+                moments[i] = self._retargeted(moments[i])
         tasks = self._prepare(comm, moments)
         with self.clock("sweep"):
             with self.keeping_error():
@@ -178,29 +177,35 @@ class _Work:
             while moments:
                 m = self._with_gram(comm, moments.pop(0))
                 rows = {name: self.rows[name] for name in m.names}
-                task = _Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern))
-                tasks.append(task)
+                tasks.append(_Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern)))
                 with self.keeping_error():
-                    if sends:
-                        task.like = self.solver.sent_like(task.first)
-                        num_bytes = sum(of.nbytes for of in self.solver.pack(task.like))
-                        task.packed = torch.empty(num_bytes, dtype=torch.uint8)
-                    if self.error is None and (task.owner == self.rank or not sends):
-                        task.prepared = self.solver.prepare(m)
-                        if sends:
-                            task.packed = as_bytes(self.solver.pack(task.prepared))
+                    if self.error is None and (m.owner.rank == self.rank or not sends):
+                        tasks[-1].prepared = self.solver.prepare(m)
             if sends:
-                agree(comm, {}, self.error)
-                for task in tasks:
-                    task.packed = broadcast_tensor(comm, task.packed, task.owner)
-                with self.keeping_error():
-                    for task in tasks:
-                        if task.owner != self.rank:
-                            parts = from_bytes(task.packed, self.solver.pack(task.like))
-                            parts = [part.to(task.first.weight.device) for part in parts]
-                            task.prepared = self.solver.unpack(task.like, parts)
-                        task.packed = torch.empty(0)
+                self._send(comm, tasks)
         return tasks
+
+    def _send(self, comm: Communicator, tasks: Sequence[_Task]) -> None:
+        """Give every rank what the owners of ``tasks`` have prepared. Every rank must call it."""
+        likes: list[Any] = []
+        packed: list[torch.Tensor] = []
+        with self.keeping_error():
+            for task in tasks:
+                likes.append(self.solver.sent_like(task.first))
+                if task.owner == self.rank and self.error is None:
+                    packed.append(as_bytes(self.solver.pack(task.prepared)))
+                else:
+                    num_bytes = sum(of.nbytes for of in self.solver.pack(likes[-1]))
+                    packed.append(torch.empty(num_bytes, dtype=torch.uint8))
+        agree(comm, {}, self.error)
+        for i, task in enumerate(tasks):
+            packed[i] = broadcast_tensor(comm, packed[i], task.owner)
+        with self.keeping_error():
+            for task, like in zip(tasks, likes, strict=True):
+                joined, device = packed.pop(0), task.first.weight.device
+                if task.owner != self.rank:
+                    parts = from_bytes(joined, self.solver.pack(like))
+                    task.prepared = self.solver.unpack(like, [part.to(device) for part in parts])
 
     def _with_gram(self, comm: Communicator, m: Moments) -> Moments:
         """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
@@ -238,10 +243,9 @@ class _Work:
 
     def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
         for name, of in solved.items():
-            rows, outcome = self.rows[name], self.outcomes[name]
-            outcome.num_pruned, outcome.error = of.num_pruned, of.error
-            outcome.damping = of.damping if is_owner else 0.0
-            outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
+            rows, output, damping = self.rows[name], self.outcomes[name].output, of.damping if is_owner else 0.0
+            num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
+            self.outcomes[name] = Outcome(of.num_pruned, num_zeros, of.error, output, damping)
             if not all_finite(rows.weight):
                 raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
 
@@ -260,8 +264,6 @@ class _Task:
     rows: Mapping[str, Rows]
     owner: int
     stages: Sequence[Stage]
-    like: Any = None
-    packed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # what is prepared, on its way
     prepared: Any = None
     pruning: Any = None
 

@@ -12,14 +12,13 @@ from torch import nn
 from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.models import Found, LinearLayer, UnitKind, decoder_blocks
-from distprune.oneshot.block import WalkOptions
+from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, Outcome, prune_rows
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, samples_digest, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
-from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.run_blocks import Finished, Meter, run_blocks
 from distprune.patterns import Unstructured, check_parts
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
@@ -195,13 +194,13 @@ class _Remover:
     kept: dict[str, list[int]] = field(default_factory=dict)
 
     def __call__(
-        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
+        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], clock: Clock, aim: Aim
     ) -> dict[str, Outcome]:
         some = {name: self.asked[of.name] for name, of in rows.items()}
         by_name = {rows[name].name: of for name, of in some.items()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(by_name, prefix, self.criterion, self.refit, DAMPING, NUM_STEPS)
-        outcomes = prune_rows(comm, rows, moments, remover, Unstructured(0.0), clock, aim)
+        outcomes = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             self.kept.update(told)
         with_bias = {name: of.linear for name, of in some.items() if of.has_bias and self.refit != "none"}
