@@ -2,7 +2,7 @@
 
 from distprune.calibration.batches import Batches
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import Samples, check_fit, load_samples, own_samples, spread
+from distprune.calibration.data import check_fit, load_samples, own_samples, spread
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
@@ -11,7 +11,7 @@ from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
-from distprune.calibration.triangle import pack_triangle, triangle_like, triangle_shape, unpack_triangle
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk
 
@@ -23,7 +23,6 @@ __all__ = [
     "Moments",
     "MomentsOf",
     "SampleGroup",
-    "Samples",
     "Sensitivity",
     "StageDone",
     "Targets",
@@ -41,8 +40,6 @@ __all__ = [
     "pack_triangle",
     "shared_axis",
     "spread",
-    "triangle_like",
-    "triangle_shape",
     "unpack_triangle",
     "visit_blocks",
     "walking",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distprune.calibration.text import draw_windows, is_drawn_by_place, open_text, whole_tokens
+from distprune.calibration.text import draw_windows, is_drawn_by_place, open_text, tokens_of
 
 __all__ = ["Batches"]
 
@@ -30,7 +30,7 @@ class Batches:
         with open_text(self._path, "text file") as file:
             if is_drawn_by_place(self._path, batch_size, length):
                 return
-            self._ids = torch.tensor(whole_tokens(tokenizer, self._path, file), dtype=torch.int64)
+            self._ids = torch.tensor(tokens_of(tokenizer, self._path, file), dtype=torch.int64)
         if len(self._ids) < length:
             raise ValueError(
                 f"{path} holds {len(self._ids)} tokens, less than one window of {length}: give more text, or ask for "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +63,7 @@ def listening(
         if adding:
             sums = stack.enter_context(_Sums(listener))
             for name, linear in adding.items():
-                stack.callback(linear.module.register_forward_hook(sums.hook(name)).remove)
+                stack.callback(linear.module.register_forward_hook(partial(sums.follow, name)).remove)
         yield
 
 
@@ -100,11 +101,10 @@ def _hook(name: str, linears: Mapping[str, LinearLayer], listener: Listener, see
         if linear.expert is None:
             x = args[0] if args else kwargs["input"]
             listener.given(name, x, None, seen.first(name, x))
-            listener.passed(name)
-            return
-        for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
-            if prefix + of_expert in linears:
-                listener.given(prefix + of_expert, routed, tokens, seen.first(prefix + of_expert, routed))
+        else:
+            for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
+                if prefix + of_expert in linears:
+                    listener.given(prefix + of_expert, routed, tokens, seen.first(prefix + of_expert, routed))
         listener.passed(name)
 
     return hook
@@ -121,12 +121,9 @@ class _Sums(TorchFunctionMode):
         self._listener = listener
         self._followed: dict[str, torch.Tensor] = {}
 
-    def hook(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
-            if isinstance(output, torch.Tensor):
-                self._followed[name] = output
-
-        return note
+    def follow(self, name: str, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if isinstance(output, torch.Tensor):
+            self._followed[name] = output
 
     @override
     def __torch_function__(

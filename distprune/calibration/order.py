@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,14 +54,14 @@ class _Heard:
     width: int  # of hidden states
     linears: Mapping[str, LinearLayer]
     inputs: dict[str, list[str]] = field(default_factory=dict)  # the layers that share one, by the first
-    num_calls: dict[str, int] = field(default_factory=dict)
+    num_calls: Counter[str] = field(default_factory=Counter)
     adding: list[str] = field(default_factory=list)
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:  # noqa: ARG002
         self.inputs.setdefault(first, []).append(name)
 
     def passed(self, name: str) -> None:
-        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+        self.num_calls[name] += 1
 
     def added(self, name: str, total: torch.Tensor) -> None:
         if total.shape[-1] == self.width:
@@ -87,8 +88,8 @@ def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrd
     """Return the order that all ranks' runs tell; the first rank's goes first."""
     stages: list[set[str]] = []  # of kinds
     sharing: list[set[str]] = []
-    adding, num_calls = dict.fromkeys(linears, True), dict.fromkeys(linears, 0)
-    for inputs, added, calls in told:
+    num_calls = Counter[str]()  # the most of any rank
+    for inputs, _, calls in told:
         for names in inputs:
             kinds = {_kind(name) for name in names}
             known = next((stage for stage in stages if stage & kinds), None)
@@ -97,20 +98,15 @@ def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrd
             else:
                 known |= kinds
             sharing.append(set(names))
-        for name in linears:
-            adding[name] = adding[name] and name in added
-        for name, num in calls.items():
-            num_calls[name] = max(num_calls[name], num)
+        num_calls |= Counter(calls)
     called_once = _called_once(linears, num_calls)
+    adding = called_once.intersection(*(added for _, added, _ in told))
     found = [tuple(name for name in linears if _kind(name) in stage) for stage in stages]
     unheard = tuple(name for name in linears if not any(name in stage for stage in found))
-    kept = frozenset(name for name in linears if not adding[name] or name not in called_once)
-    shifted = kept.union(*(names for names in sharing if names & kept))
+    others = linears.keys() - adding
+    shifted = others.union(*(names for names in sharing if names & others))
     return BlockOrder(
-        tuple(found) + ((unheard,) if unheard else ()),
-        frozenset(linears) - kept,
-        shifted & frozenset(linears),
-        called_once,
+        tuple(found) + ((unheard,) if unheard else ()), adding, frozenset(shifted & linears.keys()), called_once
     )
 
 

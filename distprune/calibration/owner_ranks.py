@@ -16,7 +16,7 @@ __all__ = ["OwnerRank", "SharedInput", "find_owners"]
 
 _FACTOR = 4  # multiplications of a factorization that take as long as one of a sweep
 _WORTH = 1.25  # what owners may take longer than the best way to spread: rounds cost more than that
-_MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as a owner: it has them in memory
+_MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as an owner: it has them in memory
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,14 @@ class OwnerRank:
     spread: bool = False
 
 
-def find_owners(inputs: Sequence[SharedInput], num_ranks: int) -> list[OwnerRank]:
-    """Return the owner of every input, the same on every rank.
+@lru_cache(maxsize=16)  # blocks are alike
+def find_owners(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[OwnerRank, ...]:
+    """Return the owner of every input, the same on every rank; ``shapes``: of each, (``num_in``, ``num_out``).
 
     As few inputs are spread, the largest first, as keep the busiest rank within a quarter of the best there is,
     by number of multiplications (in^2 for each row, and in^3 for the factor, which go faster), and leave no rank
     with more than twice its share of the weights.
     """
-    return list(_find_owners(tuple((of.num_in, of.num_out) for of in inputs), num_ranks))
-
-
-@lru_cache(maxsize=16)  # blocks are alike
-def _find_owners(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[OwnerRank, ...]:
     sweeps = [num_out * num_in**2 for num_in, num_out in shapes]
     factors = [num_in**3 // _FACTOR for num_in, _ in shapes]
     weights = [num_out * num_in for num_in, num_out in shapes]

@@ -11,7 +11,6 @@ mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, gather_features
 from distprune.models import expert_weights
-from distprune.shards import Fsdp2Params
+from distprune.shards import Fsdp2Params, local_of
 
-__all__ = ["Axis", "SampleGroup", "find_sample_group", "shared_axis"]
+__all__ = ["Axis", "SampleGroup", "find_sample_group", "flat_local", "shared_axis"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,43 @@ class SampleGroup:
         step = -(-num_in // self.size)
         return min(self.rank * step, num_in), min((self.rank + 1) * step, num_in)
 
-    def gather(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
-        """Return the whole input (tokens, ``num_in``), of which ``x`` are this rank's features.
+    def check_cut(self, x: torch.Tensor, num_in: int, what: str) -> None:
+        """Check that ``x`` (..., ``num_in``) is whole on this rank, or cut evenly along its features. Local.
 
-        Every rank of the sample group must call it: one round, of the input's bytes.
+        Raises:
+            NotImplementedError: it is not; ``what`` begins the message.
         """
+        start, stop = self.features(num_in)
+        layouts = [p for i, p in enumerate(x.placements) if x.device_mesh.size(i) > 1] if isinstance(x, DTensor) else []
+        is_known = all(p.is_replicate() or p.is_shard(x.ndim - 1) for p in layouts)
+        if not is_known or local_of(x).shape[-1] not in (num_in, stop - start):
+            layout = f" laid out as {x.placements}" if isinstance(x, DTensor) else ""
+            raise NotImplementedError(
+                f"{what} {type(x).__name__} {tuple(x.shape)}{layout} where {num_in} features were expected, or, of "
+                f"ranks that share a sample, {stop - start}; inputs cut in another way are not supported"
+            )
+
+    def own_features(self, x: torch.Tensor, num_in: int) -> torch.Tensor:
+        """Return this rank's features (tokens, features) of ``x`` (..., ``num_in``), which may be cut. Local."""
+        local = flat_local(x)
+        return local[:, slice(*self.features(num_in))] if local.shape[1] == num_in else local
+
+    def all_features(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
+        """Return all of ``x`` as (tokens, ``num_in``), where ``x`` (..., ``num_in``) may be cut.
+
+        If it is, every rank of the sample group must call it: one round, of the input's bytes.
+        """
+        local = flat_local(x)
+        if local.shape[1] == num_in:
+            return local
         assert self.group is not None  # a sample group of one holds all features
-        return gather_features(comm, self.group, x, num_in)
+        return gather_features(comm, self.group, local, num_in)
+
+
+def flat_local(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``x`` (..., features), as (tokens, features). Local."""
+    local = local_of(x.detach())
+    return local.reshape(-1, local.shape[-1])
 
 
 def shared_axis(model: nn.Module) -> Axis | None:
@@ -125,14 +154,8 @@ def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
                     f"{other} {shares}; lay out the model alike on every rank, and pass a group that spans all of them"
                 )
     groups = sorted({tuple(sample_group) for sample_group in said})
-    own: Sequence[int] = said[comm.rank]
-    return SampleGroup(
-        groups.index(tuple(own)),
-        len(groups),
-        list(own).index(ids[comm.rank]),
-        len(own),
-        None if axis is None else axis.group,
-    )
+    own, group = tuple(said[comm.rank]), None if axis is None else axis.group
+    return SampleGroup(groups.index(own), len(groups), own.index(ids[comm.rank]), len(own), group)
 
 
 def _axes_beyond(data_ranks: frozenset[int], mesh: DeviceMesh) -> list[Axis]:

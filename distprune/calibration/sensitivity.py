@@ -25,19 +25,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import Samples
-from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.data import own_samples
+from distprune.calibration.listening import first_layers
+from distprune.calibration.sample_group import SampleGroup, flat_local
 from distprune.collectives import Communicator, sum_together
 from distprune.models import (
     LinearLayer,
     bare_model,
     cross_entropy,
+    decoder_blocks,
     evaluating,
     expert_gradients,
     keeping_weights,
     replacing_forwards,
 )
-from distprune.shards import local_of, reset_forward
+from distprune.shards import reset_forward
 
 __all__ = ["Sensitivity", "measure_sensitivities"]
 
@@ -57,14 +59,15 @@ def measure_sensitivities(
     comm: Communicator,
     sample_group: SampleGroup,
     model: nn.Module,
-    blocks: Sequence[tuple[nn.Module, Mapping[str, LinearLayer]]],
-    samples: Samples,
+    linears: Sequence[Mapping[str, LinearLayer]],
+    samples: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Sensitivity]:
-    """Return the sensitivity of each linear layer of ``blocks``, by the names that they give.
+    """Return the sensitivity of each of ``linears``, which are those of each decoder block, by its name in ``model``.
 
-    ``model`` is run in evaluation mode and left as it was: weights, gradients, which parameters need some, modes and
-    random state. Every rank must call it. Rounds: 1 for each block, of 8 bytes for each input and output of its layers.
+    ``samples`` (num_samples, length) are the same on every rank. ``model`` is run in evaluation mode and left as is:
+    weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: 1 for each
+    block, of 8 bytes for each input and output of its layers.
 
     Raises:
         ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the layer.
@@ -73,27 +76,35 @@ def measure_sensitivities(
         RuntimeError: on every rank: a forward that changes the model's own weights.
         Exception: on every rank: what a forward, or ``progress``, raised on one.
     """
-    bare, linears = bare_model(model), {name: linear for _, of_block in blocks for name, linear in of_block.items()}
+    bare, blocks = bare_model(model), decoder_blocks(model)
+    by_block = [
+        {f"{prefix}.{name}": linear for name, linear in of_block.items()}
+        for (prefix, _), of_block in zip(blocks, linears, strict=True)
+    ]
     device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-    listener = _BackwardListener(sample_group, linears, device)
+    listener = _BackwardListener(sample_group, {n: of for of_block in by_block for n, of in of_block.items()}, device)
     error: Exception | None = None
     try:
-        forwards = replacing_forwards([block for block, _ in blocks], _checkpointed)
+        mine = own_samples(sample_group, model, samples)
+        # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
+        forwards = replacing_forwards(
+            [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
+        )
         with _without_traces(bare, device), forwards, listener.listening():
-            for index, batch in enumerate(samples.batches):
+            for index, batch in enumerate(mine.batches):
                 try:  # go on behind an error: other ranks' forwards may need this one's
                     number = sample_group.number + index * sample_group.num_groups
-                    listener.run(bare, batch, number if index < samples.num_counted else None)
+                    listener.run(bare, batch, number if index < mine.num_counted else None)
                     if progress is not None and error is None:
-                        progress(index + 1, len(samples.batches))
+                        progress(index + 1, len(mine.batches))
                 except Exception as caught:
                     error = error or caught
                     reset_forward(model)
     except Exception as caught:
         error = error or caught
     found: dict[str, Sensitivity] = {}
-    for _, of_block in blocks:
-        found.update(_summed(comm, listener, of_block, error))
+    for of_block in by_block:
+        found |= _summed(comm, listener, of_block, error)
     return found
 
 
@@ -131,14 +142,11 @@ class _BackwardListener:
     @contextmanager
     def listening(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for module, name in {linear.module: name for name, linear in self._linears.items()}.items():
-                linear = self._linears[name]
+            for name, module in first_layers(self._linears).items():
                 # First of all hooks, and last of all: tensor parallelism wraps inputs and unwraps outputs.
-                given = module.register_forward_pre_hook(self._hook_of_inputs(name), prepend=True, with_kwargs=True)
-                on_output = self._hook_of_outputs(name) if linear.expert is None else self._hook_of_experts(name)
-                put_out = module.register_forward_hook(on_output, with_kwargs=True)
+                given = module.register_forward_pre_hook(partial(self._given, name), prepend=True, with_kwargs=True)
                 stack.callback(given.remove)
-                stack.callback(put_out.remove)
+                stack.callback(module.register_forward_hook(partial(self._put_out, name), with_kwargs=True).remove)
             yield
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], number: int | None) -> None:
@@ -167,70 +175,48 @@ class _BackwardListener:
                 what = "gradients of what it puts out" if inputs else "inputs"
                 raise ValueError(f"{name!r}: NaN or Inf in the {what}, in calibration sample {number}")
 
-    def _hook_of_inputs(self, name: str) -> Callable[..., Any]:
+    def _given(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Take in the inputs of a linear layer, and return them so that gradients of outputs flow."""
         is_linear = self._linears[name].expert is None
         key = "input" if is_linear else "hidden_states"
+        x = args[0] if args else kwargs[key]
+        if is_linear and self._takes:
+            self._add(name, x, 0)
+        if not x.requires_grad:  # nothing that does comes before
+            x = x.detach().requires_grad_()
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, key: x})
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            x = args[0] if args else kwargs[key]
-            if is_linear and self._takes:
-                self._add(name, x.detach(), 0)
-            if not x.requires_grad:  # nothing that does comes before
-                x = x.detach().requires_grad_()
-            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, key: x})
-
-        return hook
-
-    def _hook_of_outputs(self, name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
-            if self._takes:
-                output.register_hook(lambda gradient: self._add(name, gradient, 1))
-
-        return hook
-
-    def _hook_of_experts(self, name: str) -> Callable[..., None]:
-        """Return the hook of the module that holds layer ``name``: the gradients of all its experts' matrices."""
+    def _put_out(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Have the gradients of outputs taken in; of experts, which layer ``name`` is one of, all that they are."""
         linear = self._linears[name]
+        if not self._takes:
+            return
+        if linear.expert is None:
+            output.register_hook(lambda gradient: self._add(name, gradient, 1))
+            return
         prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
+        given = {**dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)), **kwargs}
+        if not all(isinstance(given.get(key), torch.Tensor) for key in _EXPERTS_ARGUMENTS):
+            raise NotImplementedError(
+                f"the experts {prefix.rstrip('.')!r} ({type(module).__name__}) are not called with "
+                f"{', '.join(_EXPERTS_ARGUMENTS)}: their shares cannot be found by gradients; share out uniformly"
+            )
+        hidden, index, weights = (given[key].detach() for key in _EXPERTS_ARGUMENTS)
+        hidden = flat_local(hidden)
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not self._takes:
-                return
-            given = {**dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)), **kwargs}
-            if not all(isinstance(given.get(key), torch.Tensor) for key in _EXPERTS_ARGUMENTS):
-                raise NotImplementedError(
-                    f"the experts {prefix.rstrip('.')!r} ({type(module).__name__}) are not called with "
-                    f"{', '.join(_EXPERTS_ARGUMENTS)}: their shares cannot be found by gradients; share out uniformly"
-                )
-            hidden, index, weights = (given[key].detach() for key in _EXPERTS_ARGUMENTS)
-            hidden = hidden.reshape(-1, hidden.shape[-1])
+        def take(gradient: torch.Tensor) -> None:
+            for of_expert, x, of_output in expert_gradients(module, hidden, index, weights, flat_local(gradient)):
+                if prefix + of_expert in self._linears:
+                    self._add(prefix + of_expert, x, 0)
+                    self._add(prefix + of_expert, of_output, 1)
 
-            def take(gradient: torch.Tensor) -> None:
-                gradient = gradient.reshape(-1, gradient.shape[-1])
-                for of_expert, x, of_output in expert_gradients(module, hidden, index, weights, gradient):
-                    if prefix + of_expert in self._linears:
-                        self._add(prefix + of_expert, x, 0)
-                        self._add(prefix + of_expert, of_output, 1)
-
-            output.register_hook(take)
-
-        return hook
+        output.register_hook(take)
 
     def _add(self, name: str, x: torch.Tensor, which: int) -> None:
         """Add the squares of ``x`` (..., features), inputs of layer ``name`` (0) or gradients of its outputs (1)."""
         num = (self._linears[name].num_in, self._linears[name].num_out)[which]
-        start, stop = self.sample_group.features(num)
-        local = local_of(x)
-        layouts = x.placements if isinstance(x, DTensor) else ()
-        is_whole = local.shape[-1] == num
-        if any(not p.is_replicate() and not p.is_shard(x.ndim - 1) for p in layouts) or not (
-            is_whole or local.shape[-1] == stop - start
-        ):
-            raise NotImplementedError(
-                f"{name!r} {'puts out' if which else 'is given'} {type(x).__name__} {tuple(local.shape)} {layouts} "
-                f"where {num} features were expected, or, of ranks that share a sample, {stop - start}"
-            )
-        own = local.reshape(-1, local.shape[-1])[:, start:stop] if is_whole else local.reshape(-1, stop - start)
+        self.sample_group.check_cut(x, num, f"{name!r} {'puts out' if which else 'is given'}")
+        own = self.sample_group.own_features(x, num)
         norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
         self.sums[name][which].add_(norms.square_().float())
 
@@ -248,8 +234,3 @@ def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for parameter, needed in needs_gradient:
                 parameter.requires_grad_(needed)
-
-
-def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Keep what ``block`` is given, not what it computes, until the backward pass runs it once more. Local."""
-    return partial(checkpoint, block.forward, use_reentrant=False)

@@ -21,12 +21,14 @@ rank comes to, bit by bit.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
@@ -37,11 +39,11 @@ from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
-from distprune.shards import all_finite, local_of
+from distprune.shards import all_finite
 
 __all__ = ["InputStatistics", "StageDone"]
 
-FindOwners = Callable[[Sequence[SharedInput], int], Sequence[OwnerRank]]  # of inputs, among so many ranks
+FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
 _PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of layers
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
@@ -50,19 +52,6 @@ _ARRIVING = 1 << 23  # float64 numbers at one rank in a round
 
 class StageDone(Exception):
     """Ends a run of a block when all has been heard that is listened for."""
-
-
-@dataclass
-class _Sum:
-    # float64; of this rank's features (sum of squares, sketch), or rows of X^T X, whose lower triangle is not all there
-    values: torch.Tensor
-    num_tokens: int = 0
-    towards: dict[str, torch.Tensor] = field(default_factory=dict)  # rows of the shift, and of residuals by layer
-
-    def add(self, key: str, addend: torch.Tensor) -> None:
-        if key not in self.towards:
-            self.towards[key] = torch.zeros_like(addend, dtype=torch.float64)
-        self.towards[key] += addend
 
 
 @dataclass
@@ -87,9 +76,12 @@ class InputStatistics:
     _awaited: set[str] = field(default_factory=set)  # in this sample
     _dense: DenseSample | None = None  # of this sample
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of layers that add to them
-    _sums: dict[str, _Sum] = field(default_factory=dict)  # by the first layer of those that share
+    # By the first layer of those that share an input, and by what is summed; float64. Of this rank's features: sums of
+    # squares and the sketch, or rows of X^T X, whose lower triangle is not all there, and those towards targets.
+    _sums: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    _num_tokens: Counter[str] = field(default_factory=Counter)  # by the first layer, too
     _first_of: dict[str, str] = field(default_factory=dict)  # layer -> the first of those that share its input
-    _num_calls: dict[str, int] = field(default_factory=dict)
+    _num_calls: Counter[str] = field(default_factory=Counter)
     _counts: bool = False
     _num_begun: int = 0  # samples
     _signs: dict[int, torch.Tensor] = field(default_factory=dict)  # of this sample, by the number of tokens
@@ -123,60 +115,57 @@ class InputStatistics:
         if not self._counts:
             return
         num_in = self.linears[name].num_in
-        start, stop = self.sample_group.features(num_in)
-        is_cut = _width(x) != num_in
-        if is_cut and (self.sample_group.size == 1 or _width(x) != stop - start):
-            layout = f" laid out as {x.placements}" if isinstance(x, DTensor) else ""
-            self._error = NotImplementedError(
-                f"{name!r} is given {type(x).__name__} {tuple(x.shape)}{layout} where {num_in} features were expected, "
-                f"or, of ranks that share a sample, {stop - start}; inputs cut in another way are not supported"
-            )
+        try:
+            self.sample_group.check_cut(x, num_in, f"{name!r} is given")
+        except NotImplementedError as error:
+            self._error = error
             return
-        self._num_calls[name] = self._num_calls.get(name, 0) + 1
+        own = self.sample_group.own_features(x, num_in)
+        self._num_calls[name] += 1
         if self._first_of.setdefault(name, first) != first:
             self._error = NotImplementedError(
                 f"{name!r} has the input of {self._first_of[name]!r} in one sample and that of {first!r} in another"
             )
             return
-        x = local_of(x.detach())
-        x = x.reshape(-1, x.shape[-1])
-        own = x if is_cut else x[:, start:stop]
         if self._dense is not None and name in self._dense.totals:
             self._inputs[name] = own
         if first != name:
             return
-        if name not in self._sums:
-            width = 1 + _NUM_PROJECTIONS if self.of == "features" else num_in
-            self._sums[name] = _Sum(torch.zeros((stop - start, width), dtype=torch.float64, device=x.device))
-        total = self._sums[name]
-        total.num_tokens += len(x)
+        self._num_tokens[name] += len(own)
         if self.of == "features":
-            total.values += torch.cat([square_sums(own)[:, None], own.float().t() @ self._signs_of(x)], dim=1)
+            squares, sketch = square_sums(own), own.float().t() @ self._signs_of(own)
+            self._add(name, _PRODUCTS, torch.cat([squares[:, None], sketch], dim=1))
             return
-        whole = self.sample_group.gather(self.comm, x, num_in) if is_cut else x
-        add_products(total.values, whole, start)
+        whole = self.sample_group.all_features(self.comm, x, num_in)
+        sums = self._sums.setdefault(name, {})
+        if _PRODUCTS not in sums:
+            sums[_PRODUCTS] = torch.zeros((own.shape[1], num_in), dtype=torch.float64, device=own.device)
+        add_products(sums[_PRODUCTS], whole, self.sample_group.features(num_in)[0])
         if self.sums:
-            total.add(_SUMS, torch.stack([own.double().sum(dim=0), own.double().abs().sum(dim=0)], dim=1).float())
+            values = own.double()
+            self._add(name, _SUMS, torch.stack([values.sum(dim=0), values.abs().sum(dim=0)], dim=1).float())
         if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
-            shift = self._dense.shift(name, own, tokens)
-            total.add(_SHIFT, shift.t() @ whole.float())
+            self._add(name, _SHIFT, self._dense.shift(name, own, tokens).t() @ whole.float())
 
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:
             x, change = self._inputs.pop(name), self._dense.residual(name, total)
-            self._sums[self._first_of[name]].add(name, x.float().t() @ change)
-        self._heard(f"{_SHIFT}{name}")
+            self._add(self._first_of[name], name, x.float().t() @ change)
+        self.passed(f"{_SHIFT}{name}")
 
     def passed(self, name: str) -> None:
-        """End the run if that was the last that is awaited."""
-        self._heard(name)
-
-    def _heard(self, what: str) -> None:
-        if what in self._awaited:
-            self._awaited.remove(what)
+        """End the run if ``name`` was the last that is awaited."""
+        if name in self._awaited:
+            self._awaited.remove(name)
             if not self._awaited:
                 raise StageDone
+
+    def _add(self, first: str, key: str, addend: torch.Tensor) -> None:
+        sums = self._sums.setdefault(first, {})
+        if key not in sums:
+            sums[key] = torch.zeros_like(addend, dtype=torch.float64)
+        sums[key] += addend
 
     def _signs_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return random signs (tokens, 32), float32: those of this sample, on whichever rank it runs."""
@@ -203,9 +192,9 @@ class InputStatistics:
         """
         max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
-        owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(inputs, comm.size)
+        shapes = tuple((of.num_in, of.num_out) for of in inputs)
+        owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(shapes, comm.size)
         totals = self._sum(comm, inputs, owners)
-        self._sums.clear()
         found: list[Moments] = []
 
         def check(bad: torch.Tensor) -> None:
@@ -226,74 +215,56 @@ class InputStatistics:
             if self._num_calls[name] != self._num_calls[first]:
                 raise NotImplementedError(f"{name!r} has the input of {first!r} in some calls and not in others")
 
-    def _moments(self, of: SharedInput, owner: OwnerRank, total: torch.Tensor | None) -> Moments:
-        """Return the moments of an input; without the ``total`` over all ranks, which is on its owner, empty ones."""
+    def _moments(self, of: SharedInput, owner: OwnerRank, sums: dict[str, torch.Tensor] | None) -> Moments:
+        """Return the moments of an input; without the ``sums`` over all ranks, which are on its owner, empty ones."""
         device = self.linears[of.names[0]].parameter.device
-        if self.of == "pairs":
-            if total is None:
-                return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
-            parts = self._parts(of, total)
-            values = unpack_triangle(parts.pop(_PRODUCTS)).to(device)
-            towards = {key: part.float().to(device) for key, part in parts.items()}
-            shift, sums = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
-            return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, sums=sums)
-        assert total is not None
-        total = self._parts(of, total)[_PRODUCTS].float().to(device)
-        return Moments(of.names, of.num_tokens, total[:, 0].contiguous(), total[:, 1:].contiguous())
+        if sums is None:
+            return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
+        products = sums.pop(_PRODUCTS)
+        if self.of == "features":
+            values = products.float().to(device)
+            return Moments(of.names, of.num_tokens, values[:, 0].contiguous(), values[:, 1:].contiguous())
+        values = unpack_triangle(products).to(device)
+        towards = {key: part.float().to(device) for key, part in sums.items()}
+        shift, sizes = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
+        return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, sums=sizes)
 
     def _merge(self, comm: Communicator) -> list[SharedInput]:
         """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
         shared: dict[str, str] = {}
-        num_tokens: dict[str, int] = {}
+        num_tokens = Counter[str]()
         # All of a sample group saw the same tokens: its first rank counts them.
-        counted = {first: total.num_tokens for first, total in self._sums.items() if self.sample_group.rank == 0}
+        counted = self._num_tokens if self.sample_group.rank == 0 else {}
         for first_of, num_of_rank in comm.gather([self._first_of, counted]):  # the same on every rank, so all raise
             for name, first in first_of.items():
                 if shared.setdefault(name, first) != first:
                     raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
-            for first, num in num_of_rank.items():
-                num_tokens[first] = num_tokens.get(first, 0) + num
+            num_tokens.update(num_of_rank)
         names: dict[str, list[str]] = {}
         for name in self.linears:
             names.setdefault(shared.get(name, name), []).append(name)
         # From here on an input goes by the first of its layers in their own order, whichever is called first.
-        self._sums = {names[first][0]: total for first, total in self._sums.items()}
-        num_out = {first: sum(self.linears[name].num_out for name in of) for first, of in names.items()}
+        self._sums = {names[first][0]: sums for first, sums in self._sums.items()}
         return [
-            SharedInput(tuple(of), self.linears[first].num_in, num_out[first], num_tokens.get(first, 0))
+            SharedInput(
+                tuple(of), self.linears[first].num_in, sum(self.linears[n].num_out for n in of), num_tokens[first]
+            )
             for first, of in names.items()
         ]
 
     def _sum(
         self, comm: Communicator, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank]
-    ) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks, packed, of the inputs that are spread or owned here, by the first layer."""
-        totals: dict[str, torch.Tensor] = {}
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the sums over all ranks of the inputs that are spread or owned here, by the first layer."""
+        totals: dict[str, dict[str, torch.Tensor]] = {}
         spread = [of for of, owner in zip(inputs, owners, strict=True) if owner.spread]
         for some in [spread] if self.of == "features" else [[of] for of in spread]:
-            sizes = list(map(self._numel, some))
-
-            def fill(packed: torch.Tensor, some: Sequence[SharedInput] = some, sizes: list[int] = sizes) -> None:
-                for of, part in zip(some, torch.split(packed, sizes), strict=True):
-                    self._fill(of, part)
-
-            packed = sum_together(comm, (sum(sizes),), fill, torch.float64)
-            totals |= dict(zip([of.names[0] for of in some], torch.split(packed, sizes), strict=True))
+            packed = sum_together(comm, (self._numel(some),), partial(self._pack, some), torch.float64)
+            totals |= self._unpacked(some, packed)
         for of_owner in self._rounds_of(inputs, owners, comm.size):
-            totals |= self._sum_at_owners(comm, of_owner)
+            packed = sum_at_owners(comm, list(map(self._numel, of_owner)), partial(self._addend, of_owner))
+            totals |= self._unpacked(of_owner[comm.rank], packed)
         return totals
-
-    def _sum_at_owners(self, comm: Communicator, of_owner: Sequence[list[SharedInput]]) -> dict[str, torch.Tensor]:
-        """Return the sums over all ranks, packed, of ``of_owner[this rank]``, by the first layer; one round."""
-        sizes = [sum(map(self._numel, inputs)) for inputs in of_owner]
-        own = of_owner[comm.rank]
-
-        def make(rank: int) -> torch.Tensor:
-            addends = [self._addend(of) for of in of_owner[rank]]
-            return addends[0] if len(addends) == 1 else torch.cat(addends)
-
-        total = sum_at_owners(comm, sizes, make)
-        return dict(zip([of.names[0] for of in own], torch.split(total, list(map(self._numel, own))), strict=True))
 
     def _shapes(self, of: SharedInput) -> dict[str, Sequence[int]]:
         """Return what is summed over ranks: of ``"pairs"`` X^T X, packed, and what leads towards targets."""
@@ -309,42 +280,39 @@ class InputStatistics:
             shapes |= {name: (of.num_in, self.linears[name].num_out) for name in adding}
         return shapes
 
-    def _parts(self, of: SharedInput, total: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of what is packed in ``total``."""
-        shapes = self._shapes(of)
-        parts = torch.split(total, list(map(math.prod, shapes.values())))
-        return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+    def _numel(self, inputs: Sequence[SharedInput]) -> int:
+        return sum(math.prod(shape) for of in inputs for shape in self._shapes(of).values())
 
-    def _numel(self, of: SharedInput) -> int:
-        return sum(map(math.prod, self._shapes(of).values()))
+    def _unpacked(self, inputs: Sequence[SharedInput], packed: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """Return views of what is packed of ``inputs``, by the first layer and by what is summed."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for of in inputs:
+            shapes = self._shapes(of)
+            *parts, packed = torch.split(packed, [*map(math.prod, shapes.values()), packed.numel() - self._numel([of])])
+            found[of.names[0]] = {k: part.view(shape) for (k, shape), part in zip(shapes.items(), parts, strict=True)}
+        return found
 
-    def _addend(self, of: SharedInput) -> torch.Tensor:
-        """Return this rank's addend to all that is summed for ``"pairs"``, and let go of what it was made of."""
-        total = torch.empty(self._numel(of), dtype=torch.float64)
-        self._fill(of, total)
-        return total
+    def _addend(self, of_owner: Sequence[Sequence[SharedInput]], rank: int) -> torch.Tensor:
+        """Return this rank's addends to what goes to ``rank``, packed."""
+        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64)
+        self._pack(of_owner[rank], packed)
+        return packed
 
-    def _fill(self, of: SharedInput, total: torch.Tensor) -> None:
-        """Write this rank's addend into ``total``."""
-        first = of.names[0]
-        for key, part in self._parts(of, total).items():
-            if key == _PRODUCTS and self.of == "pairs":
-                pack_triangle(self._values(first, key, (of.num_in, of.num_in)), out=part)
-            else:
-                part.copy_(self._values(first, key, part.shape))
-        self._sums.pop(first, None)
-
-    def _values(self, first: str, key: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return this rank's addend to a whole sum, zero but for its own features or rows."""
-        total = self._sums.get(first)
-        values = None if total is None else total.values if key == _PRODUCTS else total.towards.get(key)
-        if values is not None and self.sample_group.size == 1:
-            return values.cpu()
-        whole = torch.zeros(shape, dtype=torch.float64)
-        if values is not None:
-            start, stop = self.sample_group.features(shape[0])
-            whole[start:stop] = values
-        return whole
+    def _pack(self, inputs: Sequence[SharedInput], packed: torch.Tensor) -> None:
+        """Write this rank's addends into ``packed``, which is zero, and let go of what they were made of."""
+        for first, parts in self._unpacked(inputs, packed).items():
+            sums = self._sums.pop(first, {})
+            for key, part in parts.items():
+                if key not in sums:
+                    continue
+                own, is_triangle = sums.pop(key).cpu(), key == _PRODUCTS and self.of == "pairs"
+                if self.sample_group.size > 1:  # zero but for its own features or rows
+                    start, stop = self.sample_group.features(self.linears[first].num_in)
+                    own = nn.functional.pad(own, (0, 0, start, self.linears[first].num_in - stop))
+                if is_triangle:
+                    pack_triangle(own, out=part)
+                else:
+                    part.copy_(own)
 
     def _rounds_of(
         self, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank], num_ranks: int
@@ -354,8 +322,8 @@ class InputStatistics:
         for of, owner in zip(inputs, owners, strict=True):
             if owner.spread:
                 continue
-            num_numbers = sum(map(self._numel, [*of_owner[owner.rank], of])) * num_ranks
-            if of_owner[owner.rank] and num_numbers > _ARRIVING:
+            there = of_owner[owner.rank]
+            if there and self._numel([*there, of]) * num_ranks > _ARRIVING:
                 yield of_owner
                 of_owner = [[] for _ in range(num_ranks)]
             of_owner[owner.rank].append(of)
@@ -369,13 +337,3 @@ def _spoiled(m: Moments) -> int:
         return 2
     towards = [*m.residuals.values(), *([] if m.shift is None else [m.shift])]
     return int(not all(map(all_finite, towards)))
-
-
-def _width(x: torch.Tensor) -> int | None:
-    """Return how many features ``x`` (..., in) has on this rank, ``None`` if it is not there for all tokens."""
-    if not isinstance(x, DTensor):
-        return x.shape[-1]
-    layouts = [p for axis, p in enumerate(x.placements) if x.device_mesh.size(axis) > 1]
-    if any(not p.is_replicate() and not p.is_shard(x.ndim - 1) for p in layouts):
-        return None
-    return x.to_local().shape[-1]

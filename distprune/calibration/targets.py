@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from distprune.calibration.order import BlockOrder
+from distprune.calibration.sample_group import flat_local
 from distprune.calibration.walk import Walk, fitting
 from distprune.models import LinearLayer
-from distprune.shards import local_of
 
 __all__ = ["DenseSample", "Targets"]
 
@@ -42,24 +42,22 @@ class DenseSample:
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
+        change = torch.zeros(x.shape, device=x.device)
         if name not in self.inputs:  # no token was routed there, or it is not known which
-            return torch.zeros(x.shape, device=x.device)
+            return change
         dense, dense_tokens = self.inputs[name]
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
             return dense.to(x.device).float() - x
-        if len(tokens) != len(x):
-            return torch.zeros(x.shape, device=x.device)
-        numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
-        here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
-        change = torch.zeros(x.shape, device=x.device)
-        change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
+        if len(tokens) == len(x):
+            numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
+            here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
+            change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
         return change
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
         """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""
-        dense, total = self.totals[name], local_of(total.detach())
-        total = total.reshape(-1, total.shape[-1])
+        dense, total = self.totals[name], flat_local(total)
         _check_alike(name, dense, total)
         return dense.to(total.device).float() - total
 
@@ -92,18 +90,13 @@ class Targets:
         if first in inputs:
             inputs[name] = inputs[first][0], tokens
             return
-        num_in = self.linears[name].num_in
-        start, stop = self.walk.sample_group.features(num_in)
-        own = local_of(x.detach())
-        own = own.reshape(-1, own.shape[-1])
-        own = own[:, start:stop] if own.shape[1] == num_in else own
+        own = self.walk.sample_group.own_features(x, self.linears[name].num_in)
         inputs[name] = self._copy(own), tokens
 
     def passed(self, name: str) -> None: ...
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        total = local_of(total.detach())
-        self.samples[-1].totals[name] = self._copy(total.reshape(-1, total.shape[-1]))
+        self.samples[-1].totals[name] = self._copy(flat_local(total))
 
     def _copy(self, values: torch.Tensor) -> torch.Tensor:
         with fitting(self.walk, self.samples[0].num_bytes):

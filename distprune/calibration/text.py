@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-__all__ = ["draw_windows", "first_tokens", "is_drawn_by_place", "open_text", "whole_tokens"]
+__all__ = ["draw_windows", "first_tokens", "is_drawn_by_place", "open_text", "tokens_of"]
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
@@ -30,7 +30,7 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
             starts = [i * stretch + begin for i, begin in enumerate(begins)]
             rows = [_window_at(tokenizer, path, file, start, length) for start in starts]
             return torch.tensor(rows, dtype=torch.int64)
-        ids = whole_tokens(tokenizer, path, file)
+        ids = tokens_of(tokenizer, path, file)
     there = len(ids) // length
     wanted = there if num_windows is None else num_windows
     if wanted > there or not there:
@@ -47,12 +47,26 @@ def is_drawn_by_place(path: Path, num_windows: int, length: int) -> bool:
     return path.stat().st_size > max(_WHOLE, 2 * num_windows * length * _CHARACTERS_PER_TOKEN)
 
 
-def whole_tokens(tokenizer: Any, path: Path, file: TextIO) -> list[int]:
-    """Return the tokens of the open ``file``, which is ``path``; after each document the end token. Local."""
-    if path.suffix not in _JSON_LINES:
-        ids: list[int] = tokenizer(file.read(), add_special_tokens=False)["input_ids"]
-        return ids
-    return [token for document in _documents(tokenizer, path, file) for token in document]
+def tokens_of(tokenizer: Any, path: Path, file: TextIO, num_tokens: int | None = None, place: str = "") -> list[int]:
+    """Return the tokens of the open ``file``, which is ``path``; after each JSON document the end token. Local.
+
+    With ``num_tokens``: of as much of the file as has that many, or of all of it. ``place`` is for errors.
+    """
+    ids: list[int] = []
+    if path.suffix in _JSON_LINES:
+        for document in _documents(tokenizer, path, file, place):
+            ids += document
+            if num_tokens is not None and len(ids) >= num_tokens:
+                break
+    elif num_tokens is None:
+        ids = tokenizer(file.read(), add_special_tokens=False)["input_ids"]
+    else:
+        text = ""
+        # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
+        while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
+            text += more
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = "") -> Iterator[list[int]]:
@@ -76,7 +90,7 @@ def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = ""
 def _window_at(tokenizer: Any, path: Path, file: TextIO, start: int, length: int) -> list[int]:
     """Return ``length`` tokens that begin with the first word, or line, that begins at byte ``start`` or later."""
     file.seek(_boundary(path, start))
-    ids = _leading(tokenizer, path, file, length, f" after byte {start}")
+    ids = tokens_of(tokenizer, path, file, length, f" after byte {start}")
     if len(ids) < length:
         raise ValueError(f"{path} holds {len(ids)} tokens from byte {start} on, and a sample has {length}")
     return ids[:length]
@@ -118,19 +132,7 @@ def first_tokens(tokenizer: Any, path: Path, num_tokens: int, what: str) -> list
         ValueError: it is not UTF-8, or a line of JSON lines is not what it should be.
     """
     with open_text(path, what) as file:
-        return _leading(tokenizer, path, file, num_tokens, "")[:num_tokens]
-
-
-def _leading(tokenizer: Any, path: Path, file: TextIO, num_tokens: int, place: str) -> list[int]:
-    """Return the tokens of as much of an open file as has ``num_tokens``, or of all of it."""
-    if path.suffix not in _JSON_LINES:
-        return _text_tokens(tokenizer, file, num_tokens)
-    ids: list[int] = []
-    for document in _documents(tokenizer, path, file, place):
-        ids += document
-        if len(ids) >= num_tokens:
-            break
-    return ids
+        return tokens_of(tokenizer, path, file, num_tokens)[:num_tokens]
 
 
 @contextmanager
@@ -148,14 +150,3 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
             yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _text_tokens(tokenizer: Any, file: TextIO, num_tokens: int) -> list[int]:
-    """Return the tokens of as much of a text as has ``num_tokens``, or of all of it."""
-    text = ""
-    ids: list[int] = []
-    # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
-    while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
-        text += more
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_triangle", "triangle_like", "triangle_shape", "unpack_triangle"]
+__all__ = ["pack_triangle", "triangle_shape", "unpack_triangle"]
 
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
@@ -25,11 +25,6 @@ def pack_triangle(symmetric: torch.Tensor, *, out: torch.Tensor | None = None) -
 def triangle_shape(size: int) -> tuple[int, int]:
     """Return the shape of the packed triangle of a matrix (``size``, ``size``)."""
     return size // 2 + 1, size
-
-
-def triangle_like(size: int) -> torch.Tensor:
-    """Return a meta tensor like the packed triangle of a matrix (``size``, ``size``), float32."""
-    return torch.empty(triangle_shape(size), device="meta")
 
 
 def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,14 @@ Shapes: W is (rows, in). S holds the norm of each input, (in,); A = S^-1 X^T X S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, triangle_like, unpack_triangle
+from distprune.calibration import Moments, MomentsOf
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
@@ -43,6 +43,7 @@ class ADMM(Solver["_Inputs"]):
 
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
+    triangles: ClassVar[Collection[str]] = ("inverse", "a")
     damping: float = 0.1  # lambda
     score: Score = field(default=Computed(), init=False)
 
@@ -67,18 +68,9 @@ class ADMM(Solver["_Inputs"]):
         return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
-        triangle = triangle_like(rows.num_in)
-        return triangle, triangle, torch.empty(rows.num_in, device="meta")
-
-    @override
-    def pack(self, prepared: _Inputs) -> Sequence[torch.Tensor]:
-        return pack_triangle(prepared.inverse), pack_triangle(prepared.a), prepared.scale
-
-    @override
-    def unpack(self, *packed: torch.Tensor) -> _Inputs:
-        inverse, a, scale = packed
-        return _Inputs(unpack_triangle(inverse), unpack_triangle(a), scale, self.damping)
+    def sent_like(self, rows: Rows) -> _Inputs:
+        square = torch.empty((rows.num_in, rows.num_in), device="meta")
+        return _Inputs(square, square, square[0], self.damping)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:
@@ -109,21 +101,21 @@ class _Descent:
         # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
         self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
         self._v, self._next = self._before.clone(), torch.empty_like(self._before)
-        gone = weight == 0
-        self._gone = gone if bool(gone.any()) else None  # what was zero before
+        zeros = weight == 0
+        self._zeros = zeros if bool(zeros.any()) else None  # what was pruned before
         self._dropped = torch.zeros_like(self._before)  # 1 or 0
 
     def sizes(self) -> torch.Tensor:
         """Return |V|, 0 where the weight was 0."""
         sizes = self._v.abs()
-        return sizes if self._gone is None else sizes.masked_fill_(self._gone, 0)
+        return sizes if self._zeros is None else sizes.masked_fill_(self._zeros, 0)
 
     def step(self, keep: torch.Tensor | None) -> None:
         """Fit the weights once more, to the mask ``keep`` (bool), ``None``: as before."""
         if keep is not None:
             torch.logical_not(keep, out=self._dropped)
-            if self._gone is not None:
-                self._dropped.masked_fill_(self._gone, 1)
+            if self._zeros is not None:
+                self._dropped.masked_fill_(self._zeros, 1)
         dropped = torch.mul(self._v, self._dropped, out=self._next)
         target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
         fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
@@ -156,8 +148,8 @@ class _ByRow(Pruning):
                 descent = _Descent(weight, self.inputs)
                 for step in range(1, NUM_STEPS + 1):
                     descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
-                num_gone, of_rows = descent.finish()
-                num_pruned, error = num_pruned + num_gone, error + of_rows
+                num_of_rows, of_rows = descent.finish()
+                num_pruned, error = num_pruned + num_of_rows, error + of_rows
             solved[name] = Solved(num_pruned, error, self.inputs.damping)
         return solved
 

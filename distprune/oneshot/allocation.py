@@ -12,14 +12,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, final
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities, own_samples
-from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
+from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities
+from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together
 from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
 from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
@@ -56,11 +57,10 @@ def allocate(
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one sample
-    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 5
+    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 4
     (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its layers,
     and a choice by :class:`distprune.Unstructured` over all layers, with 1 round of 8 bytes a layer, until no share is
-    out
-    of bounds: 3 or 4 times as a rule.
+    out of bounds: 3 or 4 times as a rule.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
@@ -83,34 +83,27 @@ def allocate(
     agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
-    blocks = [
-        (block, {f"{prefix}.{name}": linear for name, linear in of_block.linears.items()})
-        for (prefix, block), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
-    ]
     sample_group = find_sample_group(comm, plan.axis)
-    with together(comm):
-        mine = own_samples(sample_group, model, samples)
-    found = measure_sensitivities(comm, sample_group, model, blocks, mine, progress)
+    found = measure_sensitivities(comm, sample_group, model, [of.linears for of in plan.linears], samples, progress)
     by_parameter = {shard.name: shard for shard in shards}
-    linears: dict[str, _Map] = {}
-    for (prefix, _), (_, of_block) in zip(decoder_blocks(model), blocks, strict=True):
-        for name, linear in of_block.items():
-            linears[name] = _Map(name, linear, by_parameter[f"{prefix}.{linear.parameter_path}"], found[name])
-
-    uniform = {name: round(sparsity * of.linear.num_in) for name, of in linears.items()}
-    bounds = {name: _bounds(of.linear.num_in, sparsity, max_difference) for name, of in linears.items()}
-    bounds |= {name: (uniform[name], uniform[name]) for name, of in linears.items() if not of.found.inputs.any()}
-    num_out = {name: of.linear.num_out for name, of in linears.items()}
-    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in linears.values()))
-
-    def choose(names: Sequence[str], num: int) -> dict[str, int]:
-        return _num_lowest(comm, [linears[name] for name in names], num)
-
+    layers: dict[str, _Layer] = {}
+    for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):
+        for linear in of_block.linears.values():
+            name, own = f"{prefix}.{linear.name}", by_parameter[f"{prefix}.{linear.parameter_path}"]
+            layers[name] = _Layer(name, linear, own, found[name])
+    num_out = {name: of.linear.num_out for name, of in layers.items()}
+    bounds = {
+        name: _bounds(of.linear.num_in, sparsity, max_difference if of.found.inputs.any() else 0.0)
+        for name, of in layers.items()
+    }
+    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in layers.values()))
     counts = fill_budget(
-        {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()}, budget, choose
+        {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()},
+        budget,
+        partial(_num_lowest, comm, layers),
     )
     rows = whole_rows_of(counts, num_out, bounds, budget)
-    return {name: num / linears[name].linear.num_in for name, num in rows.items()}
+    return {name: num / layers[name].linear.num_in for name, num in rows.items()}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
@@ -143,13 +136,8 @@ def fill_budget(
         counts = choose(free, left)
         within = {name: min(max(counts[name], bounds[name][0]), bounds[name][1]) for name in free}
         excess = sum(within.values()) - left
-        if excess == 0:
-            fixed |= within
         # With fewer than are wanted the threshold will rise: what is at its most stays there. Or the other way round.
-        elif excess < 0:
-            fixed |= {name: within[name] for name in free if counts[name] > within[name]}
-        else:
-            fixed |= {name: within[name] for name in free if counts[name] < within[name]}
+        fixed |= {name: num for name, num in within.items() if not excess or (counts[name] - num) * excess < 0}
     return {name: fixed[name] for name in bounds}
 
 
@@ -163,21 +151,19 @@ def whole_rows_of(
     rows = {name: count // num_out[name] for name, count in counts.items()}
     left = budget - sum(rows[name] * num_out[name] for name in rows)
     up = sorted((name for name in rows if rows[name] < bounds[name][1]), key=lambda n: -(counts[n] / num_out[n] % 1))
-    kept: list[str] = []
-    for name in up:
+    for name in list(up):
         if num_out[name] <= left:
+            up.remove(name)
             rows[name] += 1
             left -= num_out[name]
-        else:
-            kept.append(name)
-    smallest = min(kept, key=num_out.__getitem__, default=None)
+    smallest = min(up, key=num_out.__getitem__, default=None)
     if smallest is not None and 2 * left > num_out[smallest]:
         rows[smallest] += 1
     return rows
 
 
 @dataclass(frozen=True)
-class _Map:
+class _Layer:
     """A linear layer, the part of its parameter on this rank, and what the backward pass found."""
 
     name: str
@@ -223,15 +209,15 @@ class _Cost(Score):
 _COST = _Cost()
 
 
-def _num_lowest(comm: Communicator, linears: Sequence[_Map], num: int) -> dict[str, int]:
-    """Return how many weights of each of ``linears`` are among the ``num`` lowest of all. Every rank must call it."""
-    roster = roster_of_one(comm, [of.member() for of in linears])
-    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in linears], checks=False)
+def _num_lowest(comm: Communicator, layers: Mapping[str, _Layer], names: Sequence[str], num: int) -> dict[str, int]:
+    """Return how many weights of each of ``names`` are among the ``num`` lowest of all. Every rank must call it."""
+    some = [layers[name] for name in names]
+    roster = roster_of_one(comm, [of.member() for of in some])
+    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in some], checks=False)
     choice = Unstructured(num).choose(ranked)
 
     def count(words: torch.Tensor) -> None:
         for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.masks(ranked.scores), strict=True)):
             words[i] = chosen.num_pruned if scores.shard.owned else 0
 
-    counts = sum_together(comm, (len(linears),), count).tolist()
-    return dict(zip([of.name for of in linears], counts, strict=True))
+    return dict(zip(names, sum_together(comm, (len(some),), count).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""One block's turn: what its linear layers are given, their new weights, and what it then puts out."""
+"""A walk through the blocks of a model, each of which is pruned in its turn."""
 
 from __future__ import annotations
 
@@ -8,31 +8,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch import nn
 
 from distprune.calibration import (
     BlockOrder,
     InputStatistics,
     Moments,
     MomentsOf,
+    SampleGroup,
     StageDone,
     Targets,
     Walk,
     learn_order,
     listening,
+    walking,
 )
-from distprune.collectives import Communicator, together
+from distprune.collectives import Communicator, max_together, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.driver import Clock, Outcome
-from distprune.oneshot.report import BlockReport, LayerReport
+from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
+from distprune.shards import LocalShard
 
-__all__ = ["BlockPruner", "PruneRows", "WalkOptions"]
+__all__ = ["Finished", "OnBlock", "PruneRows", "WalkOptions", "run_blocks"]
+
+OnBlock = Callable[[int, BlockReport], None]
+Finished = Callable[[int], bool]
 
 _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole layers overfits with less
 
@@ -59,51 +65,81 @@ class WalkOptions:
         return self.target_share > 0
 
 
-class PruneRows(Protocol):
-    """Prunes these rows and returns one outcome per layer. Empties ``moments``.
+# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer. Empties the moments.
+# Every rank calls it.
+PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, Outcome]]
 
-    Every rank calls it; the rows are this rank's, by the layer's name in the block.
+
+def run_blocks(
+    meter: Meter,
+    sample_group: SampleGroup,
+    model: nn.Module,
+    samples: torch.Tensor,
+    options: WalkOptions,
+    linears: Sequence[BlockLayers],
+    shards: Sequence[LocalShard],
+    prune_rows: PruneRows,
+    *,
+    offload: bool,
+    finished: Finished | None,
+    on_block: OnBlock | None,
+    **about: Any,
+) -> OneShotReport:
+    """Run ``samples`` through the blocks of ``model`` and prune ``linears`` of each, but of those that are skipped.
+
+    ``shards``: this rank's part of all parameters that are pruned, owners settled; ``about``: what else the report
+    says. The other arguments are those of ``prune_blocks``. Every rank must call it.
     """
+    comm, reports = meter.comm, list[BlockReport]()
+    calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
+    owned = {shard.name: shard.owned for shard in shards}
+    with walking(comm, sample_group, model, samples, offload=offload, has_dense=options.has_targets) as walk:
+        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows)
+        for index in range(len(walk.blocks)):
+            if index in options.skipped:
+                continue
+            if finished is not None:
+                if pruner.pass_by(index, partial(finished, index)):
+                    continue
+                finished = None
+            reports.append(pruner.prune(index))
+            if calls_back:
+                with together(comm):
+                    if on_block is not None:
+                        on_block(index, reports[-1])
+    return OneShotReport(
+        sequential="layer" if options.by_layer else "block",
+        target_share=options.target_share,
+        num_samples=len(samples),
+        blocks=tuple(reports),
+        **about,
+        **meter.read(),
+    )
 
-    def __call__(
-        self, comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
-    ) -> Mapping[str, Outcome]: ...
 
-
-class BlockPruner:
+@dataclass
+class _BlockPruner:
     """Has ``prune_rows`` prune ``linears`` of each block of a walk, in turn. ``owned``: parameters this rank counts.
 
     With targets the walk must have a dense stream.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        walk: Walk,
-        options: WalkOptions,
-        linears: Sequence[BlockLayers],
-        owned: Mapping[str, bool],
-        prune_rows: PruneRows,
-    ) -> None:
-        self._comm, self._walk = comm, walk
-        self._options, self._linears, self._owned, self._prune_rows = options, linears, owned, prune_rows
-        self._orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = {}  # by the names of a block's layers
-        kept = [index for index in range(len(walk.blocks)) if index not in options.skipped]
-        self._next = dict(pairwise([*kept, len(walk.blocks)]))
-        self._num_dense = 0  # blocks that the dense stream is behind
-
-    @property
-    def indices(self) -> list[int]:
-        """The blocks that are not skipped, in order."""
-        return list(self._next)
+    comm: Communicator
+    walk: Walk
+    options: WalkOptions
+    linears: Sequence[BlockLayers]
+    owned: Mapping[str, bool]
+    prune_rows: PruneRows
+    orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
+    num_dense: int = 0  # blocks that the dense stream is behind
 
     def prune(self, index: int) -> BlockReport:
         """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
-        comm, walk, options = self._comm, self._walk, self._options
+        comm, walk, options = self.comm, self.walk, self.options
         traffic = comm.traffic.copy()
         seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
         clock = partial(_clock, seconds)
-        name, linears, dense = walk.blocks[index][0], self._linears[index].linears, dict(self._linears[index].dense)
+        name, linears, dense = walk.blocks[index][0], self.linears[index].linears, dict(self.linears[index].dense)
         with clock("forward"):
             order = self._order(index, linears)
             targets = self._dense_pass(index, linears, order) if options.has_targets else None
@@ -119,20 +155,19 @@ class BlockPruner:
                 except (ValueError, NotImplementedError) as error:  # on every rank
                     raise type(error)(f"block {name!r}: {error}") from error
             unseen = unreached(name, some, moments)
-            dense |= {linear.parameter_path: reason for linear, reason in unseen.values()}
+            dense |= {some[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
             some = {of_layer: linear for of_layer, linear in some.items() if of_layer not in unseen}
             moments = [m for m in moments if m.names[0] in some]
             num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
-            owned = {linear.parameter_path for linear in some.values()}
             is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in some)
             aim = Aim(0.0 if is_own else options.target_share)
             if self._heals(index, order) in some:
                 aim = _HEALING
-            owned_here = {path: self._owned[f"{name}.{path}"] for path in owned}
-            with whole_rows(comm, some, owned_here, f"{name}.") as rows, torch.no_grad():
-                totals |= self._prune_rows(comm, rows, moments, clock=clock, aim=aim)
+            owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in some.values()}
+            with whole_rows(comm, some, owned, f"{name}.") as rows, torch.no_grad():
+                totals |= self.prune_rows(comm, rows, moments, clock, aim)
         del targets
-        if self._next[index] < len(walk.blocks):
+        if self._next(index) < len(walk.blocks):
             with clock("forward"):
                 walk.advance(index, comm)
         used = comm.traffic - traffic
@@ -149,43 +184,47 @@ class BlockPruner:
 
         Returns whether it did. The dense stream runs before, while the block is dense. Every rank must call it.
         """
-        comm, walk = self._comm, self._walk
+        comm, walk = self.comm, self.walk
         with together(comm):
-            before, num_before = [hidden.clone() for hidden in walk.dense], self._num_dense
-        self._advance_dense(self._next[index])
+            before, num_before = [hidden.clone() for hidden in walk.dense], self.num_dense
+        self._advance_dense(self._next(index))
         with together(comm):
             is_done = restore()
         if not is_done:
-            walk.dense, self._num_dense = before, num_before
+            walk.dense, self.num_dense = before, num_before
             return False
-        if self._next[index] < len(walk.blocks):
+        if self._next(index) < len(walk.blocks):
             walk.advance(index, comm)
         return True
 
+    def _next(self, index: int) -> int:
+        """Return the block after block ``index`` that is not skipped, or how many blocks there are."""
+        return next(i for i in range(index + 1, len(self.walk.blocks) + 1) if i not in self.options.skipped)
+
     def _order(self, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
-        if not (self._options.by_layer or self._options.has_targets):
+        if not (self.options.by_layer or self.options.has_targets):
             return BlockOrder((tuple(linears),), frozenset(), frozenset(), frozenset())
-        everything = linear_layers(self._walk.blocks[index][1])
+        everything = linear_layers(self.walk.blocks[index][1])
         names = tuple(linears), tuple(everything)
-        if names not in self._orders:  # blocks are alike
-            order = learn_order(self._comm, self._walk, index, everything).of(linears)
-            self._orders[names] = order if self._options.by_layer else order.at_once()
-        return self._orders[names]
+        if names not in self.orders:  # blocks are alike
+            order = learn_order(self.comm, self.walk, index, everything).of(linears)
+            self.orders[names] = order if self.options.by_layer else order.at_once()
+        return self.orders[names]
 
     def _dense_pass(self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder) -> Targets:
         """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
-        walk = self._walk
+        walk = self.walk
         self._advance_dense(index)
         targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
         with listening(linears, targets, targets.adding):
-            walk.advance(index, self._comm, dense=True, begin=targets.begin_sample)
-        self._num_dense = index + 1
-        self._advance_dense(self._next[index])
+            walk.advance(index, self.comm, dense=True, begin=targets.begin_sample)
+        self.num_dense = index + 1
+        self._advance_dense(self._next(index))
         if (healed := self._heals(index, order)) is not None:
             for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
                 of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
-        elif index in self._options.healed:
-            name, of_layer = walk.blocks[index][0], self._options.healed[index]
+        elif index in self.options.healed:
+            name, of_layer = walk.blocks[index][0], self.options.healed[index]
             warnings.warn(
                 f"'{name}.{of_layer}' cannot make up for the blocks behind it: what it puts out is not added to hidden "
                 "states as it is",
@@ -195,27 +234,27 @@ class BlockPruner:
 
     def _heals(self, index: int, order: BlockOrder) -> str | None:
         """Return the layer of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
-        healed = self._options.healed.get(index)
+        healed = self.options.healed.get(index)
         return healed if healed in order.adding else None
 
     def _advance_dense(self, stop: int) -> None:
         """Run the blocks up to ``stop``, which are dense, on the dense stream, if there is one."""
-        while self._options.has_targets and self._num_dense < stop:
-            self._walk.advance(self._num_dense, self._comm, dense=True)
-            self._num_dense += 1
+        while self.options.has_targets and self.num_dense < stop:
+            self.walk.advance(self.num_dense, self.comm, dense=True)
+            self.num_dense += 1
 
     def _run(
         self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder, targets: Targets | None
     ) -> InputStatistics:
         """Run block ``index``, as far as ``linears`` ask for, on all samples, and return what they are given."""
         awaited = linears if order.called_once.issuperset(linears) else ()
-        options = self._options
+        options = self.options
         needs = "pairs" if options.has_targets else options.needs
         sums = options.needs_sums
-        statistics = InputStatistics(linears, needs, self._walk.sample_group, self._comm, targets, awaited, sums)
-        with statistics.listening(), self._walk.block(index) as run:
-            for sample in range(self._walk.num_samples):
-                statistics.begin_sample(counts=sample < self._walk.num_counted)
+        statistics = InputStatistics(linears, needs, self.walk.sample_group, self.comm, targets, awaited, sums)
+        with statistics.listening(), self.walk.block(index) as run:
+            for sample in range(self.walk.num_samples):
+                statistics.begin_sample(counts=sample < self.walk.num_counted)
                 with suppress(StageDone):
                     run(sample)
         return statistics

@@ -16,6 +16,7 @@ from distprune.shards import Matrix
 __all__ = ["BlockLayers", "find_layers", "unreached"]
 
 _NUM_NAMED = 3  # weights that a warning names for each reason
+_UNREACHED = "no token reached it"
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,16 @@ def find_layers(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> li
     return found
 
 
-def unreached(
-    block_name: str, linears: Mapping[str, LinearLayer], moments: Sequence[Moments]
-) -> dict[str, tuple[LinearLayer, str]]:
+def unreached(block_name: str, linears: Mapping[str, LinearLayer], moments: Sequence[Moments]) -> dict[str, str]:
     """Return those of ``linears`` that no token reached, experts apart, with why they stay dense; warn of them. Local.
 
     Some models multiply by a weight without calling its module (Mamba's ``dt_proj``); some have layers that wait for
     another input than tokens (cross-attention without an encoder).
     """
     unseen = {name for of in moments if not of.num_tokens for name in of.names if not linears[name].is_routed}
-    found = {name: (linear, "no token reached it") for name, linear in linears.items() if name in unseen}
-    _warn({reason: [f"{block_name}.{linear.parameter_path}"] for linear, reason in found.values()})
-    return found
+    if unseen:
+        _warn({_UNREACHED: [f"{block_name}.{of.parameter_path}" for name, of in linears.items() if name in unseen]})
+    return dict.fromkeys(unseen, _UNREACHED)
 
 
 def _warn(dense: Mapping[str, Sequence[str]]) -> None:

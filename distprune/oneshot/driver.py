@@ -1,7 +1,7 @@
 """Runs a solver over the ranks: places rows, sends what they need, lets scores compete, and sums what was done.
 
-Rows whose input has a owner (see :mod:`distprune.calibration.owners`) are solved there, input after input. Rows whose
-input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
+Rows whose input has an owner (see :mod:`distprune.calibration.owner_ranks`) are solved there, input after input. Rows
+whose input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
 What they need of their input is prepared by its owner, where there are several; a single one by every rank.
 What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
 """
@@ -38,10 +38,10 @@ from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
 from distprune.shards import all_finite
 
-__all__ = ["Clock", "Outcome", "prune_rows", "sum_outcomes"]
+__all__ = ["Clock", "Outcome", "prune_rows"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """Of one rank's rows, or of all ranks'. ``error`` is ||X (W - W')^T||^2 and ``output`` is ||X W^T||^2."""
 
@@ -57,7 +57,7 @@ class Outcome:
         return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
 
 
-def sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], Outcome]) -> dict[str, Outcome]:
+def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], Outcome]) -> dict[str, Outcome]:
     """Return the outcomes over all rows, by layer, of those of each rank: one round of 40 bytes a layer and 8.
 
     What ``of`` raises on one rank is raised on all.
@@ -76,17 +76,16 @@ def sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], O
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
-_HALFWAY = Aim()
-
 
 def prune_rows(
     comm: Communicator,
     rows: Mapping[str, Rows],
     moments: list[Moments],
+    clock: Clock,
+    aim: Aim,
+    *,
     solver: Solver[Any],
     pattern: Pattern,
-    clock: Clock,
-    aim: Aim = _HALFWAY,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
@@ -108,19 +107,15 @@ def prune_rows(
         with clock("sweep"):
             moved = move_rows(comm, rows, {name: m.owner.rank for m in at_owner for name in m.names})
             rows = moved.rows
-    error = None if moved is None else moved.error
-    work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=error)
+    work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=None if moved is None else moved.error)
     at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
     with work.keeping_error():
-        while at_owner and work.error is None:  # what is done with is let go of
-            work.solve(Alone(), [work.prepared(work.with_gram(Alone(), work.moved(at_owner.pop(0))))])
-        for i, m in enumerate(spread):
-            spread[i] = work.moved(m)
-    spread = [work.with_gram(comm, m) for m in spread]
+        while at_owner and work.error is None:
+            work.solve(Alone(), [at_owner.pop(0)])
     if spread:
-        work.solve(comm, work.prepare_together(comm, spread))
+        work.solve(comm, spread)
     with clock("sweep"):  # or wait for those that still do
-        totals = sum_outcomes(comm, list(rows), work.outcome)
+        totals = _sum_outcomes(comm, list(rows), work.outcome)
         if moved is not None:
             moved.back()
     return totals
@@ -139,76 +134,16 @@ class _Work:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     error: Exception | None = None
 
-    def moved(self, m: Moments) -> Moments:
-        """Move the rows of ``m`` to their target, and return ``m`` without it."""
-        with self.clock("target"):
-            m = retarget({name: self.rows[name] for name in m.names}, m, self.aim)
-        with self.clock("sweep"):
-            for name in m.names:
-                self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
-        return m
-
-    def with_gram(self, comm: Communicator, m: Moments) -> Moments:
-        """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
-        if not self.solver.needs_gram:
-            return m
-        rows = [self.rows[name] for name in m.names]
-
-        def make() -> torch.Tensor:
-            if self.error is not None:
-                raise self.error
-            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [torch.empty(0)])
-
-        with self.clock("sweep"):
-            num_rows = sum(of.num_out for of in rows)
-            return dataclasses.replace(m, gram=sum_gram(comm, num_rows, rows[0].num_in, make))
-
-    def task(self, m: Moments) -> _Task:
-        """Return what is to be done with the layers of ``m``."""
-        rows = {name: self.rows[name] for name in m.names}
-        return _Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern))
-
-    def prepared(self, m: Moments) -> _Task:
-        """Return the task of ``m`` with what the solver makes of it."""
-        task = self.task(m)
-        with self.clock("factor"):
-            task.prepared = self.solver.prepare(m)
-        return task
-
-    def prepare_together(self, comm: Communicator, spread: list[Moments]) -> list[_Task]:
-        """Return the tasks of ``spread``, which is used up, prepared. Every rank must call it."""
-        tasks = [self.task(m) for m in spread]
-        sends = self.solver.sends and (len(tasks) > 1 or self.solver.decides)
-        likes: list[Sequence[torch.Tensor]] = []
-        packed: list[torch.Tensor] = []
-        with self.keeping_error():
-            for task in tasks if sends else ():
-                likes.append(self.solver.packed_like(task.first))
-                packed.append(torch.empty(sum(of.nbytes for of in likes[-1]), dtype=torch.uint8))
-            for i, task in enumerate(tasks):
-                m, spread[i] = spread[i], dataclasses.replace(spread[i], values=torch.empty(0), gram=None)
-                if self.error is None and (task.owner == self.rank or not sends):
-                    tasks[i] = self.prepared(m)
-                    if sends:
-                        packed[i] = as_bytes(self.solver.pack(tasks[i].prepared))
-        if not sends:
-            return tasks
-        with self.clock("factor"):
-            agree(comm, {}, self.error)
-            for i, task in enumerate(tasks):
-                packed[i] = broadcast_tensor(comm, packed[i], task.owner)
-            with self.keeping_error():
-                for task, like in zip(tasks, likes, strict=True):
-                    joined, device = packed.pop(0), task.first.weight.device
-                    if task.owner != self.rank:
-                        task.prepared = self.solver.unpack(*(of.to(device) for of in from_bytes(joined, like)))
-        return tasks
-
-    def solve(self, comm: Communicator, tasks: Sequence[_Task]) -> None:
-        """Solve the layers of ``tasks``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
+    def solve(self, comm: Communicator, moments: list[Moments]) -> None:
+        """Solve the layers of ``moments``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
 
         Of each stage: the scores of all layers that have it, one choice over all ranks, which each layer then applies.
+        ``moments`` are used up. Every rank of ``comm`` must call it.
         """
+        with self.keeping_error():
+            for i in range(len(moments)):  # no other name holds one: what is done with is let go of
+                moments[i] = self._retargeted(moments[i])
+        tasks = self._prepare(comm, moments)
         with self.clock("sweep"):
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
@@ -224,6 +159,66 @@ class _Work:
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
                     self._note(task.pruning.finish(), task.owner == self.rank)
+
+    def _retargeted(self, m: Moments) -> Moments:
+        """Move the rows of ``m`` to their target, and return ``m`` without it."""
+        with self.clock("target"):
+            m = retarget({name: self.rows[name] for name in m.names}, m, self.aim)
+        with self.clock("sweep"):
+            for name in m.names:
+                self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
+        return m
+
+    def _prepare(self, comm: Communicator, moments: list[Moments]) -> list[_Task]:
+        """Return the tasks of ``moments``, which are used up, prepared."""
+        sends = comm.size > 1 and self.solver.sends and (len(moments) > 1 or self.solver.decides)
+        tasks: list[_Task] = []
+        with self.clock("factor"):
+            while moments:
+                m = self._with_gram(comm, moments.pop(0))
+                rows = {name: self.rows[name] for name in m.names}
+                tasks.append(_Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern)))
+                with self.keeping_error():
+                    if self.error is None and (m.owner.rank == self.rank or not sends):
+                        tasks[-1].prepared = self.solver.prepare(m)
+            if sends:
+                self._send(comm, tasks)
+        return tasks
+
+    def _send(self, comm: Communicator, tasks: Sequence[_Task]) -> None:
+        """Give every rank what the owners of ``tasks`` have prepared. Every rank must call it."""
+        likes: list[Any] = []
+        packed: list[torch.Tensor] = []
+        with self.keeping_error():
+            for task in tasks:
+                likes.append(self.solver.sent_like(task.first))
+                if task.owner == self.rank and self.error is None:
+                    packed.append(as_bytes(self.solver.pack(task.prepared)))
+                else:
+                    num_bytes = sum(of.nbytes for of in self.solver.pack(likes[-1]))
+                    packed.append(torch.empty(num_bytes, dtype=torch.uint8))
+        agree(comm, {}, self.error)
+        for i, task in enumerate(tasks):
+            packed[i] = broadcast_tensor(comm, packed[i], task.owner)
+        with self.keeping_error():
+            for task, like in zip(tasks, likes, strict=True):
+                joined, device = packed.pop(0), task.first.weight.device
+                if task.owner != self.rank:
+                    parts = from_bytes(joined, self.solver.pack(like))
+                    task.prepared = self.solver.unpack(like, [part.to(device) for part in parts])
+
+    def _with_gram(self, comm: Communicator, m: Moments) -> Moments:
+        """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
+        if not self.solver.needs_gram:
+            return m
+        rows = [self.rows[name] for name in m.names]
+
+        def make() -> torch.Tensor:
+            if self.error is not None:
+                raise self.error
+            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [torch.empty(0)])
+
+        return dataclasses.replace(m, gram=sum_gram(comm, sum(of.num_out for of in rows), rows[0].num_in, make))
 
     def _scores(self, tasks: Sequence[_Task], stage: int) -> list[LocalScores]:
         """Return the scores of all layers of ``tasks``, or raise the error kept, on all ranks."""
@@ -248,10 +243,9 @@ class _Work:
 
     def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
         for name, of in solved.items():
-            rows, outcome = self.rows[name], self.outcomes[name]
-            outcome.num_pruned, outcome.error = of.num_pruned, of.error
-            outcome.damping = of.damping if is_owner else 0.0
-            outcome.num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
+            rows, output, damping = self.rows[name], self.outcomes[name].output, of.damping if is_owner else 0.0
+            num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
+            self.outcomes[name] = Outcome(of.num_pruned, num_zeros, of.error, output, damping)
             if not all_finite(rows.weight):
                 raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
 

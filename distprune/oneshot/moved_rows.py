@@ -40,7 +40,7 @@ class MovedRows:
     def back(self) -> None:
         """Write the rows back to where they came from, to replicas too.
 
-        Every rank must call it: two rounds, in one of which a owner hands over what it has for the other ranks.
+        Every rank must call it: two rounds, in one of which an owner hands over what it has for the other ranks.
         """
         comm, moves = self._comm, self._moves
         ranks, here = range(comm.size), [name for name, move in moves.items() if move.owner == comm.rank]
@@ -67,7 +67,7 @@ class MovedRows:
 def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, int]) -> MovedRows:
     """Return ``rows`` with all of layer ``name`` on rank ``owner[name]``, which counts them, and none of it elsewhere.
 
-    Layers without a owner stay as they are. What is written into rows that moved is in ``rows``, wherever they
+    Layers without an owner stay as they are. What is written into rows that moved is in ``rows``, wherever they
     are held, after ``back()``. Every rank must call it, with the same owners: 3 rounds, two of a few bytes for
     each rank and layer and one in which a rank hands over at most what it holds.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.calibration import Axis, check_fit, shared_axis
-from distprune.models import LinearLayer, check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models import check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.block_layers import BlockLayers, find_layers
@@ -32,7 +32,6 @@ __all__ = [
     "make_plan",
     "share_of_targets",
     "updates_weights",
-    "walk_options",
 ]
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
@@ -48,6 +47,7 @@ class OneShotPlan:
 
     solver: Solver[Any]
     pattern: Pattern
+    options: WalkOptions
     linears: list[BlockLayers]  # of each block
     shards: list[LocalShard]  # every parameter's part on this rank
     axis: Axis | None
@@ -90,6 +90,9 @@ def make_plan(
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None,
     seed: int | None,
+    sequential: Sequential | None = None,
+    targets: TargetsOf | None = None,
+    target_share: float | None = None,
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
@@ -99,45 +102,38 @@ def make_plan(
     check_samples(model, samples)
     blocks = blocks_to_walk(model)
     of_blocks = find_layers(blocks, pattern)
-    linears: dict[str, LinearLayer] = {}
-    parameters: dict[str, str] = {}  # by the name of the linear layer
-    for (block_name, _), of_block in zip(blocks, of_blocks, strict=True):
-        linears |= {f"{block_name}.{name}": linear for name, linear in of_block.linears.items()}
-        parameters |= {f"{block_name}.{n}": f"{block_name}.{of.parameter_path}" for n, of in of_block.linears.items()}
+    linears = {  # by name in the model, with the parameter's name
+        f"{block_name}.{linear.name}": (f"{block_name}.{linear.parameter_path}", linear)
+        for (block_name, _), of_block in zip(blocks, of_blocks, strict=True)
+        for linear in of_block.linears.values()
+    }
     pattern = pattern.with_shares(  # of linear layers, by their own names or those of their parameters
-        lambda shares: {name: own_share(shares, name if name in shares else of) for name, of in parameters.items()}
+        lambda shares: {n: own_share(shares, n if n in shares else path) for n, (path, _) in linears.items()}
     )
     shards: dict[str, LocalShard] = {}
-    for name, linear in linears.items():
+    for path, linear in linears.values():
         solver.stages(linear.num_in, pattern)
-        if parameters[name] not in shards:
-            shards[parameters[name]] = local_shard(parameters[name], linear.parameter)
+        if path not in shards:
+            shards[path] = local_shard(path, linear.parameter)
+    sequential = sequential or ("layer" if _is_admm(method) else "block")
+    if sequential not in get_args(Sequential):
+        raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
+    share = share_of_targets(targets or default_targets(method), target_share)
+    options = WalkOptions(solver.needs, sequential == "layer", share)
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
         "seed": repr(seed),
         "samples": samples_digest(samples),
+        "sequential": sequential,
+        "target_share": repr(share),
     }
-    return OneShotPlan(solver, pattern, of_blocks, list(shards.values()), shared_axis(model), facts)
+    return OneShotPlan(solver, pattern, options, of_blocks, list(shards.values()), shared_axis(model), facts)
 
 
 def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
     """Return whether weights that stay are changed, too. Local."""
     return method in ("admm", "sparsegpt") or targets == "dense"
-
-
-def walk_options(
-    plan: OneShotPlan,
-    method: OneShotMethod | Score | Solver[Any],
-    sequential: Sequential | None,
-    targets: TargetsOf | None,
-    target_share: float | None,
-) -> WalkOptions:
-    sequential = sequential or ("layer" if _is_admm(method) else "block")
-    if sequential not in get_args(Sequential):
-        raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
-    share = share_of_targets(targets or default_targets(method), target_share)
-    return WalkOptions(plan.solver.needs, sequential == "layer", share)
 
 
 def default_targets(method: OneShotMethod | Score | Solver[Any]) -> TargetsOf:

@@ -12,11 +12,10 @@ from torch import nn
 from distprune.calibration import find_sample_group
 from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
-from distprune.oneshot.block import WalkOptions
+from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan, walk_options
-from distprune.oneshot.report import OneShotReport
-from distprune.oneshot.run_blocks import Finished, Meter, OnBlock, run_blocks
+from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
+from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.solver import Solver
 from distprune.patterns import Pattern, check_parts
 from distprune.pruning.agreement import Facts, agree_on
@@ -112,20 +111,12 @@ def prune_blocks(
     comm = communicator(group)
     meter = Meter(comm)
 
-    def look() -> tuple[Found, Facts, Score, tuple[OneShotPlan, WalkOptions]]:
-        plan = make_plan(model, samples, method, pattern, sparsity, seed)
-        found = Found(plan.shards, [], by_default=False, has_blocks=True)
-        options = walk_options(plan, method, sequential, targets, target_share)
-        facts = {
-            **plan.facts,
-            "sequential": "layer" if options.by_layer else "block",
-            "target_share": repr(options.target_share),
-            "offload": repr(offload),
-            "finished": repr(finished is not None),
-        }
-        return found, facts, plan.solver.score, (plan, options)
+    def look() -> tuple[Found, Facts, Score, OneShotPlan]:
+        plan = make_plan(model, samples, method, pattern, sparsity, seed, sequential, targets, target_share)
+        facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
+        return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan
 
-    agreed, (plan, options) = agree_on(comm, look)
+    agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: without_nans(shards))
     return run_blocks(
@@ -133,7 +124,7 @@ def prune_blocks(
         find_sample_group(comm, plan.axis),
         model,
         samples,
-        options,
+        plan.options,
         plan.linears,
         shards,
         partial(prune_rows, solver=plan.solver.scored_by(agreed.score), pattern=plan.pattern),

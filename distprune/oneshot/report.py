@@ -1,12 +1,16 @@
-"""What one-shot pruning did, in numbers."""
+"""What one-shot pruning did, and took, in numbers."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockReport", "LayerReport", "OneShotReport"]
+from distprune.collectives import Communicator, sum_together
+
+__all__ = ["BlockReport", "LayerReport", "Meter", "OneShotReport"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,31 @@ class OneShotReport:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
         return {**dataclasses.asdict(self), "blocks": [block.to_dict() for block in self.blocks]}
+
+
+class Meter:
+    """Measures time and traffic from where it is made."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self._started, self._traffic = comm, time.perf_counter(), comm.traffic.copy()
+
+    def read(self) -> dict[str, Any]:
+        """Return what it took so far, as the report says it. Every rank must call it: one round of 8 bytes a rank."""
+        comm = self.comm
+        used = comm.traffic - self._traffic
+        peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
+        return {
+            "seconds": time.perf_counter() - self._started,
+            "num_rounds": used.num_rounds,
+            "num_bytes": used.num_bytes,
+            "peak_memory": tuple(peaks.tolist()),
+        }
+
+
+def _peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -80,12 +80,12 @@ def whole_rows(
         if path not in turned:
             turned[path] = _turn(comm, path, linear)
         part = turned[path]
-        out_dim, local = _out_dim(linear), part.local
+        local = part.local
         if linear.expert is not None:
             place = expert_place(part.dim_runs[0], linear.expert)
             local = local.new_empty((0, 0)) if place is None else local[place]
         weight = local.t() if linear.transposed else local
-        runs = part.dim_runs[out_dim]
+        runs = part.dim_runs[_dims(linear)[0]]
         if weight.numel() == 0:
             weight, runs = weight.new_empty((0, linear.num_in)), ()
         found[name] = Rows(weight, runs, linear.num_out, owned[path] and weight.numel() > 0, f"{prefix}{name}")
@@ -95,19 +95,17 @@ def whole_rows(
             _turn_back(comm, linear, last)
 
 
-def _out_dim(linear: LinearLayer) -> int:
-    return (0 if linear.expert is None else 1) + linear.transposed
-
-
-def _in_dim(linear: LinearLayer) -> int:
-    return (0 if linear.expert is None else 1) + (not linear.transposed)
+def _dims(linear: LinearLayer) -> tuple[int, int]:
+    """Return which dims of the parameter are the outputs and the inputs."""
+    first = 0 if linear.expert is None else 1
+    return (first + 1, first) if linear.transposed else (first, first + 1)
 
 
 def _turn(comm: Communicator, path: str, linear: LinearLayer) -> _Turned:
     parameter = linear.parameter.detach()
     shard = local_shard(path, parameter)
     part = _Turned(shard, shard.local, list(shard.geometry.dim_runs), [])
-    in_dim, out_dim = _in_dim(linear), _out_dim(linear)
+    out_dim, in_dim = _dims(linear)
     if not isinstance(parameter, DTensor):
         return part
     splits = [split for split in in_order(splits_of(parameter, in_dim)) if split.num_chunks > 1]
@@ -130,8 +128,9 @@ def _turn(comm: Communicator, path: str, linear: LinearLayer) -> _Turned:
 
 
 def _turn_back(comm: Communicator, linear: LinearLayer, part: _Turned) -> None:
+    out_dim, in_dim = _dims(linear)
     for group, out_sizes in reversed(part.moves):
-        part.local = exchange(comm, group, part.local, _out_dim(linear), out_sizes, _in_dim(linear))
+        part.local = exchange(comm, group, part.local, out_dim, out_sizes, in_dim)
     part.shard.local.copy_(part.local.view(part.shard.local.shape))
 
 

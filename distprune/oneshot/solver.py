@@ -5,15 +5,16 @@ A solver is local arithmetic. Who holds which rows, and what ranks tell each oth
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf
+from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, LocalScores, Magnitude, Score
@@ -72,12 +73,14 @@ class Solver(ABC, Generic[Prepared]):
     """Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
     ``Prepared`` is what is made once of the moments of an input, for all layers that share it. A single input that is
-    spread is prepared on all ranks at once. Of several each rank prepares some and, if the solver ``sends``, has
-    :meth:`pack`, :meth:`packed_like` and :meth:`unpack` bring them to the others; else every rank prepares all.
+    spread is prepared on all ranks at once. Of several each rank prepares some and, if the solver ``sends``, sends them
+    to the others; else every rank prepares all. What is sent is a dataclass, and of it the tensors, in the shapes that
+    :meth:`sent_like` says; of those named in ``triangles``, (d, d), the upper triangle, which comes out symmetric.
     """
 
     needs: ClassVar[MomentsOf] = "features"
     sends: ClassVar[bool] = False
+    triangles: ClassVar[Collection[str]] = ()
     decides: ClassVar[bool] = False  # prepare makes a choice, which must be that of one rank
     needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
     score: Score = Magnitude()  # by which what ``scores`` returns is sorted
@@ -102,17 +105,21 @@ class Solver(ABC, Generic[Prepared]):
     def prepare(self, moments: Moments) -> Prepared:
         """Return what :meth:`begin` is given; ``moments`` may be overwritten, or returned as they are."""
 
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
-        """Return meta tensors like those that what is prepared for ``rows`` is sent as."""
+    def sent_like(self, rows: Rows) -> Prepared:
+        """Return what is prepared for ``rows``, its tensors on the meta device."""
         raise NotImplementedError
 
-    def pack(self, prepared: Prepared) -> Sequence[torch.Tensor]:
-        """Return ``prepared`` as the tensors that are sent."""
-        raise NotImplementedError
+    def pack(self, prepared: Prepared) -> list[torch.Tensor]:
+        """Return the tensors of ``prepared`` as they are sent."""
+        tensors = {name: of for name, of in vars(prepared).items() if isinstance(of, torch.Tensor)}
+        return [pack_triangle(of) if name in self.triangles else of for name, of in tensors.items()]
 
-    def unpack(self, *packed: torch.Tensor) -> Prepared:
-        """Return what was packed, bit by bit."""
-        raise NotImplementedError
+    def unpack(self, like: Prepared, packed: Sequence[torch.Tensor]) -> Prepared:
+        """Return what was packed, bit by bit; ``like`` is :meth:`sent_like` it."""
+        names = [name for name, of in vars(like).items() if isinstance(of, torch.Tensor)]
+        tensors = dict(zip(names, packed, strict=True))
+        tensors |= {name: unpack_triangle(tensors[name]) for name in self.triangles}
+        return dataclasses.replace(like, **tensors)  # type: ignore[type-var]
 
     @abstractmethod
     def begin(self, rows: Mapping[str, Rows], prepared: Prepared, pattern: Pattern) -> Pruning:

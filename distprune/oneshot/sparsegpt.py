@@ -8,14 +8,14 @@ over all rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, triangle_like, unpack_triangle
+from distprune.calibration import Moments, MomentsOf
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
@@ -33,17 +33,15 @@ _STRETCH = 192  # columns of a triangular matrix that are inverted together
 
 @dataclass(frozen=True)
 class Factor:
-    """``upper`` (in, in), float32: the inverse of the damped H is upper^T upper.
+    """``upper`` (in, in), float32: the inverse of the damped H is U^T U, U its upper triangle. No more of it is read.
 
-    ``dead`` (in,) says which inputs were always 0; ``added`` was added to the diagonal: 0.01 of its mean,
-    times ten for each of ``num_raised``. X^T X is ``scale`` times H.
+    ``dead`` (in,) says which inputs were always 0. ``numbers`` (3,), float64: how often damping was raised tenfold,
+    what was added to the diagonal (0.01 of its mean, times ten as often), and how many times H is X^T X.
     """
 
     upper: torch.Tensor
     dead: torch.Tensor
-    num_raised: int
-    added: float
-    scale: float
+    numbers: torch.Tensor
 
 
 def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
@@ -59,7 +57,8 @@ def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
     h.diagonal()[dead] = 1
     mean = float(h.diagonal().mean())
     upper, num_raised = damped_factor(h, DAMPING * mean, name, factorize=_inverse_factor)
-    return Factor(upper, dead, num_raised, DAMPING * 10**num_raised * mean, max(num_tokens, 1) / 2)
+    numbers = [num_raised, DAMPING * 10**num_raised * mean, max(num_tokens, 1) / 2]
+    return Factor(upper, dead, torch.tensor(numbers, dtype=torch.float64))
 
 
 def _inverse_factor(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,6 +90,7 @@ class SparseGPT(Solver[Factor]):
 
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
+    triangles: ClassVar[Collection[str]] = ("upper",)
     score: Score = field(default=Computed(), init=False)  # w^2 / [H^-1]_jj^2
 
     @override
@@ -104,20 +104,10 @@ class SparseGPT(Solver[Factor]):
         return factor(moments.values, moments.num_tokens, moments.names[0])
 
     @override
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
+    def sent_like(self, rows: Rows) -> Factor:
         dead = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
-        return triangle_like(rows.num_in), dead, torch.empty(3, dtype=torch.float64, device="meta")
-
-    @override
-    def pack(self, prepared: Factor) -> Sequence[torch.Tensor]:
-        numbers = torch.tensor([prepared.num_raised, prepared.added, prepared.scale], dtype=torch.float64)
-        return pack_triangle(prepared.upper), prepared.dead, numbers
-
-    @override
-    def unpack(self, *packed: torch.Tensor) -> Factor:
-        triangle, dead, numbers = packed
-        num_raised, added, scale = numbers.tolist()
-        return Factor(unpack_triangle(triangle).triu_(), dead, int(num_raised), added, scale)
+        numbers = torch.empty(3, dtype=torch.float64, device="meta")
+        return Factor(torch.empty((rows.num_in, rows.num_in), device="meta"), dead, numbers)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Pruning:
@@ -226,7 +216,7 @@ class _Sweep(Pruning):
         part = self.part[name]
         new = self.weight[:, part].t()
         change = (original.float() - new).mul_(~self.factor.dead)
-        added = self.factor.added * float(change.square_().sum(dtype=torch.float64))
+        num_raised, added, scale = self.factor.numbers.tolist()
+        error = float(self._errors[part].sum()) - added * float(change.square_().sum(dtype=torch.float64))
         original.copy_(new)
-        error = max(float(self._errors[part].sum()) - added, 0.0) * self.factor.scale
-        return Solved(int(self._num_pruned[part].sum()), error, DAMPING * 10**self.factor.num_raised)
+        return Solved(int(self._num_pruned[part].sum()), max(error, 0.0) * scale, DAMPING * 10**num_raised)

@@ -10,17 +10,16 @@ from typing import get_args
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, find_sample_group, measure_sensitivities, own_samples, shared_axis
+from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.models import Found, LinearLayer, UnitKind
-from distprune.oneshot.block import WalkOptions
+from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, Outcome, prune_rows
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, samples_digest, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
-from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.run_blocks import Finished, Meter, run_blocks
 from distprune.patterns import Unstructured, check_parts
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
@@ -151,24 +150,18 @@ def choose_units(
         for of, of_units in zip(asked.values(), norms, strict=True):
             of.norms = of_units
     if "gradients" in chosen.needs:
-        with together(comm):
-            mine = own_samples(sample_group, model, samples)
-        readers = [
-            (block, {f"{name}.{reader}": linear for reader, linear in of_block.linears.items()})
-            for (name, block), of_block in zip(blocks, plan.linears, strict=True)
-        ]
-        found = measure_sensitivities(comm, sample_group, model, readers, mine)
+        found = measure_sensitivities(comm, sample_group, model, [of.linears for of in plan.linears], samples)
         for name, of in asked.items():
             of.gradients = found[name].outputs
     stays: dict[str, list[int]] = {}  # by reader
 
     def remove(
-        comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], *, clock: Clock, aim: Aim
+        comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], clock: Clock, aim: Aim
     ) -> dict[str, Outcome]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(some, prefix, chosen, refit)
-        outcomes = prune_rows(comm, rows, moments, remover, Unstructured(0.0), clock, aim)
+        outcomes = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
         linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}

@@ -9,7 +9,7 @@ which each rank changes where they lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -124,20 +124,12 @@ class UnitRemover(Solver[Fitted]):
         return Fitted(stays, coefficients.float(), lost.float(), means.float())
 
     @override
-    def packed_like(self, rows: Rows) -> Sequence[torch.Tensor]:
+    def sent_like(self, rows: Rows) -> Fitted:
         asked = self.asked[rows.name]
         num_gone = (asked.units.num_units - asked.num_kept) * asked.features.shape[1]
         shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
         stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
-        return stays, *(torch.empty(shape, device="meta") for shape in shapes)
-
-    @override
-    def pack(self, prepared: Fitted) -> Sequence[torch.Tensor]:
-        return prepared.stays, prepared.coefficients, prepared.lost, prepared.means
-
-    @override
-    def unpack(self, *packed: torch.Tensor) -> Fitted:
-        return Fitted(*packed)
+        return Fitted(stays, *(torch.empty(shape, device="meta") for shape in shapes))
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:

@@ -1,10 +1,12 @@
-"""Homes share the work out, and no rank gets more than it can bear."""
+"""Owners share the work out, and no rank gets more than it can bear."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owners
+from distprune.calibration.owner_ranks import OwnerRank, find_owners
 
 SMOLLM2 = [(576, 960), (576, 576), (576, 3072), (1536, 576)]  # features, rows of all layers
 LLAMA_7B = [(4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096)]
@@ -12,11 +14,7 @@ MIXTURE = [(64, 96), (64, 64)] + [(64, 256)] * 32 + [(128, 64)] * 32
 BLOCKS = {"smollm2": SMOLLM2, "llama 7b": LLAMA_7B, "mixture": MIXTURE, "alike": [(64, 64)] * 8, "one": [(8, 8)]}
 
 
-def inputs(shapes: list[tuple[int, int]]) -> list[SharedInput]:
-    return [SharedInput((str(i),), num_in, num_out, 1) for i, (num_in, num_out) in enumerate(shapes)]
-
-
-def work(shapes: list[tuple[int, int]], owners: list[OwnerRank], num_ranks: int) -> list[float]:
+def work(shapes: list[tuple[int, int]], owners: Sequence[OwnerRank], num_ranks: int) -> list[float]:
     """Multiplications of every rank."""
     loads = [0.0] * num_ranks
     for (num_in, num_out), owner in zip(shapes, owners, strict=True):
@@ -29,7 +27,7 @@ def work(shapes: list[tuple[int, int]], owners: list[OwnerRank], num_ranks: int)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 64, 1000])
 @pytest.mark.parametrize("shapes", BLOCKS.values(), ids=BLOCKS)
 def test_work_is_shared_out(shapes: list[tuple[int, int]], num_ranks: int) -> None:
-    owners = find_owners(inputs(shapes), num_ranks)
+    owners = find_owners(tuple(shapes), num_ranks)
     assert all(0 <= owner.rank < num_ranks for owner in owners)
     all_spread = [OwnerRank(owner.rank, spread=True) for owner in owners]
     busiest = max(work(shapes, owners, num_ranks))
@@ -43,11 +41,11 @@ def test_work_is_shared_out(shapes: list[tuple[int, int]], num_ranks: int) -> No
 def test_known_blocks() -> None:
     """On two ranks no input of a Llama is spread: its last layer, whose input is the widest, against all others."""
     for shapes in (SMOLLM2, LLAMA_7B):
-        assert find_owners(inputs(shapes), 1) == [OwnerRank(0)] * 4
-        assert find_owners(inputs(shapes), 2) == [OwnerRank(1), OwnerRank(1), OwnerRank(1), OwnerRank(0)]
-        assert all(owner.spread for owner in find_owners(inputs(shapes), 64))
-    owners = find_owners(inputs(MIXTURE), 8)
+        assert list(find_owners(tuple(shapes), 1)) == [OwnerRank(0)] * 4
+        assert list(find_owners(tuple(shapes), 2)) == [OwnerRank(1), OwnerRank(1), OwnerRank(1), OwnerRank(0)]
+        assert all(owner.spread for owner in find_owners(tuple(shapes), 64))
+    owners = find_owners(tuple(MIXTURE), 8)
     assert not any(owner.spread for owner in owners)
     loads = work(MIXTURE, owners, 8)
     assert max(loads) <= 1.1 * min(loads)
-    assert find_owners([], 2) == []
+    assert find_owners((), 2) == ()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration import SampleGroup, Sensitivity, measure_sensitivities, spread
+from distprune.calibration import SampleGroup, Sensitivity, measure_sensitivities
 from distprune.collectives import Alone
 from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
@@ -66,8 +66,8 @@ def test_equals_the_oracle(architecture: str) -> None:
 
 
 def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
-    blocks = [(b, {f"{at}.{name}": of for name, of in linear_layers(b).items()}) for at, b in decoder_blocks(model)]
-    return measure_sensitivities(Alone(), SampleGroup(), model, blocks, spread(tokens, 0, 1))
+    linears = [linear_layers(block) for _, block in decoder_blocks(model)]
+    return measure_sensitivities(Alone(), SampleGroup(), model, linears, tokens)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])

@@ -14,6 +14,7 @@ from distprune.calibration import Moments
 from distprune.collectives import Alone
 from distprune.oneshot import prune_blocks
 from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.patterns import Pattern
@@ -117,9 +118,10 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
         Alone(),
         {"m": rows},
         moments,
-        Scored(Wanda(), by_row=True),
-        Block(2, 0.5, scope="tensor"),
         lambda _: nullcontext(),
+        Aim(),
+        solver=Scored(Wanda(), by_row=True),
+        pattern=Block(2, 0.5, scope="tensor"),
     )
     scores = weight.abs() * sums.sqrt()
     keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
