@@ -51,7 +51,7 @@ def begun(_: int, folder: Path) -> Called:
 def reported(_: int, folder: Path) -> Called:
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
     work = Trained("", 0, 0, 0.0, [], 0, 0, 0)
-    return nn.Module(), lambda: run.report({}, {}, work)
+    return nn.Module(), lambda: run.report(folder, {}, {}, work)
 
 
 def restored(_: int, folder: Path) -> Called:
@@ -61,11 +61,11 @@ def restored(_: int, folder: Path) -> Called:
     writer.allocate()
     with together(writer.comm):
         writer.write()
-    name, block = decoder_blocks(model)[0]
+    _name, block = decoder_blocks(model)[0]
     unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "journal", {}, writes=False))
     unfinished.record(Item(BLOCK, {}, digest_of(writer.comm, block)))
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    journal = BlockJournal(run, unfinished, writer, [(0, name, block)], ())
+    journal = BlockJournal(run, unfinished, model, [0], updates=False)
     return model, lambda: journal.finished(0)
 
 

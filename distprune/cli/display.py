@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import (
-    JobReport,
-    Kind,
-    PrunedBlocks,
-    SmallerModel,
-    Trained,
-    Walked,
-    Watcher,
-    Work,
-    by_metric,
-    kinds_of,
-    mean_error,
-    range_of,
-    removal_rows,
-)
+from distprune.jobs import JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Watcher, Work
+from distprune.jobs.figures import Kind, evaluated, kinds_of, mean_error, range_of, work_rows
+from distprune.pruning import PruneReport
 
 __all__ = ["Display", "show_inspection"]
 
@@ -97,13 +84,10 @@ class Display(Watcher):
             ("model", str(report.model)),
             ("output", report.job.output),
             ("ranks", f"{report.num_ranks} on {report.device}"),
-            *_work_rows(report.work),
+            *work_rows(report),
+            *_run_rows(report.work),
             ("seconds", ", ".join(f"{stage} {value:.1f}" for stage, value in report.seconds.items())),
-        ]
-        for file, after in report.after.perplexity.items():
-            rows.append((f"perplexity on {Path(file).name}", f"{report.before.perplexity[file]:.2f} -> {after:.2f}"))
-        rows += [
-            (f"{task}, {metric}", f"{before:.4f} -> {after:.4f}") for task, metric, before, after in by_metric(report)
+            *((what, f"{before} -> {after}") for what, before, after in evaluated(report)),
         ]
         done = {SmallerModel: "made smaller", Trained: "fine-tuned"}.get(type(report.work), "pruned")
         console, table = _console_and_table(done, ("", ""))
@@ -112,44 +96,25 @@ class Display(Watcher):
         console.print(table)
 
 
-def _work_rows(work: Work) -> list[tuple[str, str]]:
+def _run_rows(work: Work) -> Iterator[tuple[str, str]]:
+    """Yield what it took, and what it came to, of this run alone."""
+    if isinstance(work, PruneReport):
+        yield "parameters", f"{len(work.parameters)} tensors, {work.num_pruned:,} weights are zero now that were not"
+        yield "communication", f"{work.num_rounds} rounds, {work.num_bytes:,} bytes a rank"
+        return
     if isinstance(work, Trained):
-        return _training_rows(work)
-    if isinstance(work, SmallerModel):
-        return [*removal_rows(work), *_walk_rows(work)]
-    if isinstance(work, PrunedBlocks):
-        return [*_walk_rows(work), ("allocation", work.allocation)]
-    return [
-        ("method", f"{work.score}, {work.pattern}"),
-        ("parameters", f"{len(work.parameters)} tensors, {work.num_elements:,} weights"),
-        ("zeros", f"{work.num_zeros:,} ({work.sparsity:.4%}), {work.num_pruned:,} of them new"),
-        ("communication", f"{work.num_rounds} rounds, {work.num_bytes:,} bytes a rank"),
-    ]
-
-
-def _training_rows(work: Trained) -> list[tuple[str, str]]:
-    rows = [
-        ("method", work.method),
-        ("training", f"{work.num_steps} steps, {work.num_tokens:,} tokens, {work.seconds:.0f} s"),
-        ("loss", f"{work.losses[0]:.4f} -> {work.losses[-1]:.4f}"),
-        ("zeros", f"{work.num_zeros:,} of {work.num_elements:,} ({work.num_zeros / max(work.num_elements, 1):.4%})"),
-    ]
+        yield "training", f"{work.num_steps} steps, {work.num_tokens:,} tokens, {work.seconds:.0f} s"
+        yield "loss", f"{work.losses[0]:.4f} -> {work.losses[-1]:.4f}"
+        resumed = f"after step {work.resumed_at}"
+    else:
+        if isinstance(work, PrunedBlocks):
+            yield "allocation", work.allocation
+        peaks = sorted((peak / 2**20 for peak in work.walk.peak_memory), reverse=True)
+        by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
+        yield "peak memory", f"{by_rank} MiB"
+        resumed = f"at block {work.resumed_at}: seconds and memory are of this run alone"
     if work.resumed_at:
-        rows.append(("resumed", f"after step {work.resumed_at}"))
-    return rows
-
-
-def _walk_rows(work: Walked) -> list[tuple[str, str]]:
-    peaks = sorted((peak / 2**20 for peak in work.walk.peak_memory), reverse=True)
-    by_rank = ", ".join(f"{peak:.0f}" for peak in peaks[:_RANKS_SHOWN]) + ("..." if peaks[_RANKS_SHOWN:] else "")
-    rows = [
-        ("method", f"{work.walk.method}, {work.pattern}"),
-        ("samples", str(work.walk.num_samples)),
-        ("peak memory", f"{by_rank} MiB"),
-    ]
-    if work.resumed_at:
-        rows.append(("resumed", f"at block {work.resumed_at}: seconds and memory are of this run alone"))
-    return rows
+        yield "resumed", resumed
 
 
 def _show_blocks(blocks: Sequence[Mapping[str, Any]]) -> None:

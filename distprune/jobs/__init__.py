@@ -6,15 +6,12 @@
 Call them in one process, or on every rank of an initialized process group.
 """
 
-from distprune.jobs.figures import Kind, by_metric, kinds_of, mean_error, range_of, removal_rows
-from distprune.jobs.finetune import run_finetune_job
-from distprune.jobs.finetune_job import FinetuneJob
+from distprune.jobs.finetune import FinetuneJob, run_finetune_job
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
-from distprune.jobs.options import Job, Option, choices_of, options_of
+from distprune.jobs.options import Job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
-from distprune.jobs.shrink import run_shrink_job
-from distprune.jobs.shrink_job import ShrinkJob
+from distprune.jobs.shrink import ShrinkJob, run_shrink_job
 from distprune.jobs.streamed import StreamedJob, run_streamed_job
 from distprune.jobs.watcher import Watcher
 
@@ -23,9 +20,7 @@ __all__ = [
     "FinetuneJob",
     "Job",
     "JobReport",
-    "Kind",
     "OneShotJob",
-    "Option",
     "PruneJob",
     "PrunedBlocks",
     "ShrinkJob",
@@ -35,13 +30,6 @@ __all__ = [
     "Walked",
     "Watcher",
     "Work",
-    "by_metric",
-    "choices_of",
-    "kinds_of",
-    "mean_error",
-    "options_of",
-    "range_of",
-    "removal_rows",
     "run_finetune_job",
     "run_one_shot_job",
     "run_prune_job",

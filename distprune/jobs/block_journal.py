@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from distprune.collectives import Communicator, together, work_together
 from distprune.jobs.journal import Item
 from distprune.jobs.run import Run, clock
 from distprune.jobs.unfinished import Unfinished
+from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport
 from distprune.shards import bytes_of, flat_chunks, local_shard
 
@@ -24,24 +25,27 @@ BLOCK = "block"  # an item's kind
 
 
 class BlockJournal:
-    """Writes and reads back the ``blocks`` that a walk goes through, (index, name, module) in its order.
+    """Writes and reads back the blocks of ``model`` that a walk goes through.
 
-    ``updated`` are the modules whose weights are changed where they are not pruned.
+    ``layers``: their indices (``None``: all). ``updates``: whether the walk changes weights that it does not prune.
+
+    Every rank must make one: four rounds of 64 bytes. Weights that are in the folder stay; raises as
+    :class:`ModelWriter`.
     """
 
     def __init__(
-        self,
-        run: Run,
-        unfinished: Unfinished,
-        writer: ModelWriter,
-        blocks: Sequence[tuple[int, str, nn.Module]],
-        updated: Collection[str],
+        self, run: Run, unfinished: Unfinished, model: nn.Module, layers: Iterable[int] | None = None, *, updates: bool
     ) -> None:
-        self._run, self._unfinished, self._writer, self._updated = run, unfinished, writer, updated
-        self._blocks = list(blocks)
+        self._run, self._unfinished = run, unfinished
+        self.writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
+        blocks = decoder_blocks(model)
+        self.names = [name for name, _ in blocks]  # also of blocks that the walk leaves out
+        self.updated = self.names if updates else []
+        self._blocks = [(index, *blocks[index]) for index in (range(len(blocks)) if layers is None else layers)]
         self._numbers = {index: number for number, (index, _, _) in enumerate(self._blocks)}
         self._is_resumed = bool(unfinished.items(BLOCK))
         self.resumed_at = len(self._blocks)
+        self.writer.allocate()
 
     def finished(self, index: int) -> bool:
         """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank."""
@@ -63,7 +67,7 @@ class BlockJournal:
         """
         with together(self._run.comm):
             before = {key: value.clone() for key, value in _local_parts(block).items()}
-            self._writer.read([name])
+            self.writer.read([name])
         if self._unfinished.verify(item, digest_of(self._run.comm, block)):
             return True
         for key, part in _local_parts(block).items():
@@ -79,8 +83,8 @@ class BlockJournal:
         entry: dict[str, Any] = {**report.to_dict(), **more}
         with clock(entry["seconds"], "write"):
             with together(run.comm), self._naming(number):
-                self._writer.write([report.name], updated=self._updated)
-            work_together(run.comm, self._naming(number)(self._writer.sync))
+                self.writer.write([report.name], updated=self.updated)
+            work_together(run.comm, self._naming(number)(self.writer.sync))
             digest = digest_of(run.comm, self._blocks[number][2])
         # Local from here on: what one rank raises, prune_blocks raises on all.
         self._unfinished.record(Item(BLOCK, entry, digest))

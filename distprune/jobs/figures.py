@@ -1,4 +1,4 @@
-"""What a person reads off a one-shot report: figures by block and by kind of linear map.
+"""What a person reads off a report: rows of words, and figures by block and by kind of linear map.
 
 Noun: a *kind* is the linear maps of a block whose names differ in numbers alone: one projection, or the
 same projection of all experts, which are too many to be shown one by one.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from distprune.jobs.report import JobReport, SmallerModel, Work
+from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
+from distprune.pruning import PruneReport
 
-__all__ = ["Kind", "by_kind", "by_metric", "kinds_of", "mean_error", "range_of", "removal_rows", "shares_by_kind"]
+__all__ = ["Kind", "by_kind", "evaluated", "kinds_of", "mean_error", "range_of", "removal_rows", "work_rows"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -59,14 +61,6 @@ def by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Kind]]:
     return found
 
 
-def shares_by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the shares of zeros of each kind of linear map over all blocks, as text: "45.0% to 75.0%"."""
-    return {
-        name: range_of([kind.sparsity for kind in by_depth.values()], ".1%")
-        for name, by_depth in by_kind(blocks).items()
-    }
-
-
 def range_of(values: Sequence[float], shape: str) -> str:
     """Return the least and the greatest in this format, once if they look alike; of no values, nothing."""
     ends = (min(values), max(values)) if values else ()
@@ -78,11 +72,43 @@ def mean_error(block: Mapping[str, Any]) -> float | None:
     return Kind(block["name"], block["layers"]).error
 
 
-def by_metric(report: JobReport[Work]) -> Iterator[tuple[str, str, float, float]]:
-    """Yield every task's metrics of a job's report: task, metric, before, after."""
-    for task, metrics in report.after.tasks.items():
-        for metric, after in metrics.items():
-            yield task, metric, report.before.tasks[task][metric], after
+def evaluated(report: JobReport[Work]) -> Iterator[tuple[str, str, str]]:
+    """Yield the perplexity on every text, and every task's metrics: (what, before, after)."""
+    before, after = report.before, report.after
+    for file, perplexity in after.perplexity.items():
+        where = f"{Path(file).name}, in windows of {report.job.evaluation_length} tokens"
+        yield f"perplexity on {where}", f"{before.perplexity[file]:.2f}", f"{perplexity:.2f}"
+    for task, metrics in after.tasks.items():
+        for metric, value in metrics.items():
+            yield f"{task}, {metric}", f"{before.tasks[task][metric]:.4f}", f"{value:.4f}"
+
+
+def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
+    """Yield what a job did, in words: (what, how much)."""
+    asked, work = report.job.arguments(), report.work
+    if isinstance(work, PruneReport):
+        yield "zeros in the pruned weights", _share(work.num_zeros, work.num_elements)
+        yield from (("method", work.score), ("pattern", work.pattern))
+    elif isinstance(work, Trained):
+        yield from (("zeros", _share(work.num_zeros, work.num_elements)), ("method", work.method))
+        windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
+        yield "trained", f"{work.num_steps} steps of {windows} of {Path(asked['data']).name}"
+    elif isinstance(work, SmallerModel):
+        yield from removal_rows(work)
+        yield "method", f"{work.walk.method}, {work.pattern}"
+        yield "refit", asked["refit"].replace("_", " ")
+    else:
+        layers = [of for block in work.blocks for of in block["layers"]]
+        num_zeros, num_elements = (sum(of[key] for of in layers) for key in ("num_zeros", "num_elements"))
+        yield "zeros in the pruned weights", _share(num_zeros, num_elements)
+        yield from (("method", work.walk.method), ("pattern", work.pattern))
+    if isinstance(work, Walked):
+        text = Path(asked["calibration"]).name
+        yield "calibration", f"{work.walk.num_samples} windows of {asked['sequence_length']} tokens of {text}"
+
+
+def _share(num_zeros: int, num_elements: int) -> str:
+    return f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
 
 
 def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
@@ -95,9 +121,9 @@ def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
     for kind, of_kind, before in sizes:
         yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
     for trial in work.trials or ():
-        gone, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
+        fewer, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
         tried = ", ".join(f"{kind.replace('_', ' ')} {size:,}" for kind, size in trial["sizes"].items())
-        yield f"tried {tried}", f"{gone}, {cost} on held-out samples"
+        yield f"tried {tried}", f"{fewer}, {cost} on held-out samples"
     if speed := work.speed:
         before, after = speed["before"], speed["after"]
         for what, name in (("forward", "forward"), ("generation", "greedy generation")):

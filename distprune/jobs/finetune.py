@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
+import math
+import time
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from distprune.calibration import Batches, check_fit
-from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, resolve_model
+from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, remove_files, resolve_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
-from distprune.jobs.documents import write_documents
-from distprune.jobs.finetune_job import FinetuneJob
+from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.picture import can_draw
+from distprune.jobs.options import MOST, ask, asked
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.steps import begin, train
-from distprune.jobs.unfinished import open_unfinished
+from distprune.jobs.training_state import state_digest
+from distprune.jobs.unfinished import STATE, ResumableJob, Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import find_shards
 from distprune.shards import LocalShard, count_zeros
 
-__all__ = ["run_finetune_job"]
+__all__ = ["FinetuneJob", "run_finetune_job"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_WARM_UP = 0.1  # of the job: the learning rate rises, and then falls to zero
+_NUM_SAID = 20  # times that the loss is
+
+
+@asked
+class FinetuneJob(ResumableJob):
+    """Train a pruned model with its zeros held.
+
+    The learning rate is at its highest after a tenth of the job. With a teacher the loss is the Kullback-Leibler
+    divergence from what it predicts.
+    """
+
+    data: str = ask("Text or JSON-lines file to train on.", is_file=True)
+    steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1)
+    minutes: float | None = ask(
+        "How long to train, without the time to load, evaluate and write; or else --steps.", default=None, above=0
+    )
+    teacher: str | None = ask("The dense model: learn what it predicts, and not the text.", default=None, is_file=True)
+    learning_rate: float = ask("Of AdamW, at its highest.", default=2e-4, above=0)
+    batch_size: int = ask("Windows a step, over all ranks.", default=8, least=1, most=MOST)
+    sequence_length: int = ask("Tokens in each.", default=256, least=2, most=MOST)
+    compute_dtype: torch.dtype = ask(
+        "Of forwards. Weights are trained in float32.", default=torch.bfloat16, choices=_DTYPES
+    )
+    save_every: float = ask("Seconds between states that --resume can go on with.", default=300.0, least=0)
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError(f"give steps or minutes, not steps={self.steps} and minutes={self.minutes}")
+
+    @override
+    def inputs(self) -> list[str]:
+        return [*super().inputs(), self.data, *([] if self.teacher is None else [self.teacher])]
+
+    def share(self, num_steps: int, seconds: float) -> float:
+        """Return how much of the job is done after so many steps and seconds."""
+        return num_steps / self.steps if self.steps is not None else seconds / (60 * (self.minutes or 1))
 
 
 def run_finetune_job(
@@ -45,7 +91,6 @@ def run_finetune_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
-    draws = can_draw(run.told.say)
     teacher_directory = _find_teacher(job, run)
     with locking(run.comm, run.output):
         with together(run.comm):
@@ -65,10 +110,12 @@ def run_finetune_job(
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(run, job, same_ranks=False) as unfinished:
-            before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if run.evaluates else {})
-            resumed_at = begin(job, run, training, unfinished)
+            before: dict[str, Any] = {}
+            if job.evaluate_on or job.tasks:
+                before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before"))
+            resumed_at = _begin(run, training, unfinished)
             with clock(run.seconds, "train"):
-                seconds, losses = train(job, run, training, batches, unfinished)
+                seconds, losses = _train(job, run, training, batches, unfinished)
             with together(run.comm):
                 shards = training.finish()
             del teacher, training
@@ -90,7 +137,7 @@ def run_finetune_job(
                 num_elements=num_elements,
                 resumed_at=resumed_at,
             )
-            return write_documents(run, unfinished.result, before, after, trained, draws=draws)
+            return run.report(unfinished.result, before, after, trained)
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
@@ -126,3 +173,92 @@ def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> tuple[in
 
     num_zeros, num_elements = sum_together(run.comm, (2,), fill).tolist()
     return num_zeros, num_elements
+
+
+def _begin(run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:
+    """Read the last state back, if there is one; return after how many steps it was. Every rank must call it.
+
+    Raises:
+        ValueError: on every rank: the state is not as it was written, or lies beside files of others.
+    """
+    if not (saved := unfinished.items(STATE)):
+        return 0
+    num_steps: int = saved[-1].value["num_steps"]
+    path = unfinished.state(num_steps)
+    digest = state_digest(run.comm, path)
+    with together(run.comm):
+        if digest != saved[-1].digest:
+            raise ValueError(f"{path} is not as it was written; remove {unfinished.folder} and start anew")
+    training.read(path, num_steps)
+    run.told.say(f"going on after step {num_steps}")
+    return num_steps
+
+
+def _train(
+    job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches, unfinished: Unfinished
+) -> tuple[float, list[float]]:
+    """Do all steps that are left; return the seconds and the losses of all, those of earlier runs too.
+
+    Every rank must call it: three rounds a step. What time it is the first rank says.
+
+    Raises:
+        ValueError: on every rank: a loss, or a gradient, that is no finite number.
+    """
+    saves = [item.value for item in unfinished.items(STATE)]
+    losses: list[float] = [loss for saved in saves for loss in saved["losses"]]
+    before: float = saves[-1]["seconds"] if saves else 0.0
+    seconds = before
+    num_saved, started = len(losses), time.perf_counter()
+    saved_at = started  # a save may take longer than the time between two: it counts from the end of the last
+
+    def fill(words: torch.Tensor, own: tuple[float, float]) -> None:
+        now = time.perf_counter()
+        clocks = [before + now - started, now - saved_at] if run.comm.rank == 0 else [0.0, 0.0]
+        words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64))
+
+    unit, total = ("steps", job.steps or 0) if job.minutes is None else ("seconds", math.ceil(60 * job.minutes))
+    with run.told.stage("training", unit) as progress:
+        while (share := job.share(len(losses), seconds)) < 1:
+            with together(run.comm):
+                run.told.check_here()
+                batch = batches[len(losses)]
+                check_fit(batch, training.model)
+            own = training.backward(batch)
+            sums = sum_together(run.comm, (4,), partial(fill, own=own), torch.float64)
+            loss, squares, seconds, unsaved_seconds = sums.tolist()
+            if not math.isfinite(loss + squares):
+                kept = f"; the state after step {num_saved} is kept" if num_saved else ""
+                raise ValueError(
+                    f"step {len(losses) + 1}: the loss is {loss:g} and the squared norm of its gradient {squares:g}; "
+                    f"try a lower --learning-rate, or --compute-dtype float32{kept}"
+                )
+            now = min(job.share(len(losses) + 1, seconds), 1.0)
+            with together(run.comm):
+                training.step(job.learning_rate * _factor((share + now) / 2), math.sqrt(squares))
+            losses.append(loss)
+            if int(now * _NUM_SAID) > int(share * _NUM_SAID) or len(losses) == 1:
+                run.told.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
+            progress(round(now * total), total)
+            if now < 1 and unsaved_seconds >= job.save_every:
+                saved = {"num_steps": len(losses), "seconds": seconds, "losses": losses[num_saved:]}
+                _save(run, training, unfinished, saved)
+                num_saved, saved_at = len(losses), time.perf_counter()
+    return seconds, losses
+
+
+def _factor(share: float) -> float:
+    """Return the learning rate beside its highest, when so much of the job is done."""
+    return min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP))
+
+
+def _save(run: Run, training: MaskedTraining, unfinished: Unfinished, saved: dict[str, Any]) -> None:
+    """Write the state beside the one before, and have the journal name it. Every rank must call it."""
+    path = unfinished.state(saved["num_steps"])
+    training.write(path)
+    digest = state_digest(run.comm, path)
+    with together(run.comm):
+        unfinished.record(Item(STATE, saved, digest))
+        if run.comm.rank == 0:
+            for other in unfinished.states:
+                if other != path:
+                    remove_files(other)

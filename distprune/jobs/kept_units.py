@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from distprune.models import UnitKind, find_all_units
 from distprune.removal import Kept
 
-__all__ = ["as_text", "by_block", "entries_of", "kept_of", "num_units"]
+__all__ = ["as_text", "entries_of", "kept_of", "num_units"]
 
 
 def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, UnitKind, str], int]:
@@ -24,36 +25,31 @@ def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, Un
     }
 
 
-def by_block(kept: Kept) -> dict[str, Kept]:
-    """Return what stays of each block, by its name."""
-    found: dict[str, dict[tuple[str, UnitKind, str], torch.Tensor]] = {}
+def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) -> dict[str, list[dict[str, Any]]]:
+    """Return what stays of each block, by its name, as the journal and the report have it."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for key, units in kept.items():
-        found.setdefault(key[0], {})[key] = units
-    return dict(found)
+        block, kind, place = key
+        entry = {"kind": kind, "place": place, "num_before": num_before[key], "num": len(units)}
+        found.setdefault(block, []).append({**entry, "units": as_text(units.tolist())})
+    return found
 
 
-def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) -> list[dict[str, Any]]:
-    """Return what stays of one block as the journal and the report have it."""
-    return [
-        {"kind": key[1], "place": key[2], "num_before": num_before[key], "num": len(of), "units": as_text(of.tolist())}
-        for key, of in kept.items()
-    ]
-
-
-def kept_of(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Kept:
-    """Return what stays, of the names of blocks and their entries."""
-    return {(block, of["kind"], of["place"]): torch.tensor(list(_from_text(of["units"]))) for block, of in entries}
+def kept_of(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> Kept:
+    """Return what stays, of what :func:`entries_of` returned."""
+    return {
+        (block, of["kind"], of["place"]): torch.tensor(list(_from_text(of["units"])))
+        for block, of_block in entries.items()
+        for of in of_block
+    }
 
 
 def as_text(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text: ``"0-4,7"``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    # Within a run a number and its position differ by the same.
+    runs = (list(run) for _, run in itertools.groupby(enumerate(numbers), lambda of: of[1] - of[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
 
 
 def _from_text(text: str) -> Iterator[int]:

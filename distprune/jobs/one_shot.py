@@ -9,18 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint import ModelWriter, locking
+from distprune.checkpoint import locking
 from distprune.collectives import together, work_together
-from distprune.jobs.block_journal import BLOCK, BlockJournal
+from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
-from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
-from distprune.jobs.picture import can_draw
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.models import decoder_blocks
 from distprune.oneshot import (
     Allocation,
     OneShotMethod,
@@ -83,11 +80,10 @@ def run_one_shot_job(
 ) -> JobReport[PrunedBlocks]:
     """Run the job and return its report.
 
-    A finished block is on the disk, beside the output. A job that was killed goes on with ``resume`` after its
-    last block that is as it was written, and ends with the same bytes. Where no block is done, ``resume`` begins
-    at the first one, and says so: the same call serves for every start. The number of ranks must be the same,
-    since it decides in which order activations are summed. Of the blocks that are done, what the dense model puts out
-    is computed again from the weights it was given, which takes one forward a block; nothing of it is stored.
+    Finished blocks are on the disk, beside the output. A killed job continues with ``resume`` after its last intact
+    block, on as many ranks, and ends with the same bytes. If nothing was recorded, ``resume`` starts at the beginning
+    and says so: the same call serves for every start. The number of ranks decides in which order activations are
+    summed. The dense model's outputs of finished blocks are computed again, one forward a block; they are not stored.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
@@ -98,28 +94,37 @@ def run_one_shot_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
-    draws = can_draw(run.told.say)
     with locking(run.comm, run.output):
         model, samples = load_calibrated(run, job)
         with open_unfinished(run, job) as unfinished:
-            writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-            blocks = [(index, *block) for index, block in enumerate(decoder_blocks(model))]
-            names = [name for _, name, _ in blocks]
-            updated = names if updates_weights(job.method, job.targets) else []  # where nothing is pruned, too
-            journal = BlockJournal(run, unfinished, writer, blocks, updated)
-            if job.resume and not unfinished.items(BLOCK):
-                run.told.say("nothing was recorded yet: starting at the first block")
+            journal = BlockJournal(run, unfinished, model, updates=updates_weights(job.method, job.targets))
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
-            writer.allocate()  # what is there of the weights stays
+            pattern = as_pattern(job.pattern, job.sparsity)
+            pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
             with clock(run.seconds, "prune"):
-                pruned = _prune(job, run, model, samples, journal, shares)
+                report = prune_blocks(
+                    model,
+                    samples,
+                    method=job.method,
+                    pattern=pattern if shares is None else replace(pattern, sparsity=shares),  # type: ignore[type-var]
+                    group=run.comm,
+                    seed=job.seed,
+                    sequential=job.sequential,
+                    targets=job.targets,
+                    target_share=job.target_share,
+                    offload=job.offload,
+                    finished=journal.finished,
+                    on_block=journal.on_block,
+                )
+            by: Allocation = "uniform" if shares is None else "gradients"
+            pruned = PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
                 with together(run.comm):
-                    writer.write(written=names, updated=updated, progress=progress)
-                work_together(run.comm, writer.sync)
-            return write_documents(run, unfinished.folder, before, after, pruned, draws=draws)
+                    journal.writer.write(written=journal.names, updated=journal.updated, progress=progress)
+                work_together(run.comm, journal.writer.sync)
+            return run.report(unfinished.result, before, after, pruned)
 
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:
@@ -135,32 +140,3 @@ def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) 
             raise
         run.told.say(f"all layers have the same sparsity: {error}")
         return None
-
-
-def _prune(
-    job: OneShotJob,
-    run: Run,
-    model: nn.Module,
-    samples: torch.Tensor,
-    journal: BlockJournal,
-    shares: dict[str, float] | None,
-) -> PrunedBlocks:
-    """Prune and write the blocks that are not on the disk yet; return the report on all of them."""
-    pattern = as_pattern(job.pattern, job.sparsity)
-    pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
-    report = prune_blocks(
-        model,
-        samples,
-        method=job.method,
-        pattern=pattern if shares is None else replace(pattern, sparsity=shares),  # type: ignore[type-var]
-        group=run.comm,
-        seed=job.seed,
-        sequential=job.sequential,
-        targets=job.targets,
-        target_share=job.target_share,
-        offload=job.offload,
-        finished=journal.finished,
-        on_block=journal.on_block,
-    )
-    by: Allocation = "uniform" if shares is None else "gradients"
-    return PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from decimal import Decimal
 from math import inf
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -23,7 +22,6 @@ __all__ = [
     "PruningJob",
     "ask",
     "asked",
-    "choices_of",
     "options_of",
     "parse_budget",
     "parse_samples",
@@ -43,10 +41,12 @@ class Option:
 
     help: str
     flag: str = ""  # if it is not the field's name
+    hint: Any = None  # the field's type
+    default: Any = None  # of the field
     least: float | None = None
     most: float | None = None
     above: float | None = None  # and finite
-    choices: Mapping[str, Any] | None = None  # what each word stands for
+    choices: Mapping[str, Any] = field(default_factory=dict)  # what each word stands for; of a ``Literal`` itself
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     separator: str | None = None  # of several values in one word
@@ -55,6 +55,22 @@ class Option:
     in_facts: bool = True  # a resumed job must be asked for the same
     in_card: bool = True
     panel: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError if the field ``name`` must not have this ``value``."""
+        values = self.choices.values()
+        if values and value not in (self.default, *values):
+            raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
+        is_within = value is None or (
+            (self.above is None or self.above < value < inf)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+        )
+        if not is_within:
+            limits = {"above": self.above, "at least": self.least, "at most": self.most}
+            said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+            said += " and finite" if self.most is None and self.above is not None else ""
+            raise ValueError(f"{name}={value} is not {said}")
 
 
 def ask(help: str, *, default: Any = MISSING, **of: Any) -> Any:
@@ -68,21 +84,16 @@ def asked(cls: type[_Class]) -> type[_Class]:
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def options_of(job: type[Job]) -> dict[str, Option]:
-    """Return the options of a job by the names of their fields, with their flags."""
-    found = {}
+def options_of(job: type[Job]) -> Mapping[str, Option]:
+    """Return the options of a job by the names of their fields, with their flags, types, defaults and choices."""
+    found, hints = dict[str, Option](), get_type_hints(job)
     for of in fields(job):
         option: Option = of.metadata["option"]
-        found[of.name] = Option(**{**vars(option), "flag": option.flag or f"--{of.name.replace('_', '-')}"})
+        hint, flag = hints[of.name], option.flag or f"--{of.name.replace('_', '-')}"
+        parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        choices = option.choices or {value: value for part in parts for value in get_args(part)}
+        found[of.name] = replace(option, flag=flag, hint=hint, default=of.default, choices=choices)
     return found
-
-
-def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Return the values of the ``Literal`` in a type, which may be a union; empty: there is none."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
-    return tuple(value for part in parts for value in choices_of(part))
 
 
 def parse_samples(text: str) -> int | None:
@@ -122,6 +133,8 @@ def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
 class Job:
     """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
 
+    has_picture: ClassVar[bool] = True  # whether what it did can be drawn
+
     model: str = ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
     output: str = ask("Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True)
     seed: int = ask("Draws windows of text, and the zeros of --method random.", default=0)
@@ -149,11 +162,9 @@ class Job:
 
     def arguments(self) -> dict[str, Any]:
         """Return all fields as JSON carries them, but for those that change nothing in the end."""
-        return {
-            name: repr(value) if isinstance(value, torch.dtype | Pattern) else value
-            for name, value in vars(self).items()
-            if options_of(type(self))[name].in_facts
-        }
+        options = options_of(type(self))
+        values = {name: value for name, value in vars(self).items() if options[name].in_facts}
+        return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in values.items()}
 
     def flags(self) -> dict[str, Any]:
         """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
@@ -162,15 +173,8 @@ class Job:
 
     def check_asked(self) -> None:
         """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
-        hints = get_type_hints(type(self))
         for name, option in options_of(type(self)).items():
-            value = getattr(self, name)
-            literals = choices_of(hints[name])
-            if literals and value is not None and value not in literals:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, literals))}")
-            if option.choices is not None and value not in option.choices.values():
-                raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, option.choices.values()))}")
-            _check_bounds(name, value, option)
+            option.check(name, getattr(self, name))
 
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""
@@ -180,19 +184,6 @@ class Job:
     def inputs(self) -> list[str]:
         """Return the files and directories that are read, which the output must not replace."""
         return [self.model, *self.evaluate_on]
-
-
-def _check_bounds(name: str, value: Any, option: Option) -> None:
-    is_within = value is None or (
-        (option.above is None or option.above < value < inf)
-        and (option.least is None or value >= option.least)
-        and (option.most is None or value <= option.most)
-    )
-    if not is_within:
-        limits = {"above": option.above, "at least": option.least, "at most": option.most}
-        said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-        said += " and finite" if option.most is None and option.above is not None else ""
-        raise ValueError(f"{name}={value} is not {said}")
 
 
 @asked

@@ -7,16 +7,15 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra, name_of_model
 from distprune.figure import new_figure
 from distprune.jobs.figures import by_kind
-from distprune.jobs.report import JobReport, PrunedBlocks, Trained, Work
+from distprune.jobs.report import JobReport, SmallerModel, Trained, Work
 from distprune.pruning import PruneReport
 
-__all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "write_picture"]
+__all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "picture"]
 
 PICTURE_NAME = "report.png"
 
@@ -31,38 +30,22 @@ def can_draw(say: Callable[[str], None]) -> bool:
     return False
 
 
-def write_picture(report: JobReport[Work], folder: Path, say: Callable[[str], None]) -> None:
-    """Write the picture of a report as ``report.png``. Local; for one rank.
-
-    A picture that cannot be drawn (a broken installation of matplotlib) is left out, and that is said: a
-    model that took hours must not be lost to it.
-    """
-    try:
-        written = io.BytesIO()
-        draw_report(report).canvas.print_png(written)
-    except Exception as error:
-        say(f"{PICTURE_NAME} is left out, drawing it failed: {type(error).__name__}: {error}")
-        return
-    (folder / PICTURE_NAME).write_bytes(written.getvalue())
-
-
-def draw_report(report: JobReport[Work]) -> Any:
-    """Return the matplotlib figure of a walk or a training, on an Agg canvas.
-
-    Raises:
-        ImportError: the extra ``plot`` is not installed.
-        TypeError: the job has no picture.
-    """
+def picture(report: JobReport[Work]) -> bytes:
+    """Return ``report.png``, of a walk or a training. Local; raises as :func:`draw`."""
     work, name = report.work, name_of_model(report.model)
+    assert not isinstance(work, PruneReport)  # there is no picture of it
     if isinstance(work, Trained):
-        return draw_losses(work.losses, f"{name}: {work.method}")
-    if isinstance(work, PruneReport):
-        raise TypeError(f"there is no picture of {type(work).__name__}")
-    title = f"{name}: {work.walk.method}, {work.pattern}"
-    if isinstance(work, PrunedBlocks):
-        return draw(work.blocks, title)
-    gone = sorted({*range(work.num_layers_before)} - {*work.layers})
-    return draw(work.blocks, title, share="removed", gone=gone)
+        figure = draw_losses(work.losses, f"{name}: {work.method}")
+    else:
+        title = f"{name}: {work.walk.method}, {work.pattern}"
+        if isinstance(work, SmallerModel):
+            gone = sorted({*range(work.num_layers_before)} - {*work.layers})
+            figure = draw(work.blocks, title, share="removed", gone=gone)
+        else:
+            figure = draw(work.blocks, title)
+    written = io.BytesIO()
+    figure.canvas.print_png(written)
+    return written.getvalue()
 
 
 def draw(blocks: Sequence[Mapping[str, Any]], title: str, *, share: str = "sparsity", gone: Sequence[int] = ()) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.checkpoint import writing
-from distprune.jobs.documents import write_documents
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Device, Run
@@ -22,6 +21,8 @@ __all__ = ["PruneJob", "run_prune_job"]
 @asked
 class PruneJob(PruningJob):
     """Prune by the weights alone, as ``prune_model`` does."""
+
+    has_picture: ClassVar[bool] = False
 
     method: Literal["magnitude", "random"] = ask("How weights are chosen.", default="magnitude")
     scope: Scope | None = ask("global: all weights compete (the default). tensor: those of each tensor.", default=None)
@@ -66,4 +67,4 @@ def run_prune_job(
         run.seconds["prune"] = pruned.seconds
         after = run.evaluate(model, "after")
         run.save(model, staging)
-        return write_documents(run, staging, before, after, pruned)
+        return run.report(staging, before, after, pruned)

@@ -1,4 +1,4 @@
-"""What the jobs share: the steps from a model directory to its report."""
+"""What the jobs share: the steps from a model directory to its report, and what is written beside the weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,9 @@ from distprune.checkpoint import (
 )
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
+from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import Job
+from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
@@ -72,6 +74,7 @@ class Run:
                 seen[f"evaluation tokens of {name}"] = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
+            self._draws = job.has_picture and can_draw(self.told.say)
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh: DeviceMesh | None = None
             if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
@@ -116,11 +119,6 @@ class Run:
                 model, self.directory, folder, updated=updated, layers=layers, group=self.comm, progress=progress
             )
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return bool(self._tokens) or self._tasks is not None
-
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
         """Return the perplexity on each text to evaluate on, and the metrics of each task, as a journal has them."""
         of_texts: dict[str, float] = {}
@@ -137,26 +135,47 @@ class Run:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
 
-    def report(self, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
+    def report(self, folder: Path, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.
 
-        Every rank must call it: one round.
+        The first rank writes it, its model card and its picture into ``folder``. Every rank must call it: one round of
+        64 bytes.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+            RuntimeError: on every rank: the watcher of one has failed.
         """
         self.seconds["total"] = time.perf_counter() - self._started
-        with together(self.comm):  # metadata of packages are files
+        with together(self.comm):
             versions = {"distprune": version("distprune"), "torch": torch.__version__}
-        versions["python"] = platform.python_version()
-        return JobReport(
-            job=self.job,
-            model=self.directory.path,
-            versions=versions,
-            num_ranks=self.comm.size,
-            device=self.device.type,
-            before=Evaluation(**before),
-            after=Evaluation(**after),
-            seconds=self.seconds,
-            work=work,
-        )
+            versions["python"] = platform.python_version()
+            report = JobReport(
+                job=self.job,
+                model=self.directory.path,
+                versions=versions,
+                num_ranks=self.comm.size,
+                device=self.device.type,
+                before=Evaluation(**before),
+                after=Evaluation(**after),
+                seconds=self.seconds,
+                work=work,
+            )
+            if self.comm.rank == 0:
+                write_report(report.to_dict(), folder)
+                self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
+                if self._draws:
+                    self._write(folder / PICTURE_NAME, lambda: picture(report), "left out, drawing it failed")
+            self.told.check_here()
+        return report
+
+    def _write(self, path: Path, make: Callable[[], bytes], otherwise: str) -> None:
+        """Write what ``make`` returns. If ``make`` fails, say so: that must not cost a model that took hours. Local."""
+        try:
+            content = make()
+        except Exception as error:
+            self.told.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
+            return
+        path.write_bytes(content)
 
 
 @contextmanager

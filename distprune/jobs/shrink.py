@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
-from distprune.checkpoint import ModelWriter, locking
+from distprune.checkpoint import locking
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
-from distprune.jobs.calibrated import load_calibrated
-from distprune.jobs.documents import write_documents
+from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.journal import Item
-from distprune.jobs.kept_units import as_text, by_block, entries_of, kept_of, num_units
-from distprune.jobs.picture import can_draw
+from distprune.jobs.kept_units import as_text, entries_of, kept_of, num_units
+from distprune.jobs.options import ask, asked, parse_budget, parse_size
 from distprune.jobs.report import JobReport, SmallerModel, Walked
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.shrink_job import ShrinkJob
 from distprune.jobs.speed import compare_speed
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models import decoder_blocks
-from distprune.oneshot import BlockReport
+from distprune.oneshot import BlockReport, share_of_targets
 from distprune.removal import (
     Budget,
+    CriterionName,
     Division,
+    ExpertCriterion,
     Kept,
+    LayerCriterion,
+    Refit,
     Removal,
     Sizes,
     Trial,
@@ -38,15 +41,70 @@ from distprune.removal import (
     choose_units,
     count_parameters,
     cut_model,
+    default_targets_of,
     divide_budget,
     find_budget,
     order_layers,
     remove_units,
 )
 
-__all__ = ["run_shrink_job"]
+__all__ = ["ShrinkJob", "run_shrink_job"]
 
 _EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
+
+
+def _size(help: str) -> Any:
+    return ask(help, default=None, parse=parse_size, metavar="N|SHARE")
+
+
+@asked
+class ShrinkJob(CalibratedJob):
+    """Make a model smaller, as :func:`distprune.shrink_model` does."""
+
+    mlp: int | float | None = _size("MLP channels that stay, such as 0.75 of them.")
+    heads: int | float | None = _size("Query heads that stay, as many of each KV group.")
+    kv_groups: int | float | None = _size("KV heads that stay, each with its query heads.")
+    experts: int | float | None = _size("Experts that stay of each mixture.")
+    layers: int | float | None = _size("Decoder layers that stay, such as 24.")
+    parameters: int | float | None = ask(
+        "At most as many parameters stay, such as 100M. What leaves, of all of which nothing is said but experts, "
+        "is found by trials on --calibration.",
+        default=None,
+        parse=parse_budget,
+        metavar="N[K|M|B]|SHARE",
+    )
+    criterion: CriterionName = ask(
+        "How units are chosen. obs: by what the least squares fit of the rest loses.", default="obs"
+    )
+    layer_criterion: LayerCriterion = ask(
+        "How layers are chosen. loss: one by one, by the loss without each; influence: by angles.",
+        default="loss",
+        needs=("layers", "parameters"),
+    )
+    expert_criterion: ExpertCriterion = ask(
+        "How experts are chosen. output: by what they put out; usage: by how many tokens they get.",
+        default="output",
+        needs=("experts",),
+    )
+    refit: Refit = ask(
+        "What becomes of the layers that read what goes: fitted anew, their bias alone, or none.",
+        default="least_squares",
+    )
+    speed: bool = ask(
+        "Measure tokens per second and memory before and after; both models must fit on one rank.",
+        default=True,
+        in_card=False,
+    )
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(**{of.name: getattr(self, of.name) for of in fields(Sizes)})
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        self.sizes.check_asked()
+        share_of_targets(self.targets or default_targets_of(self.refit), self.target_share)
 
 
 def run_shrink_job(
@@ -54,9 +112,9 @@ def run_shrink_job(
 ) -> JobReport[SmallerModel]:
     """Run the job and return its report. The output is written whole, or not at all.
 
-    In the walk the units that go are zeroed, and finished blocks lie beside the output, at their old sizes. A job that
-    was killed goes on with ``resume`` after its last block that is as it was written, on as many ranks, and ends with
-    the same bytes. When all blocks are done the model is cut, and written beside the output, whose place it takes.
+    The walk zeroes the units that go; finished blocks are on the disk, beside the output, at their old sizes. A killed
+    job continues with ``resume`` after its last intact block, on as many ranks, and ends with the same bytes. When all
+    blocks are done the model is cut, written beside the output, and put in its place.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
@@ -67,7 +125,6 @@ def run_shrink_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
-    draws = can_draw(run.told.say)
     with locking(run.comm, run.output):
         model, samples = load_calibrated(run, job)
         with together(run.comm):
@@ -78,7 +135,7 @@ def run_shrink_job(
             del model, samples
             if job.speed:
                 shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
-            return write_documents(run, unfinished.result, before, after, shrunk, draws=draws)
+            return run.report(unfinished.result, before, after, shrunk)
 
 
 @dataclass(frozen=True)
@@ -95,22 +152,20 @@ class _Shrinking:
         """Make the model smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
         job, run, model, unfinished = self.job, self.run, self.model, self.unfinished
         num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
-        if job.resume and not unfinished.items("before"):
-            run.told.say("nothing was recorded yet: starting at the beginning")
         before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
         if job.experts is not None:
             self._cut_experts(job.experts)
-        sizes = job.sizes
+        division = Division(job.sizes)
         if budget is not None:
             with clock(run.seconds, "divide"):
-                sizes = self._divide(budget)
-        layers = list(unfinished.recall("layers", lambda: self._choose_layers(sizes), at_once=True))
+                division = self._divide(budget)
+        layers = list(unfinished.recall("layers", lambda: self._choose_layers(division), at_once=True))
         with clock(run.seconds, "shrink"):
-            walked, kept = self._walk(sizes, layers)
+            walked, kept = self._walk(division.sizes, layers)
             cut_model(model, kept, layers, group=run.comm)
         shrunk = SmallerModel(
             **vars(walked),
-            trials=[item.value["trial"] for item in unfinished.items(_TRIAL)] or None,
+            trials=[vars(trial) for trial in division.trials] or None,
             layers=layers,
             num_layers_before=num_blocks,
             num_parameters_before=num_before,
@@ -144,15 +199,15 @@ class _Shrinking:
             num_before = num_units(model, ["experts"])
             with clock(run.seconds, "choose"):
                 chosen = choose_experts(model, self.samples, num, criterion=self.job.expert_criterion, group=run.comm)
-            return {block: entries_of(of, num_before) for block, of in by_block(chosen).items()}
+            return entries_of(chosen, num_before)
 
         recorded = self.unfinished.recall(_EXPERTS, choose)
         with together(run.comm):
-            kept = kept_of((block, of) for block, of_block in recorded.items() for of in of_block)
+            kept = kept_of(recorded)
         remove_units(model, kept, group=run.comm)
 
-    def _divide(self, budget: Budget) -> Sizes:
-        """Return the sizes that the budget comes to; what was tried is not tried again."""
+    def _divide(self, budget: Budget) -> Division:
+        """Return what the budget comes to; what was tried is not tried again."""
         unfinished, run = self.unfinished, self.run
 
         def on_trial(known: Division) -> None:
@@ -161,7 +216,9 @@ class _Shrinking:
             run.told.say(f"tried {known.trials[-1]}")
             run.told.check_here()
 
-        trials = tuple(Trial(**item.value["trial"]) for item in unfinished.items(_TRIAL))
+        recorded = [item.value for item in unfinished.items(_TRIAL)]
+        trials = tuple(Trial(**value["trial"]) for value in recorded)
+        gone = tuple(recorded[-1]["layers_gone"]) if recorded else ()
         division = divide_budget(
             self.model,
             self.samples,
@@ -169,22 +226,17 @@ class _Shrinking:
             budget,
             self._choose,
             layer_criterion=self.job.layer_criterion,
-            begun=Division(self.job.sizes, trials, self._layers_tried()),
+            begun=Division(self.job.sizes, trials, gone),
             on_trial=on_trial,
             group=run.comm,
         )
         run.told.say(f"sizes: {division.sizes}")
-        return division.sizes
+        return division
 
-    def _layers_tried(self) -> tuple[int, ...]:
-        """Return the layers whose order the trials have found."""
-        trials = self.unfinished.items(_TRIAL)
-        return tuple(trials[-1].value["layers_gone"]) if trials else ()
-
-    def _choose_layers(self, sizes: Sizes) -> list[int]:
+    def _choose_layers(self, division: Division) -> list[int]:
         """Return the layers that stay."""
         run = self.run
-        layers, num_layers = list(range(len(decoder_blocks(self.model)))), sizes.num_layers(self.model)
+        layers, num_layers = list(range(len(decoder_blocks(self.model)))), division.sizes.num_layers(self.model)
         if num_layers < len(layers):
             with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
                 gone = order_layers(
@@ -192,7 +244,7 @@ class _Shrinking:
                     self.samples,
                     num_layers,
                     criterion=self.job.layer_criterion,
-                    known=self._layers_tried(),
+                    known=division.layers_gone,
                     group=run.comm,
                     progress=progress,
                 )
@@ -204,18 +256,17 @@ class _Shrinking:
         """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
         run, model, unfinished = self.run, self.model, self.unfinished
         experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
-        blocks = decoder_blocks(model)
         num_before = num_units(model, list(sizes.in_walk))
-        writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
-        in_walk = [(index, *blocks[index]) for index in layers]
-        journal = BlockJournal(run, unfinished, writer, in_walk, [name for name, _ in blocks])
-        writer.allocate()  # what is there of the weights stays
+        journal = BlockJournal(run, unfinished, model, layers, updates=True)
 
         def on_block(index: int, block: BlockReport, kept: Kept) -> None:
-            journal.on_block(index, block, kept=[*experts.get(block.name, ()), *entries_of(kept, num_before)])
+            in_walk = entries_of(kept, num_before).get(block.name, ())
+            journal.on_block(index, block, kept=[*experts.get(block.name, ()), *in_walk])
 
         removal = self._choose(self.samples, sizes.in_walk, layers=layers, finished=journal.finished, on_block=on_block)
         entries = journal.end()
         with together(run.comm):
-            kept = kept_of((entry["name"], of) for entry in entries for of in entry["kept"] if of["kind"] != "experts")
+            kept = kept_of(
+                {of["name"]: [units for units in of["kept"] if units["kind"] != "experts"] for of in entries}
+            )
         return Walked(removal.report, str(sizes), entries, journal.resumed_at), kept

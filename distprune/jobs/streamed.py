@@ -13,13 +13,12 @@ from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import together
-from distprune.jobs.documents import write_documents
 from distprune.jobs.options import ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import STRETCH, StretchWriter
-from distprune.jobs.unfinished import ResumableJob, Unfinished, open_unfinished
+from distprune.jobs.unfinished import ResumableJob, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.pruning import PruneReport
 from distprune.pruning.prune_model import Request
@@ -94,34 +93,21 @@ def run_streamed_job(
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
         with open_unfinished(run, job, sync_files=job.sync_files) as unfinished:
-            request = Request(
-                stored.found,
-                job.sparsity,
-                job.method,
-                job.pattern,
-                job.scope,
-                job.seed,
-                None,
-                job.include,
-                job.exclude,
-            )
             run.told.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
+                asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed, None, job.include, job.exclude)
+                request = Request(stored.found, *asked)
                 pruning = StreamedPruning(comm, request, values)
             with together(comm):
                 writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
             with clock(run.seconds, "write"):
-                _write(job, run, writer, unfinished)
-            return write_documents(run, unfinished.folder, {}, {}, pruning.report(writer.counts()))
-
-
-def _write(job: StreamedJob, run: Run, writer: StretchWriter, unfinished: Unfinished) -> None:
-    first = 0
-    writer.allocate()
-    if unfinished.items(STRETCH):
-        with run.told.stage("checking what is written", "bytes"):
-            first = writer.num_as_written()
-    if job.resume:
-        run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
-    with run.told.stage("pruning", "bytes") as progress:
-        writer.write(first, progress)
+                writer.allocate()
+                first = 0
+                if unfinished.items(STRETCH):
+                    with run.told.stage("checking what is written", "bytes"):
+                        first = writer.num_as_written()
+                if job.resume:
+                    run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
+                with run.told.stage("pruning", "bytes") as progress:
+                    writer.write(first, progress)
+            return run.report(unfinished.result, {}, {}, pruning.report(writer.counts()))

@@ -93,12 +93,11 @@ class StretchWriter:
         self._parameter_of = {
             of_name[0].name: parameter for parameter, aliases in stored.stored.items() for of_name in aliases
         }
-        self._tensors = {name: _whole(name, values[name]) for name in values if name in stored.written}
-        held = [[e.name for e in file.tensors if e.name in self._tensors] for file in source.weight_files]
-        self.files = [
-            planned(unfinished.folder / file.path.name, [self._tensors[name] for name in names])
-            for file, names in zip(source.weight_files, held, strict=True)
-        ]
+        self.files = []
+        for file in source.weight_files:
+            names = [entry.name for entry in file.tensors if entry.name in stored.written]
+            shards = [LocalShard(name, values[name], Geometry.whole(values[name].shape)) for name in names]
+            self.files.append(planned(unfinished.folder / file.path.name, shards))
 
     @cached_property
     def stretches(self) -> list[list[_Part]]:
@@ -174,7 +173,8 @@ class StretchWriter:
             ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
-        with ExitStack() as opened, _Disk(self._unfinished) as disk, ThreadPoolExecutor(1) as reading:
+        with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
+            disk = _Disk(self._unfinished, syncing)
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
             every = opened.enter_context(_mapping())
@@ -203,7 +203,7 @@ class StretchWriter:
                 digest, totals = self._summed([*counts.values()], partial(written, stretch, counts))
                 if any(num_nans for _, _, num_nans in totals):
                     raise_nans(self._comm, {name: counts[name][2] for name in names})
-                of_name = {name: [pruned, gone] for name, (pruned, gone, _) in zip(names, totals, strict=True)}
+                of_name = {name: [pruned, before] for name, (pruned, before, _) in zip(names, totals, strict=True)}
                 disk.record(Item(STRETCH, of_name, digest))
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
@@ -272,8 +272,7 @@ class StretchWriter:
         def one(number: int) -> bytes:
             digest = new_digest()
             work(*pieces[number], digest)
-            own: bytes = digest.digest()
-            return own
+            return bytes(digest.digest())
 
         digests = dict(zip(order, every(one, order), strict=True))
         return b"".join(digests[number] for number in range(len(pieces)))
@@ -310,18 +309,11 @@ class _Disk:
     Where ``unfinished`` does not sync files nothing waits for the disk.
     """
 
-    def __init__(self, unfinished: Unfinished) -> None:
-        self._unfinished = unfinished
-        self._thread = ThreadPoolExecutor(1)
+    def __init__(self, unfinished: Unfinished, thread: ThreadPoolExecutor) -> None:
+        self._unfinished, self._thread = unfinished, thread
         self._submitted: list[Future[None]] = []  # of the stretch that is written now
         self._written: list[tuple[Item, list[Future[None]]]] = []  # which every rank has written
         self._recorded: list[Future[None]] = []
-
-    def __enter__(self) -> _Disk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
 
     def submit(self, descriptors: Sequence[int]) -> None:
         """Begin to sync the files of a stretch. Local."""
@@ -385,7 +377,3 @@ def _mapping() -> Iterator[_Map]:
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:
     """Return a piece of a whole tensor, or of it as one line."""
     return cut(values.reshape(piece.global_shape), piece)
-
-
-def _whole(name: str, values: torch.Tensor) -> LocalShard:
-    return LocalShard(name, values, Geometry.whole(values.shape))

@@ -94,9 +94,9 @@ class ResumableJob(Job):
 
     @override
     def check(self) -> None:
-        """Raise also if ``resume`` is asked for, and the job has finished; remove what it has left beside its output.
+        """Raise also if ``resume`` is asked for and the job has finished.
 
-        It leaves that if it is killed after its output has taken its place.
+        A job killed after its output appeared has left its folder beside it: remove that.
         """
         target = Path(self.output)
         if (target / REPORT_NAME).is_file():
@@ -112,17 +112,18 @@ def open_unfinished(
 ) -> Iterator[Unfinished]:
     """Yield the folder for a ``job``, new or, with ``resume``, the one that is there.
 
-    One that goes on is asked for the same, reads the same, and, if ``same_ranks``, runs on as many.
+    A resumed job must have the same options, read the same files and, with ``same_ranks``, run on as many ranks.
 
-    When the body ends it becomes the output. If the body raises, the folder stays if anything is recorded in it; where
-    the input is at fault, only if that is a state of a training. Every rank must enter it, and the first must hold the
-    target's lock; four rounds, and those of :func:`publish`. Without ``sync_files`` neither it nor its journal waits
-    for the disk: what is recorded must be looked at before a job goes on.
+    When the body ends, the folder becomes the output. If the body raises, the folder is kept if anything is recorded in
+    it; after a mistake in the input, only if that is a state of a training. Without ``sync_files`` neither the folder
+    nor its journal waits for the disk: a resumed job must verify what is recorded.
+
+    Every rank must enter it, and the first must hold the target's lock; four rounds, and those of :func:`publish`.
 
     Raises:
         FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
-        ValueError: on every rank: the one that is there was asked for something else, its journal is damaged, or
-            anything lies in it that this job has not written.
+        ValueError: on every rank: the folder is another job's, its journal is damaged, or it holds something that this
+            job has not written.
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
     comm, target = run.comm, run.output
@@ -139,6 +140,8 @@ def open_unfinished(
             if os.path.lexists(folder):
                 raise FileExistsError(f"{folder} holds more than a job has written; move it away")
             folder.mkdir()
+    if job.resume and not journal.is_begun:
+        run.told.say("nothing was recorded yet: starting at the beginning")
     unfinished = Unfinished(comm, folder, journal)
     with together(comm):
         check_shared(folder)

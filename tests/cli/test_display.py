@@ -16,11 +16,11 @@ from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
     PruneJob,
-    mean_error,
     run_finetune_job,
     run_one_shot_job,
     run_prune_job,
 )
+from distprune.jobs.figures import mean_error
 from distprune.jobs.run import REPORT_NAME
 from tests.small_job import STAGES, block_entry, small_job
 
@@ -53,7 +53,7 @@ def test_the_report_and_its_table(
             assert f"{of_layer['relative_error']:.4f}" in shown.out
     assert all(f"{stage} s" in shown.out for stage in STAGES)
     (before,), (after,) = (report[f"perplexity_{when}"].values() for when in ("before", "after"))
-    assert re.search(rf"perplexity on text.txt\W+{before:.2f} -> {after:.2f}", shown.out)
+    assert re.search(rf"perplexity on text.txt, in windows of 16 tokens\W+{before:.2f} -> {after:.2f}", shown.out)
     assert re.search(rf"peak memory\W+{report['pruning']['peak_memory'][0] / 2**20:.0f} MiB", shown.out)
     lines = [line for line in shown.err.splitlines() if line.startswith("pruned ")]
     assert len(lines) == 2

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
 from distprune.checkpoint import publish
-from distprune.jobs import FinetuneJob, PruneJob, run_finetune_job, run_prune_job, steps, unfinished
+from distprune.jobs import FinetuneJob, PruneJob, finetune, run_finetune_job, run_prune_job, unfinished
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
@@ -195,7 +195,7 @@ def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.Mo
         clock[0] += 10.0  # once for the start, once a step and once a save
         return clock[0]
 
-    monkeypatch.setattr("distprune.jobs.steps.time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr("distprune.jobs.finetune.time", SimpleNamespace(perf_counter=tick))
     timed = dataclasses.replace(job, steps=None, minutes=1.0, save_every=20.0)
     assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 50 seconds
     clock[0] = 0.0
@@ -207,7 +207,7 @@ def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.Mo
 
 
 def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, saved_after, save = [0.0], list[int](), steps._save
+    clock, saved_after, save = [0.0], list[int](), finetune._save
 
     def tick() -> float:
         clock[0] += 1.0
@@ -218,8 +218,8 @@ def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch:
         saved_after.append(asked[-1]["num_steps"])
         clock[0] += 100.0
 
-    monkeypatch.setattr("distprune.jobs.steps.time", SimpleNamespace(perf_counter=tick))
-    monkeypatch.setattr(steps, "_save", save_slowly)
+    monkeypatch.setattr("distprune.jobs.finetune.time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(finetune, "_save", save_slowly)
     run_finetune_job(dataclasses.replace(job, save_every=2.0))
     assert saved_after == [2, 4]
 
@@ -231,23 +231,23 @@ def flip_a_bit(folder: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
+def test_a_damaged_state_is_refused(job: FinetuneJob, tmp_path: Path) -> None:
+    saving = dataclasses.replace(job, save_every=0.0, resume=True)
+    assert run_on_rank(0, saving, 3) == "killed"
+    folder = tmp_path / ".out.unfinished"
+    killed = shutil.copytree(folder, tmp_path / "killed")
+    spoils: list[tuple[Callable[[Path], object], str]] = [
         (flip_a_bit, "state-2 is not as it was written; remove"),
         (lambda folder: shutil.rmtree(folder / "state-2"), "state-2 is not as it was written; remove"),
         (lambda folder: (folder / "notes.txt").touch(), "notes.txt is not from this job"),
         (lambda folder: (folder / "journal.jsonl").write_text("no journal\n"), "journal.jsonl is damaged"),
-    ],
-)
-def test_a_damaged_state_is_refused(
-    job: FinetuneJob, tmp_path: Path, spoil: Callable[[Path], None], message: str
-) -> None:
-    saving = dataclasses.replace(job, save_every=0.0, resume=True)
-    assert run_on_rank(0, saving, 3) == "killed"
-    spoil(tmp_path / ".out.unfinished")
-    assert message in run_on_rank(0, saving)
-    assert not Path(job.output).exists()
+    ]
+    for spoil, message in spoils:
+        shutil.rmtree(folder)
+        shutil.copytree(killed, folder)
+        spoil(folder)
+        assert message in run_on_rank(0, saving)
+        assert not Path(job.output).exists()
 
 
 def other_tokens(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:

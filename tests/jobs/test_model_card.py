@@ -73,8 +73,8 @@ def test_a_model_of_the_hub(
         before=Evaluation(tasks={"arc": {"acc": 0.5}}),
         after=Evaluation(tasks={"arc": {"acc": 0.25}}),
     )
-    assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report, None)
-    assert "--tasks own.yaml --tasks arc " in model_card(report, None)
+    assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report).decode()
+    assert "--tasks own.yaml --tasks arc " in model_card(report).decode()
 
 
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from distprune.cli.display import Display
-from distprune.jobs import OneShotJob, PruneJob, kinds_of, mean_error, run_one_shot_job, run_prune_job
+from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.jobs.figures import kinds_of, mean_error
 from distprune.jobs.picture import PICTURE_NAME, can_draw, draw
 from distprune.jobs.run import REPORT_NAME
 from tests.small_job import block_entry, small_job

@@ -32,19 +32,20 @@ def job(job: OneShotJob) -> OneShotJob:
     return dataclasses.replace(job, method="wanda", samples=4, sequence_length=16, resume=True)
 
 
-@pytest.mark.parametrize("left", ["nothing", "an empty folder", "files without a journal"])
-def test_with_nothing_recorded_it_begins_at_the_beginning(job: OneShotJob, tmp_path: Path, left: str) -> None:
+def test_with_nothing_recorded_it_begins_at_the_beginning(job: OneShotJob, tmp_path: Path) -> None:
     run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole"), resume=False))
     folder = tmp_path / "outputs" / ".out.unfinished"
-    if left != "nothing":
-        folder.mkdir(parents=True)
-    if left == "files without a journal":
-        (folder / "model.safetensors").write_bytes(b"half")
-        (folder / "journal.new").write_text('{"blocks_done"')
-    heard = Heard()
-    run_one_shot_job(job, watcher=heard)
-    assert "nothing was recorded yet: starting at the first block" in heard.said
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    for left in ("nothing", "an empty folder", "files without a journal"):
+        if left != "nothing":
+            folder.mkdir(parents=True)
+        if left == "files without a journal":
+            (folder / "model.safetensors").write_bytes(b"half")
+            (folder / "journal.new").write_text('{"blocks_done"')
+        heard = Heard()
+        run_one_shot_job(job, watcher=heard)
+        assert "nothing was recorded yet: starting at the beginning" in heard.said, left
+        assert contents(Path(job.output)) == contents(tmp_path / "whole"), left
+        shutil.rmtree(job.output)
 
 
 def test_what_has_finished_is_left_alone(job: OneShotJob, pool: ProcessPool) -> None:
@@ -116,32 +117,38 @@ def change_evaluation(job: OneShotJob) -> None:
         (change_evaluation, "evaluation tokens of "),
         (change_config, "model files: "),
         (change_text, "calibration tokens: "),
-        (
-            {"pattern": Unstructured(0.25)},
-            '--pattern: "Unstructured(sparsity=0.5, scope=\'global\')" then, "Unstructured(sparsity=0.25',
-        ),
-        ({"dtype": torch.bfloat16}, "--dtype: None then, 'torch.bfloat16' now"),
-        ({"offload": True}, "--offload: False then, True now"),
-        ("ranks", "ranks: 2 then, 1 now"),
     ],
 )
-def test_another_job_is_refused(pool: ProcessPool, tmp_path: Path, job: OneShotJob, change: Any, shown: str) -> None:
+def test_other_files_are_refused(pool: ProcessPool, tmp_path: Path, job: OneShotJob, change: Any, shown: str) -> None:
     evaluated = shutil.copyfile(job.calibration, tmp_path / "evaluated.txt")
     job = dataclasses.replace(job, evaluate_on=(str(evaluated),), evaluation_length=16, evaluation_tokens=64)
     assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
-    before = contents(Path(job.output).parent / ".out.unfinished")
-    other, num_ranks = job, 2
-    if isinstance(change, dict):
-        other = dataclasses.replace(job, **change)
-    elif change == "ranks":
-        num_ranks = 1
-    else:
-        change(job)
-    for error in pool.run(num_ranks, run_on_rank, other, None):
+    before = contents(unfinished_folder(job))
+    change(job)
+    is_refused(pool, 2, job, shown)
+    assert contents(unfinished_folder(job)) == before
+
+
+def is_refused(pool: ProcessPool, num_ranks: int, job: OneShotJob, shown: str) -> None:
+    for error in pool.run(num_ranks, run_on_rank, job, None):
         assert error.startswith("ValueError: ")
         assert "cannot be resumed, the job was another" in error
         assert shown in error
-    assert contents(Path(job.output).parent / ".out.unfinished") == before
+
+
+def test_another_job_is_refused(pool: ProcessPool, job: OneShotJob) -> None:
+    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
+    before = contents(unfinished_folder(job))
+    patterns = ("Unstructured(sparsity=0.5, scope='global')", "Unstructured(sparsity=0.25")
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"pattern": Unstructured(0.25)}, '--pattern: "{}" then, "{}'.format(*patterns)),
+        ({"dtype": torch.bfloat16}, "--dtype: None then, 'torch.bfloat16' now"),
+        ({"offload": True}, "--offload: False then, True now"),
+    ]
+    for change, shown in others:
+        is_refused(pool, 2, dataclasses.replace(job, **change), shown)
+    is_refused(pool, 1, job, "ranks: 2 then, 1 now")
+    assert contents(unfinished_folder(job)) == before
 
 
 def unfinished_folder(job: OneShotJob) -> Path:
@@ -247,46 +254,51 @@ def test_a_damaged_block_is_named(job: OneShotJob) -> None:
     assert heard.num_blocks == [2]
 
 
-@pytest.mark.parametrize("kind", ["file", "smaller", "link"])
-def test_what_this_job_has_not_written_is_refused(job: OneShotJob, tmp_path: Path, kind: str) -> None:
+def test_what_this_job_has_not_written_is_refused(job: OneShotJob, tmp_path: Path) -> None:
     folder = killed_with_one_block(job)
-    if kind == "file":
-        (folder / "notes.txt").write_text("mine")
-    elif kind == "smaller":
-        (folder / "smaller").mkdir()
-        (folder / "smaller" / "notes.txt").write_text("mine")
-    else:
-        (folder / "model.safetensors").rename(tmp_path / "elsewhere")
-        (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"(notes|smaller|model\.safetensors)\S* is not from this job; take it away"):
-        run_one_shot_job(job)
-    assert folder.exists()
+    weights, notes, smaller = folder / "model.safetensors", folder / "notes.txt", folder / "smaller"
+
+    def is_refused(path: Path) -> None:
+        with pytest.raises(ValueError, match=f"{path.name} is not from this job; take it away"):
+            run_one_shot_job(job)
+        assert folder.exists()
+
+    notes.write_text("mine")
+    is_refused(notes)
+    notes.unlink()
+    smaller.mkdir()
+    (smaller / "notes.txt").write_text("mine")
+    is_refused(smaller)
+    shutil.rmtree(smaller)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    is_refused(weights)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda _: "[" * 100_000 + "\n", "is damaged: line 1 is not what was written"),
-        (lambda text: text.replace("model.layers.0.mlp", "model.layers.0.mlq", 1), "is damaged: line 4"),
-        (lambda text: text.replace('"num_zeros": ', '"num_zeros": 1', 1), "is damaged: line 4"),
-        (lambda text: "".join(text.splitlines(keepends=True)[::3]), "is damaged: line 2"),
-    ],
-)
-def test_a_damaged_journal_is_refused(job: OneShotJob, spoil: Any, message: str) -> None:
-    journal = killed_with_one_block(job) / "journal.jsonl"
-    journal.write_text(spoil(journal.read_text()))
-    with pytest.raises(ValueError, match=message):
-        run_one_shot_job(job)
-
-
-@pytest.mark.parametrize("left", [0.1, 0.9, 1.1])
-def test_a_line_that_was_not_finished_is_ignored(job: OneShotJob, tmp_path: Path, left: float) -> None:
-    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+def test_a_damaged_journal_is_refused(job: OneShotJob) -> None:
     journal = killed_with_one_block(job) / "journal.jsonl"
     text = journal.read_text()
-    journal.write_text((text + text)[: int(len(text) * left)])
-    assert run_on_rank(0, job, NUM_BLOCKS) == "killed"
-    assert [item.value["index"] for item in Journal(journal, {}).items if item.kind == "block"] == [0, 1]
-    heard = Heard()
-    assert run_one_shot_job(job, watcher=heard).work.resumed_at == NUM_BLOCKS
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    for spoiled, message in (
+        ("[" * 100_000 + "\n", "is damaged: line 1 is not what was written"),
+        (text.replace("model.layers.0.mlp", "model.layers.0.mlq", 1), "is damaged: line 4"),
+        (text.replace('"num_zeros": ', '"num_zeros": 1', 1), "is damaged: line 4"),
+        ("".join(text.splitlines(keepends=True)[::3]), "is damaged: line 2"),
+    ):
+        journal.write_text(spoiled)
+        with pytest.raises(ValueError, match=message):
+            run_one_shot_job(job)
+
+
+def test_a_line_that_was_not_finished_is_ignored(job: OneShotJob, tmp_path: Path) -> None:
+    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+    folder = killed_with_one_block(job)
+    journal, killed = folder / "journal.jsonl", shutil.copytree(folder, tmp_path / "killed")
+    text = journal.read_text()
+    for left in (0.1, 0.9, 1.1):
+        shutil.copytree(killed, folder, dirs_exist_ok=True)
+        journal.write_text((text + text)[: int(len(text) * left)])
+        assert run_on_rank(0, job, NUM_BLOCKS) == "killed"
+        assert [item.value["index"] for item in Journal(journal, {}).items if item.kind == "block"] == [0, 1], left
+        assert run_one_shot_job(job).work.resumed_at == NUM_BLOCKS
+        assert contents(Path(job.output)) == contents(tmp_path / "whole"), left
+        shutil.rmtree(job.output)

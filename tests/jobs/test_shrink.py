@@ -22,13 +22,13 @@ from distprune.collectives import communicator
 from distprune.jobs import (
     ShrinkJob,
     SmallerModel,
-    removal_rows,
     run_finetune_job,
     run_shrink_job,
     shrink,
     speed,
     unfinished,
 )
+from distprune.jobs.figures import removal_rows
 from distprune.jobs.run import REPORT_NAME
 from distprune.oneshot import OneShotReport
 from distprune.removal import divide_budget
@@ -68,7 +68,7 @@ def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWriter, "write", dying)
-        patch.setattr(shrink, "can_draw", lambda _: False)  # it takes longer than all else
+        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)  # it takes longer than all else
         if dies_at == "walk":
             patch.setattr(shrink, "BlockJournal", die)
         if dies_at.startswith("trial "):
@@ -222,7 +222,7 @@ def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -
 def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> None:
     """What is left beside it goes with the next start; not so what another job has left there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrink, "can_draw", lambda _: False)
+        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
         patch.setattr(unfinished, "_tidy", die)
         with pytest.raises(Killed):
             run_shrink_job(job)
@@ -244,7 +244,7 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
 def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:
     exchange = output_directory._exchanged
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrink, "can_draw", lambda _: False)
+        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
         run_shrink_job(job)
         patch.setattr(output_directory, "_exchanged", lambda *paths: die(exchange(*paths)))
         with pytest.raises(Killed):
@@ -261,7 +261,7 @@ def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatc
 
     before = num_models()
     monkeypatch.setattr(shrink, "compare_speed", lambda *_: {"models": num_models()})
-    monkeypatch.setattr(shrink, "can_draw", lambda _: False)
+    monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
     assert run_shrink_job(dataclasses.replace(job, speed=True)).work.speed == {"models": before}
 
 
