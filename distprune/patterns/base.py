@@ -75,6 +75,11 @@ class Ranked:
         return self.make_scores()
 
     @cached_property
+    def owned(self) -> dict[int, LocalScores]:
+        """The scores that this rank counts, by member."""
+        return {self.index[scores.shard.name]: scores for scores in self.scores if scores.shard.owned}
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """The index of every member, by name."""
         return self.roster.index()

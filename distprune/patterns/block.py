@@ -104,7 +104,7 @@ class Block(Pattern):
         )
         if not score.scores_units:
             sizes, is_global = [self.size**2] * len(members), self.scope == "global"
-            own.scales = agree_on_scales(ranked, own.scores, sizes, together=is_global)
+            own.scales = agree_on_scales(ranked, sizes, together=is_global)
         if any(num_cut):
             own.ask()
         num_gone = [0] * len(members)
@@ -182,9 +182,6 @@ class _OwnBlocks:
             self._parts[member] = _ShardBlocks(scores, self._size)
         part = self._parts[member]
         return part if part.scores is scores else _ShardBlocks(scores, self._size)
-
-    def scores(self) -> dict[int, LocalScores]:
-        return {member: part.scores for member, part in self._parts.items()}
 
     @cached_property
     def _tables(self) -> dict[int, torch.Tensor]:

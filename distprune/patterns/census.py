@@ -31,9 +31,9 @@ def take_census(
 
     def count(words: torch.Tensor) -> None:
         if counts_gone:
-            gone = {s.shard.name: s.gone for s in ranked.scores if s.shard.owned and s.gone is not None}
-            for name, num in zip(gone, count_zeros([*gone.values()]), strict=True):
-                words[ranked.index[name], 0] = num
+            gone = {member: scores.gone for member, scores in ranked.owned.items() if scores.gone is not None}
+            for member, num in zip(gone, count_zeros([*gone.values()]), strict=True):
+                words[member, 0] = num
         if num_cut is not None:
             for scores in ranked.scores:
                 words[ranked.index[scores.shard.name], -1] = num_cut(scores)

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import max_together, sum_together
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share, num_lowest
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share, num_lowest
 from distprune.patterns.census import take_census
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
@@ -83,7 +83,7 @@ class Channels(Pattern):
         tables: Sequence[torch.Tensor] = []
         extremes: Callable[[], torch.Tensor] | None = None
         if score.combined_by == "sum" and not score.scores_units:
-            scales = agree_on_scales(ranked, lambda: _owned(ranked), sizes, together=self.scope == "global")
+            scales = agree_on_scales(ranked, sizes, together=self.scope == "global")
             tables = self._sum(ranked, nums, scales)
         else:
             if any(num_gone):
@@ -115,12 +115,11 @@ class Channels(Pattern):
     def _keep(self, ranked: Ranked, keys: list[torch.Tensor], left: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return which channels stay, by member. Of equal ones the first is pruned first. The same on every rank."""
         keep: list[torch.Tensor] = []
-        for competing in [range(len(keys))] if self.scope == "global" and keys else [[i] for i in range(len(keys))]:
+        for competing in Competing(ranked, self.scope, [len(of) for of in keys]).members:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
             names = [ranked.roster.members[i].name for i in competing]
             candidates = stays.nonzero().view(-1)
-            num_gone = len(stays) - len(candidates)
-            of_left = ranked.of_left
+            num_gone, of_left = len(stays) - len(candidates), ranked.of_left
             wanted = num_lowest(self.sparsity, names, len(stays), num_gone, " (channels)", of_left=of_left)
             lowest = of_all[candidates].sort(stable=True).indices[: max(wanted - num_gone, 0)]
             stays[candidates[lowest]] = False
@@ -132,9 +131,8 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total, list(num_channels))
-            own = _owned(ranked)
-            there = [_channels(scores, self.dim).table(scales[member]) for member, scores in own.items()]
-            for member, table in zip(own, fetched(there), strict=True):
+            there = [_channels(scores, self.dim).table(scales[member]) for member, scores in ranked.owned.items()]
+            for member, table in zip(ranked.owned, fetched(there), strict=True):
                 tables[member].copy_(table)
 
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
@@ -147,9 +145,8 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total.fill_(-torch.inf), list(num_channels))
-            own = _owned(ranked)
             there = []
-            for member, scores in own.items():
+            for member, scores in ranked.owned.items():
                 # The channels' extremes, and the number of NaNs.
                 best = torch.full((num_channels[member] + 1,), -torch.inf, dtype=torch.float64, device=scores.device)
                 best[-1] = 0.0
@@ -159,7 +156,7 @@ class Channels(Pattern):
                     is_nan = values.isnan()
                     best[-1] += is_nan.sum()
                     best[:-1].scatter_reduce_(0, channels, values.masked_fill_(is_nan, -torch.inf), "amax")
-            for (member, scores), found in zip(own.items(), fetched(there), strict=True):
+            for (member, scores), found in zip(ranked.owned.items(), fetched(there), strict=True):
                 tables[member][:, 0] = found[:-1]
                 tables[member][:, 1] = found[-1]
                 num_nans[scores.shard.name] = int(found[-1])
@@ -168,10 +165,6 @@ class Channels(Pattern):
         if max(total[:, 1].tolist(), default=0.0) > 0:
             raise_nans(ranked.comm, num_nans)
         return lambda: Order("value", torch.float64).keys(total[:, 0] * sign)
-
-
-def _owned(ranked: Ranked) -> dict[int, LocalScores]:
-    return {ranked.index[scores.shard.name]: scores for scores in ranked.scores if scores.shard.owned}
 
 
 def _channels(scores: LocalScores, dim: int) -> ShardUnits:

@@ -52,10 +52,6 @@ class LocalUnits:
         """Whether the matrix is contiguous local elements, row by row, without cut units."""
         return self.matrix.num_local_out is None and len(self.cut) == 0
 
-    def offsets(self, rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Return the local offsets of the whole units' elements in local ``rows``, 2-D; ``whole`` where those are."""
-        return self.begin + self.matrix.offsets(rows, whole)
-
     def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
         """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""
         rows = np.flatnonzero((self.matrix.rows >= first) & (self.matrix.rows < last)) if len(self.cut) else self.cut

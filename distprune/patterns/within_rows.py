@@ -245,7 +245,8 @@ class _RowUnits:
             last = min(first + step, num_rows)
             if not units.is_dense:
                 assert flags is not None
-                offsets = units.offsets(torch.arange(first, last, device=device), columns).reshape(-1)
+                rows = torch.arange(first, last, device=device)
+                offsets = (units.begin + units.matrix.offsets(rows, columns)).reshape(-1)
                 flags[offsets] = self._keep_keys(offsets, memory, None, counts)
                 continue
             at = slice(units.begin + first * width, units.begin + last * width)

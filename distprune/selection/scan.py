@@ -92,12 +92,8 @@ class KeyBits:
     def __init__(self, scores: Keyed, order: Order, size: int) -> None:
         self._scores, self._order = scores, order
         self._all = scores.bits(order) if compiled() is not None else None
+        self.are_weights = self._all is not None
         self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype)
-
-    @property
-    def are_weights(self) -> bool:
-        """Whether they are the weights' own bits."""
-        return self._all is not None
 
     def __call__(self, at: slice) -> tuple[Array, Any]:
         """Return the integers at ``at``, and what they are to be combined with."""
