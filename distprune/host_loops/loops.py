@@ -68,84 +68,52 @@ def keep_groups(keys: Array, n: int, m: int, keep: Array) -> None:
 
 
 @_loop
-def _keep_tile(bits: Array, magnitude: Any, n: int, m: int, memory: Array, keep: Array) -> tuple[Any, Any]:
-    cast = bits.dtype.type
-    keys = memory[: len(bits)]
-    lowest = highest = cast(bits[0] & magnitude)
-    for i in range(len(bits)):
-        key = cast(bits[i] & magnitude)
-        lowest, highest = min(lowest, key), max(highest, key)
-        keys[i] = key
-    keep_groups(keys, n, m, keep)
-    return lowest, highest
+def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array, zero: Any) -> tuple[Any, Any]:
+    """Do as ``keep_groups`` with the keys of ``bits``, and return the lowest and the highest of them.
 
-
-@_loop
-def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, keep: Array) -> tuple[Any, Any]:
-    """Do as ``keep_groups`` with the keys of ``bits``, and return the lowest and the highest of them."""
-    cast = bits.dtype.type
-    tile = max(1, _TILE // m) * m
-    memory = np.empty(tile, bits.dtype)
-    lowest = highest = cast(bits[0] & magnitude)
-    for start in range(0, len(bits), tile):
-        low, high = _keep_tile(bits[start : start + tile], magnitude, n, m, memory, keep[start : start + tile])
-        lowest, highest = min(lowest, low), max(highest, high)
-    return lowest, highest
-
-
-@_loop
-def leave_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array) -> tuple[Any, Any]:
-    """Do as ``keep_groups_of_bits``, but write into ``out`` the bits of what stays, and 0 for the others."""
+    ``zero``: 0 in the dtype of ``bits``; then ``out`` takes the bits of what stays, and 0 for the others. ``None``:
+    ``out`` is bool.
+    """
     cast = bits.dtype.type
     tile = max(1, _TILE // m) * m
     memory, flags = np.empty(tile, bits.dtype), np.empty(tile, np.bool_)
     lowest = highest = cast(bits[0] & magnitude)
     for start in range(0, len(bits), tile):
-        part = bits[start : start + tile]
-        keep = flags[: len(part)]
-        low, high = _keep_tile(part, magnitude, n, m, memory, keep)
-        lowest, highest = min(lowest, low), max(highest, high)
-        zero_pruned(part, keep.view(np.int8), out[start : start + tile])
+        part, kept = bits[start : start + tile], out[start : start + tile]
+        keys = memory[: len(part)]
+        for i in range(len(part)):
+            key = cast(part[i] & magnitude)
+            lowest, highest = min(lowest, key), max(highest, key)
+            keys[i] = key
+        if zero is None:
+            keep_groups(keys, n, m, kept)
+        else:
+            keep_groups(keys, n, m, flags)
+            factors = flags.view(np.int8)
+            for i in range(len(part)):
+                kept[i] = cast(part[i] * cast(factors[i]))
     return lowest, highest
 
 
 @_loop
-def keep_above(bits: Array, magnitude: Any, first: Any, key: Any, keep: Array) -> tuple[int, int]:
-    """Write into ``keep``, bool, which keys are above ``key``; return how many are, and how many below ``first``."""
-    cast = bits.dtype.type
-    num_kept = num_gone = 0
-    for start in range(0, len(bits), _TILE):
-        part, kept = bits[start : start + _TILE], keep[start : start + _TILE]
-        num, gone = np.int16(0), np.int16(0)
-        for i in range(len(part)):
-            own = cast(part[i] & magnitude)
-            is_above = own > key
-            kept[i] = is_above
-            num, gone = np.int16(num + np.int16(is_above)), np.int16(gone + np.int16(own < first))
-        num_kept, num_gone = num_kept + int(num), num_gone + int(gone)
-    return num_kept, num_gone
+def keep_above(bits: Array, magnitude: Any, first: Any, key: Any, out: Array, zero: Any) -> tuple[int, int]:
+    """Write into ``out`` which keys are above ``key``; return how many are, and how many below ``first``.
 
-
-@_loop
-def leave_above(bits: Array, magnitude: Any, first: Any, key: Any, out: Array) -> tuple[int, int]:
-    """Do as ``keep_above``, but write into ``out`` the bits of what stays, and 0 for the others.
-
-    ``out`` may be ``bits``: where two arrays may be one, a loop uses no vector instructions, hence the tile between.
+    ``zero``: as of ``keep_groups_of_bits``.
     """
     cast = bits.dtype.type
-    zero = cast(0)
-    memory = np.empty(_TILE, bits.dtype)
     num_kept = num_gone = 0
     for start in range(0, len(bits), _TILE):
-        part, left = bits[start : start + _TILE], out[start : start + _TILE]
+        part, kept = bits[start : start + _TILE], out[start : start + _TILE]
         num, gone = np.int16(0), np.int16(0)
         for i in range(len(part)):
             own = cast(part[i] & magnitude)
             is_above = own > key
-            memory[i] = part[i] if is_above else zero
+            if zero is None:
+                kept[i] = is_above
+            else:
+                kept[i] = part[i] if is_above else zero
             num, gone = np.int16(num + np.int16(is_above)), np.int16(gone + np.int16(own < first))
-        for i in range(len(part)):
-            left[i] = memory[i]
         num_kept, num_gone = num_kept + int(num), num_gone + int(gone)
     return num_kept, num_gone
 
@@ -183,11 +151,3 @@ def find_inside(
                             offsets[num_inside], keys[num_inside] = start + i, cast(part[i] & magnitude)
                             num_inside += 1
     return num_kept, num_inside, lowest, highest
-
-
-@_loop
-def zero_pruned(bits: Array, keep: Array, out: Array) -> None:
-    """Write ``bits`` into ``out``, which may be the same, and 0 where ``keep`` (bool) is False."""
-    zero = bits.dtype.type(0)
-    for i in range(len(bits)):
-        out[i] = bits[i] if keep[i] else zero

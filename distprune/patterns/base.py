@@ -75,6 +75,11 @@ class Ranked:
         return self.make_scores()
 
     @cached_property
+    def owned(self) -> dict[int, LocalScores]:
+        """The scores that this rank counts, by member."""
+        return {self.index[scores.shard.name]: scores for scores in self.scores if scores.shard.owned}
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """The index of every member, by name."""
         return self.roster.index()
@@ -231,16 +236,18 @@ def shares_of(share: Shares) -> list[int | float]:
     return list(share.values()) if isinstance(share, Mapping) else [share]
 
 
-def check_share(share: object, name: str = "sparsity") -> None:
+def check_share(share: object, name: str = "sparsity", scope: Scope | None = None) -> None:
     """Check that ``share`` is an int >= 0 or a float in [0, 1], or a mapping from names to some. Local.
 
     Raises:
         TypeError: it is not a number, or it is a bool.
-        ValueError: it is out of range.
+        ValueError: it is out of range, or parameters with shares of their own compete with each other in ``scope``.
     """
     if isinstance(share, Mapping):
         for key, value in share.items():
             check_share(value, f"{name}[{key!r}]")
+        if scope == "global":
+            raise ValueError("a sparsity for each parameter goes with scope='tensor', not with scope='global'")
         return
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise TypeError(f"{name} must be a float (which fraction) or an int (how many), not {share!r}")
@@ -260,16 +267,6 @@ def own_share(shares: Mapping[str, int | float], name: str) -> int | float:
     if name not in shares:
         raise ValueError(f"there is no sparsity for {name!r}; give one for each parameter, or exclude it")
     return shares[name]
-
-
-def check_scope(share: Shares, scope: Scope) -> None:
-    """Check that parameters with shares of their own do not compete with each other. Local.
-
-    Raises:
-        ValueError: they do.
-    """
-    if isinstance(share, Mapping) and scope == "global":
-        raise ValueError("a sparsity for each parameter goes with scope='tensor', not with scope='global'")
 
 
 def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, what: str = "", *, of_left: bool) -> int:

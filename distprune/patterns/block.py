@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives import sum_together
-from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_scope, check_share
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import Inquiry, Question, home_of
 from distprune.patterns.unit_sums import (
@@ -63,8 +63,7 @@ class Block(Pattern):
             raise TypeError(f"size must be an int, not {self.size!r}")
         if self.size < 1:
             raise ValueError(f"size={self.size} is less than 1; a block has 1 x 1 weights or more")
-        check_share(self.sparsity)
-        check_scope(self.sparsity, self.scope)
+        check_share(self.sparsity, scope=self.scope)
 
     @override
     def __str__(self) -> str:
@@ -99,32 +98,31 @@ class Block(Pattern):
         if score.combined_by != "sum":
             raise NotImplementedError(f"blocks are ranked by sums; {score!r} takes a {score.combined_by}imum")
         ranked.order(range(len(members)))  # raises alike on all ranks
-        own = _OwnBlocks(ranked, self.size)
-        census = take_census(
+        own = _OwnBlocks(ranked, self.size, self.scope)
+        gone_before, num_cut = take_census(
             ranked, counts_gone=ranked.of_left, num_cut=lambda scores: int(own.part(scores).is_cut.sum())
         )
         if not score.scores_units:
             sizes, is_global = [self.size**2] * len(members), self.scope == "global"
-            own.scales = agree_on_scales(ranked, own.scores, sizes, together=is_global)
-        if any(census.num_cut):
+            own.scales = agree_on_scales(ranked, sizes, together=is_global)
+        if any(num_cut):
             own.ask()
         num_gone = [0] * len(members)
-        if ranked.of_left and any(census.num_gone):
+        if ranked.of_left and any(gone_before):
             num_left = sum_together(comm, (len(members),), own.count_left).tolist()
             num_gone = [num - left for num, left in zip(own.numels, num_left, strict=True)]
 
         order = unit_order(score)
-        competing = Competing(ranked, self.scope, own.numels)
-        selection, keys = competing.select(self.sparsity, num_gone, lambda _: order, lambda: own.entries(competing))
+        selection, keys = own.competing.select(self.sparsity, num_gone, lambda _: order, own.entries)
         thresholds = [_threshold(key, scale, score) for key, scale in zip(keys, own.scales, strict=True)]
-        stays = cache(lambda: own.stays(selection, competing))
+        stays = cache(lambda: own.stays(selection))
         answered: Callable[[], Sequence[BoolArray]] = list
-        if any(census.num_cut):
+        if any(num_cut):
             answered = own.inquiry.answer(lambda: own.answers(stays()))
         of_blocks = cache(lambda: own.joined(stays(), answered()))
 
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
-            part, (ids, keep) = own.part_of(scores), of_blocks()[ranked.index[scores.shard.name]]
+            part, (ids, keep) = own.part(scores), of_blocks()[ranked.index[scores.shard.name]]
             return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.ids))], put)
 
         return Choice(thresholds, decide)
@@ -133,23 +131,18 @@ class Block(Pattern):
 class _ShardBlocks(ShardUnits):
     """The blocks of one shard: their numbers in the whole parameter, ``ids``, ascend."""
 
-    def __init__(
-        self, scores: LocalScores, size: int, matrix: LocalMatrix, num_out: int | None, first: int | None = None
-    ) -> None:
-        """Local elements fill the lines of ``matrix`` (its columns, ``num_out`` at a time, if that is not ``None``).
-
-        ``first``: as of :class:`ShardUnits`; then the shard may hold only parts of these lines.
-        """
+    def __init__(self, scores: LocalScores, size: int) -> None:
         self._size, self._matrix = size, scores.shard.as_matrix()
         self._num_across = max(self._matrix.num_in // size, 1)
+        matrix, first = _lines(scores.shard.geometry, self._matrix)
         rows, row, num_rows = np.unique(matrix.rows // size, return_inverse=True, return_counts=True)
         columns, column, num_columns = np.unique(matrix.columns // size, return_inverse=True, return_counts=True)
         self.ids = (rows[:, None] * self._num_across + columns).reshape(-1)
         of_rows, of_columns = torch.from_numpy(row * len(columns)), torch.from_numpy(column)
-        if num_out is None:
+        if matrix.num_local_out is None:
             super().__init__(scores, len(self.ids), of_rows, of_columns[None], first)
         else:
-            super().__init__(scores, len(self.ids), of_columns, of_rows.view(-1, num_out), first)
+            super().__init__(scores, len(self.ids), of_columns, of_rows.view(-1, matrix.num_local_out), first)
         num_elements = (num_rows[:, None] * num_columns).reshape(-1)
         if first is not None:
             there = torch.zeros(self.num_units, dtype=torch.int64, device=scores.device)
@@ -158,31 +151,6 @@ class _ShardBlocks(ShardUnits):
             num_elements = fetched([there])[0].numpy()
         self.is_whole: BoolArray = num_elements == size * size
         self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
-
-    @staticmethod
-    def of(scores: LocalScores, size: int) -> _ShardBlocks:
-        """Return the blocks of a shard: none, a part of a matrix, or a stretch of the flattened parameter."""
-        geometry, matrix = scores.shard.geometry, scores.shard.as_matrix()
-        if not geometry.local_numel:
-            none = np.empty(0, dtype=np.int64)
-            return _ShardBlocks(scores, size, LocalMatrix(none, none, None), None)
-        local = LocalMatrix.of(geometry, matrix)
-        return (
-            _ShardBlocks.of_stretch(scores, size)
-            if local is None
-            else _ShardBlocks(scores, size, local, local.num_local_out)
-        )
-
-    @staticmethod
-    def of_stretch(scores: LocalScores, size: int) -> _ShardBlocks:
-        """Return the blocks of a stretch of the flattened parameter, by all the rows that it touches."""
-        geometry, matrix = scores.shard.geometry, scores.shard.as_matrix()
-        low, high, num_out = 0, matrix.num_rows - 1, matrix.num_out if matrix.transposed else None
-        if not matrix.transposed:
-            ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
-            low, high = matrix.place(ends)[0].tolist()
-        local = LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), num_out)
-        return _ShardBlocks(scores, size, local, num_out, low * matrix.num_in)
 
     def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
         """Return what the homes of the cut blocks are told, and asked: their sums, if this rank owns them."""
@@ -196,29 +164,24 @@ class _ShardBlocks(ShardUnits):
 class _OwnBlocks:
     """The blocks of which this rank holds a part, and the cut ones that it decides. Its methods run within rounds."""
 
-    def __init__(self, ranked: Ranked, size: int) -> None:
+    def __init__(self, ranked: Ranked, size: int, scope: Scope) -> None:
         self._ranked = ranked
         self._size = size
         self._parts: dict[int, _ShardBlocks] = {}  # by member
         self.numels = [numel // size**2 for numel in ranked.numels]  # in blocks
+        self.competing = Competing(ranked, scope, self.numels)
         self._firsts = list(itertools.accumulate(self.numels, initial=0))  # messages number all members' blocks
         self.scales: Sequence[int | None] = [None] * len(ranked.numels)  # random scores have none
         self.inquiry = Inquiry(ranked.comm)
         self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table
 
     def part(self, scores: LocalScores) -> _ShardBlocks:
+        """Return the blocks of ``scores``, of one of this rank's shards or of a piece of one."""
         member = self._ranked.index[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = _ShardBlocks.of(scores, self._size)
-        return self._parts[member]
-
-    def part_of(self, scores: LocalScores) -> _ShardBlocks:
-        """Return the blocks of ``scores``, of one of this rank's shards or of a piece of one."""
-        part = self._parts[self._ranked.index[scores.shard.name]]
-        return part if part.scores is scores else _ShardBlocks.of(scores, self._size)
-
-    def scores(self) -> dict[int, LocalScores]:
-        return {member: part.scores for member, part in self._parts.items()}
+            self._parts[member] = _ShardBlocks(scores, self._size)
+        part = self._parts[member]
+        return part if part.scores is scores else _ShardBlocks(scores, self._size)
 
     @cached_property
     def _tables(self) -> dict[int, torch.Tensor]:
@@ -258,31 +221,28 @@ class _OwnBlocks:
         for member, (_, table) in self._decided[0].items():
             left[member] += torch.count_nonzero(~self._is_gone(table))
 
-    def entries(self, competing: Competing) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """Return what competes: the whole blocks of each of this rank's shards, then the cut ones that it decides."""
         found = []
         for member, part in self._parts.items():
             whole = self._tables[member][torch.from_numpy(part.is_whole)]
-            keys = self._keys(member, part.ids[part.is_whole], whole)
-            found.append(competing.entry(member, keys, keys.geometry, owned=part.scores.shard.owned))
-        for member, (ids, table) in self._decided[0].items():
-            keys = self._keys(member, ids, table)
-            found.append(competing.entry(member, keys, keys.geometry, owned=True))
-        return found
+            found.append(self._entry(member, part.ids[part.is_whole], whole, owned=part.scores.shard.owned))
+        return [*found, *(self._entry(member, *of, owned=True) for member, of in self._decided[0].items())]
 
-    def stays(self, selection: Selection, competing: Competing) -> list[BoolArray]:
+    def stays(self, selection: Selection) -> list[BoolArray]:
         """Return which blocks of each of :meth:`entries` stay."""
         masks = []
-        for entry in self.entries(competing):
+        for entry in self.entries():
             put = MaskPut.empty(entry.geometry.local_shape, entry.scores.device)
             selection.decide(entry, put)
             masks.append(put.mask.numpy())
         return masks
 
-    def _keys(self, member: int, ids: IntArray, table: torch.Tensor) -> UnitKeys:
+    def _entry(self, member: int, ids: IntArray, table: torch.Tensor, *, owned: bool) -> Entry:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        return UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
+        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
+        return self.competing.entry(member, keys, keys.geometry, owned=owned)
 
     def _is_gone(self, table: torch.Tensor) -> torch.Tensor:
         return table[:, NUM_GONE] == self._size**2
@@ -305,6 +265,22 @@ class _OwnBlocks:
                 keep[part.is_cut] = answered[i]
             found[member] = part.ids, torch.from_numpy(keep)
         return found
+
+
+def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]:
+    """Return the lines that local elements fill, and ``first`` of :class:`ShardUnits`.
+
+    Of a stretch of the flattened parameter: all the rows that it touches, of which it may hold only parts.
+    """
+    if not geometry.local_numel:
+        return LocalMatrix(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), None), None
+    if (local := LocalMatrix.of(geometry, matrix)) is not None:
+        return local, None
+    if matrix.transposed:
+        return LocalMatrix(np.arange(matrix.num_rows), np.arange(matrix.num_in), matrix.num_out), 0
+    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
+    low, high = matrix.place(ends)[0].tolist()
+    return LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), None), low * matrix.num_in
 
 
 def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:

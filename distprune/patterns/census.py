@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,26 +12,18 @@ from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores
 from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched
 
-__all__ = ["Census", "check_parts", "take_census"]
+__all__ = ["check_parts", "take_census"]
+
+_Part = tuple[LocalShard, Sequence[torch.Tensor]]  # and what of it is read
 
 
-@dataclass(frozen=True)
-class Census:
-    """Counts by member, over all ranks.
+def take_census(
+    ranked: Ranked, *, counts_gone: bool = False, num_cut: Callable[[LocalScores], int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return by member, over all ranks, how many elements were pruned before, and how many shard edges cut.
 
-    ``num_gone``: elements pruned before. ``num_cut``: elements, or blocks, that shard edges cut off from the others of
-    their group, row or block.
-    """
-
-    num_gone: list[int]
-    num_cut: list[int]
-
-
-def take_census(ranked: Ranked, *, counts_gone: bool, num_cut: Callable[[LocalScores], int] | None = None) -> Census:
-    """Return the census of all ranks' scores. Every rank must call it.
-
-    ``counts_gone``: count what is gone. ``num_cut``: counts what is cut. One round of 16 bytes a parameter, and 8 more
-    for each of the two counts.
+    Elements, or blocks, are cut off from the others of their group, row or block; ``num_cut`` counts them. Every rank
+    must call it. One round of 16 bytes a parameter, and 8 more for each of the two counts; what is not counted is 0.
 
     Raises:
         ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
@@ -40,19 +31,19 @@ def take_census(ranked: Ranked, *, counts_gone: bool, num_cut: Callable[[LocalSc
 
     def count(words: torch.Tensor) -> None:
         if counts_gone:
-            gone = {s.shard.name: s.gone for s in ranked.scores if s.shard.owned and s.gone is not None}
-            for name, num in zip(gone, count_zeros([*gone.values()]), strict=True):
-                words[ranked.index[name], 0] = num
+            gone = {member: scores.gone for member, scores in ranked.owned.items() if scores.gone is not None}
+            for member, num in zip(gone, count_zeros([*gone.values()]), strict=True):
+                words[member, 0] = num
         if num_cut is not None:
             for scores in ranked.scores:
                 words[ranked.index[scores.shard.name], -1] = num_cut(scores)
 
-    num_counts = counts_gone + (num_cut is not None)
-    counts = _checked(
-        ranked.comm, ranked.roster, lambda: [(s.shard, s.reads) for s in ranked.scores], num_counts, count
-    )
+    def parts() -> list[_Part]:
+        return [(scores.shard, scores.reads) for scores in ranked.scores]
+
+    counts = _checked(ranked.comm, ranked.roster, parts, counts_gone + (num_cut is not None), count).T.tolist()
     none = [0] * len(ranked.numels)
-    return Census(counts[:, 0].tolist() if counts_gone else none, none if num_cut is None else counts[:, -1].tolist())
+    return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]
 
 
 def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
@@ -68,11 +59,11 @@ def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequenc
 def _checked(
     comm: Communicator,
     roster: Roster,
-    parts: Callable[[], Sequence[tuple[LocalShard, Sequence[torch.Tensor]]]],
+    parts: Callable[[], Sequence[_Part]],
     num_counts: int = 0,
     count: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> torch.Tensor:
-    """Check the ranks' ``parts``, shards and what of each is read; return the sum of ``count``, of the same round."""
+    """Check the ranks' ``parts``; return the sum of ``count``, of the same round."""
     index = roster.index()
 
     def fill(words: torch.Tensor) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import final
 
 import torch
 from typing_extensions import override
 
 from distprune.collectives import max_together, sum_together
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_scope, check_share, num_lowest
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share, num_lowest
 from distprune.patterns.census import take_census
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
@@ -53,8 +53,7 @@ class Channels(Pattern):
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise TypeError(f"dim must be an int, not {self.dim!r}")
-        check_share(self.sparsity)
-        check_scope(self.sparsity, self.scope)
+        check_share(self.sparsity, scope=self.scope)
 
     @override
     def __str__(self) -> str:
@@ -80,20 +79,27 @@ class Channels(Pattern):
         members, score = ranked.roster.members, ranked.score
         nums = [member.global_shape[self.dim] for member in members]
         sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, nums, strict=True)]
-        census = take_census(ranked, counts_gone=True)
+        num_gone, _ = take_census(ranked, counts_gone=True)
         tables: Sequence[torch.Tensor] = []
+        extremes: Callable[[], torch.Tensor] | None = None
         if score.combined_by == "sum" and not score.scores_units:
-            scales = agree_on_scales(ranked, lambda: _owned(ranked), sizes, together=self.scope == "global")
+            scales = agree_on_scales(ranked, sizes, together=self.scope == "global")
             tables = self._sum(ranked, nums, scales)
-            values: Callable[[], Sequence[torch.Tensor]] = partial(_summed, ranked, tables)
         else:
-            if any(census.num_gone):
+            if any(num_gone):
                 tables = self._sum(ranked, nums, [None] * len(members))
-            values = partial(_drawn, ranked, nums) if score.scores_units else self._extremes(ranked, nums)
+            if not score.scores_units:
+                extremes = self._extremes(ranked, nums)
 
         @cache
         def stays() -> list[torch.Tensor]:
-            keys = [unit_order(score).keys(of_member) for of_member in values()]
+            if score.scores_units:
+                values = [score.of_units(each.name, torch.arange(num)) for each, num in zip(members, nums, strict=True)]
+            elif extremes is not None:
+                values = list(torch.split(extremes(), nums))
+            else:
+                values = [sums_of(table, score) for table in tables]
+            keys = [unit_order(score).keys(of_member) for of_member in values]
             left = [table[:, NUM_GONE] < size for table, size in zip(tables, sizes, strict=False)]
             return self._keep(ranked, keys, left or [torch.ones_like(of, dtype=torch.bool) for of in keys])
 
@@ -109,12 +115,11 @@ class Channels(Pattern):
     def _keep(self, ranked: Ranked, keys: list[torch.Tensor], left: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return which channels stay, by member. Of equal ones the first is pruned first. The same on every rank."""
         keep: list[torch.Tensor] = []
-        for competing in [range(len(keys))] if self.scope == "global" and keys else [[i] for i in range(len(keys))]:
+        for competing in Competing(ranked, self.scope, [len(of) for of in keys]).members:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
             names = [ranked.roster.members[i].name for i in competing]
             candidates = stays.nonzero().view(-1)
-            num_gone = len(stays) - len(candidates)
-            of_left = ranked.of_left
+            num_gone, of_left = len(stays) - len(candidates), ranked.of_left
             wanted = num_lowest(self.sparsity, names, len(stays), num_gone, " (channels)", of_left=of_left)
             lowest = of_all[candidates].sort(stable=True).indices[: max(wanted - num_gone, 0)]
             stays[candidates[lowest]] = False
@@ -126,24 +131,22 @@ class Channels(Pattern):
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total, list(num_channels))
-            own = _owned(ranked)
-            there = [_channels(scores, self.dim).table(scales[member]) for member, scores in own.items()]
-            for member, table in zip(own, fetched(there), strict=True):
+            there = [_channels(scores, self.dim).table(scales[member]) for member, scores in ranked.owned.items()]
+            for member, table in zip(ranked.owned, fetched(there), strict=True):
                 tables[member].copy_(table)
 
         total = sum_together(ranked.comm, (sum(num_channels), NUM_COLUMNS), fill)
         return torch.split(total, list(num_channels))
 
-    def _extremes(self, ranked: Ranked, num_channels: Sequence[int]) -> Callable[[], Sequence[torch.Tensor]]:
+    def _extremes(self, ranked: Ranked, num_channels: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Return a function of the largest, or smallest, of every channel's scores, as integers. One round."""
         sign = -1.0 if ranked.score.combined_by == "min" else 1.0  # both are found as a maximum
         num_nans: dict[str, int] = {}
 
         def fill(total: torch.Tensor) -> None:
             tables = torch.split(total.fill_(-torch.inf), list(num_channels))
-            own = _owned(ranked)
             there = []
-            for member, scores in own.items():
+            for member, scores in ranked.owned.items():
                 # The channels' extremes, and the number of NaNs.
                 best = torch.full((num_channels[member] + 1,), -torch.inf, dtype=torch.float64, device=scores.device)
                 best[-1] = 0.0
@@ -153,7 +156,7 @@ class Channels(Pattern):
                     is_nan = values.isnan()
                     best[-1] += is_nan.sum()
                     best[:-1].scatter_reduce_(0, channels, values.masked_fill_(is_nan, -torch.inf), "amax")
-            for (member, scores), found in zip(own.items(), fetched(there), strict=True):
+            for (member, scores), found in zip(ranked.owned.items(), fetched(there), strict=True):
                 tables[member][:, 0] = found[:-1]
                 tables[member][:, 1] = found[-1]
                 num_nans[scores.shard.name] = int(found[-1])
@@ -161,23 +164,7 @@ class Channels(Pattern):
         total = max_together(ranked.comm, (sum(num_channels), 2), fill, torch.float64)
         if max(total[:, 1].tolist(), default=0.0) > 0:
             raise_nans(ranked.comm, num_nans)
-        bits = Order("value", torch.float64)
-        return lambda: [bits.keys(each) for each in torch.split(total[:, 0] * sign, list(num_channels))]
-
-
-def _summed(ranked: Ranked, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sum of every channel's scores, by member."""
-    return [sums_of(table, ranked.score) for table in tables]
-
-
-def _drawn(ranked: Ranked, num_channels: Sequence[int]) -> list[torch.Tensor]:
-    """Return what is drawn for every channel, by member."""
-    members = zip(ranked.roster.members, num_channels, strict=True)
-    return [ranked.score.of_units(member.name, torch.arange(num)) for member, num in members]
-
-
-def _owned(ranked: Ranked) -> dict[int, LocalScores]:
-    return {ranked.index[scores.shard.name]: scores for scores in ranked.scores if scores.shard.owned}
+        return lambda: Order("value", torch.float64).keys(total[:, 0] * sign)
 
 
 def _channels(scores: LocalScores, dim: int) -> ShardUnits:

@@ -7,7 +7,6 @@ that in the usual layouts the home of a row holds a part of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -53,10 +52,6 @@ class LocalUnits:
         """Whether the matrix is contiguous local elements, row by row, without cut units."""
         return self.matrix.num_local_out is None and len(self.cut) == 0
 
-    def offsets(self, rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Return the local offsets of the whole units' elements in local ``rows``, 2-D; ``whole`` where those are."""
-        return self.begin + self.matrix.offsets(rows, whole)
-
     def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
         """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""
         rows = np.flatnonzero((self.matrix.rows >= first) & (self.matrix.rows < last)) if len(self.cut) else self.cut
@@ -93,14 +88,14 @@ def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
 
 @dataclass(frozen=True)
 class CutElements:
-    """Elements of one parameter in cut units, as a rank sends them."""
+    """Elements of one parameter in cut units, as a rank tells their homes of them."""
 
     member: int  # of the roster
     matrix: Matrix
     length: int  # of a unit
-    rows: tuple[int, int]  # the range of rows that the ranks share as homes
     flat: IntArray
-    owned: bool
+    rows: tuple[int, int] = (0, 0)  # the range of rows that the ranks share as homes; does not travel
+    keys: Array | None = None  # of an owner
 
 
 @dataclass(frozen=True)
@@ -171,12 +166,12 @@ class Inquiry:
 
 def decide_cut(
     comm: Communicator,
-    make_parts: Callable[[], Sequence[tuple[CutElements, Array]]],
+    make_parts: Callable[[], Sequence[CutElements]],
     keep: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> Callable[[], list[npt.NDArray[np.bool_]]]:
     """Return a function that returns what stays of each part (bool). Every rank of ``comm`` must call it.
 
-    ``make_parts`` returns this rank's parts and their keys. A home decides whole units by ``keep(member, keys)``, with
+    ``make_parts`` returns this rank's parts. A home decides whole units by ``keep(member, keys)``, with
     keys (units, length). Three rounds: sizes (8 bytes a rank), keys, answers. A rank sends the keys that it owns, 16
     bytes for every run of consecutive flat indices, and 64 bytes for every parameter and home. It gets one byte back
     for each element.
@@ -184,8 +179,8 @@ def decide_cut(
 
     def questions() -> list[Question]:
         return [
-            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part, keys))
-            for part, keys in make_parts()
+            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part))
+            for part in make_parts()
         ]
 
     inquiry = Inquiry(comm)
@@ -198,68 +193,52 @@ def _message(pieces: Sequence[bytes]) -> torch.Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
-def _encoded(part: CutElements, keys: Array, chosen: IntArray) -> bytes:
+def _encoded(part: CutElements, chosen: IntArray) -> bytes:
     flat, matrix = part.flat[chosen], part.matrix
     begins = np.flatnonzero(np.diff(flat, prepend=flat[0] - 2) != 1)
     lengths = np.diff(begins, append=len(flat))
-    keys = keys[chosen] if part.owned else keys[:0]
+    keys = np.empty(0, dtype=np.int64) if part.keys is None else part.keys[chosen]
     header = [part.member, matrix.num_matrices, matrix.num_out, matrix.num_in, int(matrix.transposed), part.length]
-    sizes = [len(begins), keys.itemsize if part.owned else 0]
+    sizes = [len(begins), 0 if part.keys is None else keys.itemsize]
     words = np.concatenate([np.array(header + sizes), flat[begins], lengths]).astype(np.int64)
     return words.tobytes() + keys.tobytes().ljust(-(-keys.nbytes // 8) * 8, b"\0")
 
 
-@dataclass(frozen=True)
-class _CutMessage:
-    """What a rank told a home of one parameter: :func:`_encoded`, read back."""
-
-    rank: int
-    number: int  # among its questions
-    member: int
-    matrix: Matrix
-    length: int
-    flat: IntArray
-    keys: Array | None  # of an owner
-
-    @staticmethod
-    def parse(rank: int, message: bytes) -> Iterator[_CutMessage]:
-        """Yield what is in all that ``rank`` sent."""
-        at = 0
-        for number in itertools.count():
-            if at >= len(message):
-                return
-            header = np.frombuffer(message, np.int64, _NUM_HEADER_WORDS, at).tolist()
-            member, num_matrices, num_out, num_in, transposed, length, num_runs, key_size = header
-            at += 8 * _NUM_HEADER_WORDS
-            begins, lengths = np.frombuffer(message, np.int64, 2 * num_runs, at).reshape(2, num_runs)
-            at += 16 * num_runs
-            firsts = np.cumsum(lengths) - lengths
-            flat = np.repeat(begins - firsts, lengths) + np.arange(int(lengths.sum()))
-            keys = np.frombuffer(message, _KEY_TYPES[key_size], len(flat), at) if key_size else None
-            at += -(-len(flat) * key_size // 8) * 8
-            yield _CutMessage(
-                rank, number, member, Matrix(num_out, num_in, bool(transposed), num_matrices), length, flat, keys
-            )
+def _decoded(message: bytes) -> Iterator[CutElements]:
+    """Yield all that a rank told: the parts of which the message was :func:`_encoded`."""
+    at = 0
+    while at < len(message):
+        header = np.frombuffer(message, np.int64, _NUM_HEADER_WORDS, at).tolist()
+        member, num_matrices, num_out, num_in, transposed, length, num_runs, key_size = header
+        at += 8 * _NUM_HEADER_WORDS
+        begins, lengths = np.frombuffer(message, np.int64, 2 * num_runs, at).reshape(2, num_runs)
+        at += 16 * num_runs
+        flat = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+        keys = np.frombuffer(message, _KEY_TYPES[key_size], len(flat), at) if key_size else None
+        at += -(-len(flat) * key_size // 8) * 8
+        yield CutElements(member, Matrix(num_out, num_in, bool(transposed), num_matrices), length, flat, keys=keys)
 
 
 def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
     """Decide the units that the ranks ask about. Return the answers by rank, in the order of its questions."""
-    asked = [[*_CutMessage.parse(rank, message)] for rank, message in enumerate(questions)]
+    asked = [[*_decoded(message)] for message in questions]
     answers = [[b""] * len(of_rank) for of_rank in asked]
-    by_member: dict[int, list[_CutMessage]] = {}
-    for message in itertools.chain(*asked):
-        by_member.setdefault(message.member, []).append(message)
-    for member, messages in by_member.items():
-        matrix, length = messages[0].matrix, messages[0].length
-        rows, columns = matrix.place(np.concatenate([message.flat for message in messages]))
+    by_member: dict[int, list[tuple[int, int]]] = {}  # rank, and number of the question
+    for rank, of_rank in enumerate(asked):
+        for number, part in enumerate(of_rank):
+            by_member.setdefault(part.member, []).append((rank, number))
+    for member, places in by_member.items():
+        parts = [asked[rank][number] for rank, number in places]
+        matrix, length = parts[0].matrix, parts[0].length
+        rows, columns = matrix.place(np.concatenate([part.flat for part in parts]))
         units, unit = np.unique(rows * (matrix.num_in // length) + columns // length, return_inverse=True)
-        ends = np.cumsum([len(message.flat) for message in messages])[:-1]
-        found = [*zip(messages, np.split(unit, ends), np.split(columns % length, ends), strict=True)]
-        table = np.zeros((len(units), length), next(m.keys.dtype for m in messages if m.keys is not None))
-        for message, of_unit, within in found:
-            if message.keys is not None:
-                table[of_unit, within] = message.keys
+        ends = np.cumsum([len(part.flat) for part in parts])[:-1]
+        at = [*zip(np.split(unit, ends), np.split(columns % length, ends), strict=True)]
+        table = np.zeros((len(units), length), next(part.keys.dtype for part in parts if part.keys is not None))
+        for part, where in zip(parts, at, strict=True):
+            if part.keys is not None:
+                table[where] = part.keys
         kept = keep(member, torch.from_numpy(table)).numpy()
-        for message, of_unit, within in found:
-            answers[message.rank][message.number] = kept[of_unit, within].tobytes()
+        for (rank, number), where in zip(places, at, strict=True):
+            answers[rank][number] = kept[where].tobytes()
     return answers

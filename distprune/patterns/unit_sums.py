@@ -6,7 +6,7 @@ The sums of their elements' scores are the same in any order, on a grid common t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,9 +170,7 @@ def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor 
     return values, gone
 
 
-def agree_on_scales(
-    ranked: Ranked, scores: Callable[[], Mapping[int, LocalScores]], num_addends: Sequence[int], *, together: bool
-) -> list[int]:
+def agree_on_scales(ranked: Ranked, num_addends: Sequence[int], *, together: bool) -> list[int]:
     """Return the scale of every member's grid, or, ``together``, of one grid for all. Every rank must call it.
 
     ``num_addends``: the elements of a unit, by member. One round of 8 bytes a parameter.
@@ -184,7 +182,7 @@ def agree_on_scales(
 
     def fill(largest: torch.Tensor) -> None:
         found = []
-        for of_shard in scores().values():
+        for of_shard in ranked.owned.values():
             found.append(torch.zeros(2, dtype=torch.float64, device=of_shard.device))  # largest, NaNs
             for start, stop in of_shard.chunks():
                 at = slice(start, stop)
@@ -198,7 +196,7 @@ def agree_on_scales(
                 values, _ = addends(of_shard, at)
                 found[-1][1] += values.isnan().sum()
                 found[-1][0] = found[-1][0].maximum(values.nan_to_num_(0.0, 0.0, 0.0).abs_().max())
-        for (member, of_shard), numbers in zip(scores().items(), fetched(found), strict=True):
+        for (member, of_shard), numbers in zip(ranked.owned.items(), fetched(found), strict=True):
             largest[member], nans = numbers.tolist()
             if nans:
                 num_nans[of_shard.shard.name], largest[member] = int(nans), torch.inf

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_scope, check_share
+from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.within_rows import PerRow
 from distprune.scores import LocalScores
@@ -41,8 +41,7 @@ class Unstructured(Pattern):
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
-        check_share(self.sparsity)
-        check_scope(self.sparsity, self.scope)
+        check_share(self.sparsity, scope=self.scope)
 
     @override
     def __str__(self) -> str:
@@ -56,7 +55,7 @@ class Unstructured(Pattern):
             ranked.order(members)  # raises alike on all ranks
         num_gone = [0] * len(ranked.numels)
         if ranked.checks:
-            num_gone = take_census(ranked, counts_gone=ranked.of_left).num_gone
+            num_gone, _ = take_census(ranked, counts_gone=ranked.of_left)
 
         def entry(scores: LocalScores) -> Entry:
             shard = scores.shard

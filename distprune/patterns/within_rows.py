@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -32,6 +33,7 @@ from distprune.shards import Matrix, count_true, fetched, on_host, sent
 __all__ = ["NByM", "PerRow"]
 
 Array = npt.NDArray[Any]
+BoolArray = npt.NDArray[np.bool_]
 
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
@@ -76,7 +78,7 @@ class _WithinRows(Pattern):
             member = ranked.index[scores.shard.name]
             if member in parts and parts[member].scores is scores:
                 return parts[member]
-            return _RowUnits(scores, member, own[member], orders[member], ranked.of_left)
+            return _RowUnits(scores, own[member], orders[member], ranked.of_left)
 
         def num_cut(scores: LocalScores) -> int:
             part = parts[ranked.index[scores.shard.name]] = rows_of(scores)
@@ -86,12 +88,11 @@ class _WithinRows(Pattern):
             return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
         if ranked.checks:
-            census = take_census(ranked, counts_gone=False, num_cut=num_cut)
-            for batch in _batches(census.num_cut):
-                held = [(parts[member], stretch, num) for member, stretch, num in batch if member in parts]
-                stays = decide_cut(ranked.comm, partial(_cut_parts, held), keep)
-                for i, (part, _, _) in enumerate(held):
-                    part.answers.append(partial(lambda of_all, of_part: of_all()[of_part], stays, i))
+            for batch in _batches(take_census(ranked, num_cut=num_cut)[1]):
+                held = [each for each in batch if each[0] in parts]
+                stays = decide_cut(ranked.comm, partial(_cut_parts, parts, held), keep)
+                for i, (member, _, _) in enumerate(held):
+                    parts[member].answers.append((stays, i))
         return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put))
 
     @override
@@ -209,64 +210,60 @@ class PerRow(_WithinRows):
 class _RowUnits:
     """The groups, or the rows, of one parameter on this rank."""
 
-    def __init__(self, scores: LocalScores, member: int, pattern: _WithinRows, order: Order, of_left: bool) -> None:
+    def __init__(self, scores: LocalScores, pattern: _WithinRows, order: Order, of_left: bool) -> None:
         self.scores = scores
-        self._keep = partial(pattern.keep_units, of_left=of_left)
-        self._keep_bits = pattern.keep_bits
+        self._pattern = pattern
+        self._of_left = of_left
         self._order = order
-        self._member = member
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
         self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
         self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
         self._cut: list[torch.Tensor] = []  # local offsets
-        self.answers: list[partial[npt.NDArray[np.bool_]]] = []  # what stays of each of ``_cut``
+        self.answers: list[tuple[Callable[[], list[BoolArray]], int]] = []  # for each of ``_cut``: which stay, of whom
 
-    def cut(self, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor]:
-        """Return the elements in cut units of the ``stretch``-th of ``num_stretches`` of the rows, and their keys."""
+    def cut(self, member: int, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor | None]:
+        """Return the elements in cut units of one of ``num_stretches`` stretches of the rows, and an owner's keys."""
         shard, num_rows = self.scores.shard, self._matrix.num_rows
         rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
-        flat = shard.geometry.flat_indices_at(offsets).numpy()
-        part = CutElements(self._member, self._matrix, self._length, rows, flat, shard.owned)
-        return part, self.scores.keys(self._order, sent(offsets, self.scores.device))
+        part = CutElements(member, self._matrix, self._length, shard.geometry.flat_indices_at(offsets).numpy(), rows)
+        return part, self.scores.keys(self._order, sent(offsets, self.scores.device)) if shard.owned else None
 
     def decide(self, put: Put) -> torch.Tensor:
         """Decide the whole units, take over what became of the cut ones, and ``put`` what stays: see ``Choice``."""
-        scores, device = self.scores, self.scores.device
+        scores, units, device = self.scores, self.units, self.scores.device
         counts = torch.zeros(3, dtype=torch.int64, device=device)
-        if self.units.is_dense and not len(self.units.loose):
-            self._decide_dense(put, counts)
-            return counts
         everything = slice(0, scores.shard.geometry.local_numel)
-        flags = put.flags(everything, device)
-        if self.units.is_dense:
-            self._decide_dense(MaskPut(flags), counts)
-        else:
-            columns, memory = sent(torch.from_numpy(self.units.whole), device), self._memory()
-            for first, last in self._row_ranges():
-                offsets = self.units.offsets(torch.arange(first, last, device=device), columns).reshape(-1)
+        flags = None if units.is_dense and not len(units.loose) else put.flags(everything, device)
+        into = put if flags is None else MaskPut(flags)
+        width, columns = len(units.whole), sent(torch.from_numpy(units.whole), device)
+        num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))
+        memory = torch.empty(step * width, dtype=self._order.key_dtype, device=device)  # fresh each time would be slow
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            if not units.is_dense:
+                assert flags is not None
+                rows = torch.arange(first, last, device=device)
+                offsets = (units.begin + units.matrix.offsets(rows, columns)).reshape(-1)
                 flags[offsets] = self._keep_keys(offsets, memory, None, counts)
-        for offsets, answer in zip(self._cut, self.answers, strict=True):
+                continue
+            at = slice(units.begin + first * width, units.begin + last * width)
+            if self._bits is None or not self._put_at_once(at, into, counts):
+                of_rows = into.flags(at, device)
+                self._keep_keys(at, memory, of_rows, counts)
+                counts[0] += len(of_rows) - count_true(of_rows)
+                into.stays(at, of_rows)
+        if flags is None:
+            return counts
+        for offsets, (stays, i) in zip(self._cut, self.answers, strict=True):
             there = sent(offsets, device)
             self._count(scores.keys(self._order, there), counts)
-            flags[there] = sent(torch.from_numpy(answer()), device)
+            flags[there] = sent(torch.from_numpy(stays()[i]), device)
         counts[0] = len(flags) - count_true(flags)
         put.stays(everything, flags)
         return counts
-
-    def _decide_dense(self, put: Put, counts: torch.Tensor) -> None:
-        """Put what stays of whole units that lie side by side, range by range."""
-        begin, width, memory = self.units.begin, len(self.units.whole), self._memory()
-        for first, last in self._row_ranges():
-            at = slice(begin + first * width, begin + last * width)
-            if self._bits is not None and self._put_at_once(at, put, counts):
-                continue
-            flags = put.flags(at, self.scores.device)
-            self._keep_keys(at, memory, flags, counts)
-            counts[0] += len(flags) - count_true(flags)
-            put.stays(at, flags)
 
     def _put_at_once(self, at: slice, put: Put, counts: torch.Tensor) -> bool:
         """Put what stays ``at``, on the host, by one read of the weights' bits; return whether that was possible."""
@@ -274,7 +271,7 @@ class _RowUnits:
         bits, magnitude = self._bits[0][at], self._bits[1]
         left = put.bits(at)
         out = put.flags(at, self.scores.device).numpy() if left is None else left
-        found = self._keep_bits(bits, magnitude, out)
+        found = self._pattern.keep_bits(bits, magnitude, out)
         if found is None or found[1] < self._order.first:  # what is gone has rules of its own
             return False
         num_kept, lowest, highest = found
@@ -286,29 +283,14 @@ class _RowUnits:
             put.left(at, left)
         return True
 
-    def _num_rows(self) -> int:
-        """Return how many rows of whole units are decided at a time, at least one."""
-        return max(1, put_size(self.scores.device) // max(len(self.units.whole), 1))
-
-    def _memory(self) -> torch.Tensor:
-        """Return memory for the keys of that many rows: fresh memory each time would be slow."""
-        num = self._num_rows() * len(self.units.whole)
-        return torch.empty(num, dtype=self._order.key_dtype, device=self.scores.device)
-
-    def _row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the local rows that are decided at a time: the first, and the one after them."""
-        num_rows, step = len(self.units.matrix.rows) if len(self.units.whole) else 0, self._num_rows()
-        for first in range(0, num_rows, step):
-            yield first, min(first + step, num_rows)
-
     def _keep_keys(
         self, at: slice | torch.Tensor, memory: torch.Tensor, out: torch.Tensor | None, counts: torch.Tensor
     ) -> torch.Tensor:
         """Return what stays of whole units, 1-D, and in ``out``, if given; count gone and NaN. ``memory``: of keys."""
         width = len(self.units.whole)
         keys = self.scores.keys(self._order, at, memory).view(-1, width)
-        is_gone = self._count(keys, counts)
-        return self._keep(keys, is_gone, None if out is None else out.view(-1, width)).view(-1)
+        is_gone, out = self._count(keys, counts), None if out is None else out.view(-1, width)
+        return self._pattern.keep_units(keys, is_gone, out, of_left=self._of_left).view(-1)
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""
@@ -326,11 +308,11 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     return keys < order.first
 
 
-def _cut_parts(held: Sequence[tuple[_RowUnits, int, int]]) -> list[tuple[CutElements, npt.NDArray[Any]]]:
-    """Return what of each part travels, and the keys; those of all are fetched at once."""
-    found = [part.cut(stretch, num) for part, stretch, num in held]
-    keys = fetched([there for _, there in found])
-    return [(part, here.numpy()) for (part, _), here in zip(found, keys, strict=True)]
+def _cut_parts(parts: Mapping[int, _RowUnits], held: Sequence[tuple[int, int, int]]) -> list[CutElements]:
+    """Return what of each of ``held`` travels (see :func:`_batches`); the keys of all are fetched at once."""
+    found = [parts[member].cut(member, stretch, num) for member, stretch, num in held]
+    keys = iter(fetched([keys for _, keys in found if keys is not None]))
+    return [part if of is None else dataclasses.replace(part, keys=next(keys).numpy()) for part, of in found]
 
 
 def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

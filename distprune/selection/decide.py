@@ -73,8 +73,8 @@ def _keep_above(order: Order, bits: Array, magnitude: Any, key: int, out: Array)
     """
     first, above = bits.dtype.type(order.first), bits.dtype.type(key)
     if (loops := compiled()) is not None:
-        loop = loops.keep_above if out.dtype == np.bool_ else loops.leave_above
-        num_kept, num_gone = loop(bits, magnitude, first, above, out)
+        zero = None if out.dtype == np.bool_ else bits.dtype.type(0)
+        num_kept, num_gone = loops.keep_above(bits, magnitude, first, above, out, zero)
     else:  # they are keys
         np.greater(bits, above, out=out)
         num_kept, num_gone = int(np.count_nonzero(out)), 0

@@ -64,8 +64,8 @@ def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array)
     """
     if (loops := compiled()) is None or m > _MAX_PAIRED or not len(bits):
         return None
-    loop = loops.keep_groups_of_bits if out.dtype == np.bool_ else loops.leave_groups_of_bits
-    lowest, highest = loop(bits, magnitude, n, m, out)
+    zero = None if out.dtype == np.bool_ else bits.dtype.type(0)
+    lowest, highest = loops.keep_groups_of_bits(bits, magnitude, n, m, out, zero)
     return len(bits) // m * n, int(lowest), int(highest)
 
 

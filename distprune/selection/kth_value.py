@@ -14,7 +14,7 @@ competitions alone, the number of rounds on the kind of the scores and on whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -24,14 +24,14 @@ import torch
 from distprune.collectives import Communicator, together
 from distprune.host_loops import load
 from distprune.selection.competition import Competition, Range, Undecided, Words
-from distprune.selection.counts import Contribution, summed_counts
+from distprune.selection.counts import summed_counts
 from distprune.selection.decide import decide
-from distprune.selection.device_tally import DeviceTally
+from distprune.selection.device_tally import count_keys_on_device, count_positions_on_device
 from distprune.selection.put import Put
 from distprune.selection.sampling import sample_brackets
-from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry
+from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry, key_chunks
 from distprune.selection.tally import SurvivorMemory, Tally
-from distprune.shards import fetched, on_host
+from distprune.shards import count_true, fetched, on_host
 
 __all__ = ["Selection", "raise_nans", "select_lowest"]
 
@@ -102,14 +102,14 @@ def select_lowest(
     num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
     sample_brackets(comm, states, lambda: own.entries, num_key_words)
     while not all(state.is_key_known or state.only_gone for state in states):
-        counts = summed_counts(comm, len(states), num_key_words, own.counts)
+        counts = summed_counts(comm, states, num_key_words, lambda: own.entries, own.count_keys)
         _check(comm, own, states, counts)
         for state, row in zip(states, counts, strict=True):
             _narrow_keys(state, row)
     for state in states:
         state.skip_ties()
     while any(state.positions.low < state.positions.high for state in states):
-        counts = summed_counts(comm, len(states), num_position_words, lambda: own.counts(of_positions=True))
+        counts = summed_counts(comm, states, num_position_words, lambda: own.entries, own.count_positions)
         for state, row in zip(states, counts, strict=True):
             state.positions = state.narrow(state.positions, row)
     thresholds = [None if s.only_gone else s.competition.order.value(s.keys.low) for s in states]
@@ -123,34 +123,41 @@ class _OwnPart:
         self._states = states
         self._make_entries = make_entries
         self._memory = SurvivorMemory()
+        self._tallies: dict[int, Tally] = {}  # by the id of the entry
 
     @cached_property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> list[Entry]:
+        """What this rank counts: of replicas, those that it owns."""
         entries = self._make_entries()
         if sum(entry.geometry.local_numel for entry in entries if on_host(entry.scores.device)) >= _WORTH_LOADING:
             load()
-        return entries
+        return [entry for entry in entries if entry.owned and entry.geometry.local_numel]
 
-    @cached_property
-    def tallies(self) -> list[Tally | DeviceTally]:
-        return [
-            Tally(entry, self._states[entry.competition], self._memory)
-            if on_host(entry.scores.device)
-            else DeviceTally(entry, self._states[entry.competition])
-            for entry in self.entries
-        ]
+    def count_keys(self, row: torch.Tensor, entry: Entry, state: Undecided) -> None:
+        if on_host(entry.scores.device):
+            self._tally(entry, state).count_keys(row)
+        else:
+            count_keys_on_device(row, entry, state)
 
-    def counts(self, *, of_positions: bool = False) -> Iterator[Contribution]:
-        """Yield what counts the tallies' keys, or their positions."""
-        for tally in self.tallies:
-            tally.narrow()
-            count = tally.count_positions if of_positions else tally.count_keys
-            yield tally.entry.competition, tally.entry.scores.device, count
+    def count_positions(self, row: torch.Tensor, entry: Entry, state: Undecided) -> None:
+        if on_host(entry.scores.device):
+            self._tally(entry, state).count_positions(row)
+        else:
+            count_positions_on_device(row, entry, state)
+
+    def _tally(self, entry: Entry, state: Undecided) -> Tally:
+        if id(entry) not in self._tallies:
+            self._tallies[id(entry)] = Tally(entry, state, self._memory)
+        return self._tallies[id(entry)]
 
     def num_nans(self) -> dict[str, int]:
-        owned = [tally for tally in self.tallies if tally.entry.owned]
-        found = fetched([tally.num_nans() for tally in owned])
-        return {tally.entry.name: int(num) for tally, num in zip(owned, found, strict=True)}
+        """Return how many scores are NaN, by name."""
+        counts: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            order = self._states[entry.competition].competition.order
+            nans = (count_true(keys > order.last) for _, keys in key_chunks(entry, order))
+            counts[entry.name] = sum(nans, torch.zeros((), dtype=torch.int64))
+        return dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
 
 
 def _narrow_keys(state: Undecided, row: Words) -> None:

@@ -9,15 +9,14 @@ one more pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from distprune.collectives import Communicator
 from distprune.selection.competition import Range, Undecided, Words, add_histogram, add_histogram_on_device
-from distprune.selection.counts import Contribution, summed_counts
+from distprune.selection.counts import summed_counts
 from distprune.selection.scan import Entry
 from distprune.shards import on_host, sent
 
@@ -33,14 +32,7 @@ def sample_brackets(
 ) -> None:
     """Set the key range of every state to its bracket: two rounds of ``num_words`` int64 a competition."""
     for fill, bracket in ((_fill_slots, _bracket_of_slots), (_count_strides, _bracket_of_strides)):
-
-        def parts(fill: Callable[..., None] = fill) -> Iterator[Contribution]:
-            for entry in entries():
-                if entry.owned and entry.geometry.local_numel:
-                    state = states[entry.competition]
-                    yield entry.competition, entry.scores.device, partial(fill, entry=entry, state=state)
-
-        for state, row in zip(states, summed_counts(comm, len(states), num_words, parts), strict=True):
+        for state, row in zip(states, summed_counts(comm, states, num_words, entries, fill), strict=True):
             # What is gone comes before all others: a bracket of those that compete begins above it.
             keys, first = bracket(state, row), state.competition.order.first
             state.keys = Range(max(keys.low, first), max(keys.high, first))

@@ -32,6 +32,7 @@ __all__ = [
     "Keyed",
     "Survivors",
     "count_beyond",
+    "key_chunks",
     "scan",
 ]
 
@@ -76,6 +77,10 @@ class Survivors:
     offsets: Array  # uint32, or int64 where that is too short
     keys: Array  # the order's key dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.offsets.nbytes + self.keys.nbytes)
+
 
 class KeyBits:
     """Integers of which ``&`` makes the keys of one shard's elements, on the host, range by range.
@@ -87,12 +92,8 @@ class KeyBits:
     def __init__(self, scores: Keyed, order: Order, size: int) -> None:
         self._scores, self._order = scores, order
         self._all = scores.bits(order) if compiled() is not None else None
+        self.are_weights = self._all is not None
         self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype)
-
-    @property
-    def are_weights(self) -> bool:
-        """Whether they are the weights' own bits."""
-        return self._all is not None
 
     def __call__(self, at: slice) -> tuple[Array, Any]:
         """Return the integers at ``at``, and what they are to be combined with."""
@@ -102,11 +103,16 @@ class KeyBits:
         return keys, keys.dtype.type(-1)
 
 
+def key_chunks(entry: Entry, order: Order) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield local offsets and the keys there, chunk by chunk, on the device of the scores."""
+    numel, step = entry.geometry.local_numel, chunk_size(entry.scores.device)
+    for start in range(0, numel, step):
+        at = slice(start, min(start + step, numel))
+        yield at, entry.scores.keys(order, at)
+
+
 def scan(
-    entry: Entry,
-    order: Order,
-    bracket: Range,
-    offsets: tuple[int, int] | None = None,
+    entry: Entry, order: Order, bracket: Range, offsets: tuple[int, int] | None = None
 ) -> Iterator[tuple[Words, Survivors]]:
     """Yield counts and survivors of the local elements, which are on the CPU, chunk by chunk in order.
 

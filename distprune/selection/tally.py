@@ -1,15 +1,15 @@
-"""One parameter's part in a competition on this rank: what it adds to the counts."""
+"""What an entry on the CPU adds to the counts. Survivors are set aside where they are few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from distprune.selection.competition import Range, Undecided, Words, add_histogram
-from distprune.selection.scan import NUM_COUNTS, NUM_NANS, Entry, Survivors, scan
+from distprune.selection.competition import Undecided, Words, add_histogram
+from distprune.selection.scan import NUM_COUNTS, Entry, Survivors, scan
 
 __all__ = ["SurvivorMemory", "Tally"]
 
@@ -33,39 +33,31 @@ class Tally:
     """Counts of one entry on the CPU. Survivors are set aside where they are few, else found anew when needed."""
 
     def __init__(self, entry: Entry, state: Undecided, memory: SurvivorMemory) -> None:
-        self.entry = entry
-        self._num_nans = 0
+        self._entry = entry
         self._state = state
         self._memory = memory
         self._survivors: Survivors | None = None
-        self._positions: torch.Tensor | None = None
-
-    def num_nans(self) -> torch.Tensor:
-        """Return how many local scores are NaN, int64."""
-        return torch.tensor(self._num_nans)
 
     def count_keys(self, row: torch.Tensor) -> None:
-        """Add the owned keys inside the state's range to ``row``; on the first look, what lies outside too."""
-        if self._survivors is None:
-            if self._state.is_key_known or self._state.only_gone:
-                return  # many ties with the k-th key, and nothing left to learn about it
-            counts = self._scan_keys(row)
-            self._num_nans = int(counts[NUM_NANS])
-            if self._state.needs_scan and self.entry.owned:
-                row[:NUM_COUNTS] += torch.from_numpy(counts)
-        else:
+        """Add the keys inside the state's range to ``row``; on the first look, what lies outside too."""
+        self._narrow()
+        if self._survivors is not None:
             self._add_keys(row, self._survivors)
+        elif not (self._state.is_key_known or self._state.only_gone):  # else nothing is left to learn
+            counts = self._scan_keys(row)
+            if self._state.needs_scan:
+                row[:NUM_COUNTS] += torch.from_numpy(counts)
 
     def _scan_keys(self, row: torch.Tensor) -> Words:
         total = np.zeros(NUM_COUNTS, dtype=np.int64)
         kept: list[Survivors] | None = []
-        for counts, found in scan(self.entry, self._state.competition.order, self._state.keys):
+        for counts, found in scan(self._entry, self._state.competition.order, self._state.keys):
             total += counts
-            if kept is not None and self._memory.take(_num_bytes(found)):
+            if kept is not None and self._memory.take(found.num_bytes):
                 kept.append(found)
                 continue
             for survivors in kept or ():  # too many to keep: count them as they come
-                self._memory.num_bytes += _num_bytes(survivors)
+                self._memory.num_bytes += survivors.num_bytes
                 self._add_keys(row, survivors)
             kept = None
             self._add_keys(row, found)
@@ -75,55 +67,45 @@ class Tally:
         return total
 
     def _add_keys(self, row: torch.Tensor, found: Survivors) -> None:
-        if self.entry.owned and len(found.keys):
+        if len(found.keys):
             add_histogram(row[NUM_COUNTS:], torch.from_numpy(found.keys), self._state.keys)
 
-    def narrow(self) -> None:
+    def _narrow(self) -> None:
         """Set aside only the survivors that the last round over the keys did not decide."""
         if self._survivors is None:
             return
-        before = _num_bytes(self._survivors)
+        self._memory.num_bytes += self._survivors.num_bytes
         if self._state.needs_scan:  # the bracket missed
-            self._memory.num_bytes += before
             self._survivors = None
             return
-        low, high = self._state.keys.low, self._state.keys.high
         keys, offsets = self._survivors.keys, self._survivors.offsets
-        left = (keys >= low) & (keys <= high)
+        left = (keys >= self._state.keys.low) & (keys <= self._state.keys.high)
         self._survivors = Survivors(offsets[left], keys[left])
-        self._memory.num_bytes += before - _num_bytes(self._survivors)
+        self._memory.num_bytes -= self._survivors.num_bytes
 
     def count_positions(self, row: torch.Tensor) -> None:
-        """Add the owned positions inside the state's range, of elements that tie with the k-th key."""
-        if not self.entry.owned or self._state.only_gone:
+        """Add the positions inside the state's range, of elements that tie with the k-th key."""
+        self._narrow()
+        if self._state.only_gone:
             return
         within = self._state.positions
-        for positions in self._positions_of_ties(within):
+        for survivors in self._ties():
+            offsets = torch.from_numpy(survivors.offsets.astype(np.int64, copy=False))
+            positions = self._entry.geometry.flat_indices_at(offsets) + self._entry.first_position
             inside = positions[(positions >= within.low) & (positions <= within.high)]
             if len(inside):
                 add_histogram(row, inside, within)
 
-    def _positions_of_ties(self, within: Range) -> Iterator[torch.Tensor]:
-        """Yield the positions of elements whose key is the k-th, all those ``within`` among them."""
+    def _ties(self) -> Iterable[Survivors]:
+        """Return the elements whose key is the k-th: all that are within the state's positions, and maybe others."""
         if self._survivors is not None:
-            if self._positions is None:
-                self._positions = self._positions_of(self._survivors.offsets)
-            yield self._positions
-            return
-        offsets: tuple[int, int] | None = None
-        if self.entry.geometry.flat_start is not None:
-            first, numel = self.entry.first_position + self.entry.geometry.flat_start, self.entry.geometry.local_numel
+            return [self._survivors]
+        geometry, within, offsets = self._entry.geometry, self._state.positions, None
+        if geometry.flat_start is not None:
+            first, numel = self._entry.first_position + geometry.flat_start, geometry.local_numel
             offsets = min(max(within.low - first, 0), numel), min(max(within.high + 1 - first, 0), numel)
-        for _, found in scan(self.entry, self._state.competition.order, self._state.keys, offsets=offsets):
-            yield self._positions_of(found.offsets)
-
-    def _positions_of(self, offsets: Words) -> torch.Tensor:
-        flat = self.entry.geometry.flat_indices_at(torch.from_numpy(offsets.astype(np.int64, copy=False)))
-        return flat + self.entry.first_position
-
-
-def _num_bytes(survivors: Survivors) -> int:
-    return int(survivors.offsets.nbytes + survivors.keys.nbytes)
+        found = scan(self._entry, self._state.competition.order, self._state.keys, offsets=offsets)
+        return (survivors for _, survivors in found)
 
 
 def _joined(kept: list[Survivors]) -> Survivors:

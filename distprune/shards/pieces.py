@@ -56,10 +56,18 @@ def share_of(
     return Geometry(tuple(shape), tuple(runs))
 
 
-def pieces_of(geometry: Geometry, grain: Sequence[int], numel: int) -> Iterator[Geometry]:
-    """Yield what ``geometry`` holds in pieces of ``numel`` elements, or a grain, at most."""
-    if geometry.local_numel:
-        yield from _cut(geometry, grain, numel, 0)
+def pieces_of(geometry: Geometry, grain: Sequence[int], numel: int, dim: int = 0) -> Iterator[Geometry]:
+    """Yield what ``geometry`` holds in pieces of ``numel`` elements, or a grain, at most. It is cut from ``dim`` on."""
+    if geometry.local_numel <= numel or dim == len(grain):
+        if geometry.local_numel:
+            yield geometry
+        return
+    runs = geometry.dim_runs
+    step = max(1, numel // (geometry.local_numel // geometry.local_shape[dim] * grain[dim])) * grain[dim]
+    for start, stop in runs[dim]:
+        for low in range(start, stop, step):
+            piece = Geometry(geometry.global_shape, (*runs[:dim], ((low, min(low + step, stop)),), *runs[dim + 1 :]))
+            yield from pieces_of(piece, grain, numel, dim + 1)
 
 
 def within(geometry: Geometry, bounds: Sequence[tuple[int, int]]) -> Geometry:
@@ -69,15 +77,3 @@ def within(geometry: Geometry, bounds: Sequence[tuple[int, int]]) -> Geometry:
         for held, (start, stop) in zip(geometry.dim_runs, bounds, strict=True)
     )
     return Geometry(geometry.global_shape, tuple(runs))
-
-
-def _cut(geometry: Geometry, grain: Sequence[int], numel: int, dim: int) -> Iterator[Geometry]:
-    if geometry.local_numel <= numel or dim == len(grain):
-        yield geometry
-        return
-    runs = geometry.dim_runs
-    step = max(1, numel // (geometry.local_numel // geometry.local_shape[dim] * grain[dim])) * grain[dim]
-    for start, stop in runs[dim]:
-        for low in range(start, stop, step):
-            piece = Geometry(geometry.global_shape, (*runs[:dim], ((low, min(low + step, stop)),), *runs[dim + 1 :]))
-            yield from _cut(piece, grain, numel, dim + 1)

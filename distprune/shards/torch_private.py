@@ -71,14 +71,11 @@ class Inside:
             if type(thing) not in self._known:
                 names = [name for part in type(thing).__mro__ for name in self.attributes.get(part.__name__, ())]
                 # Not hasattr: properties would be run.
-                missing += [f"{type(thing).__name__}.{name}" for name in names if not _has(thing, name)]
+                absent = [name for name in names if inspect.getattr_static(thing, name, Inside) is Inside]
+                missing += [f"{type(thing).__name__}.{name}" for name in absent]
                 self._known.update([] if missing else [type(thing)])
         if missing:
             raise _moved(", ".join(missing), f" for {self.feature}", f", or {self.advice}")
-
-
-def _has(thing: object, name: str) -> bool:
-    return inspect.getattr_static(thing, name, Inside) is not Inside
 
 
 FSDP1 = Inside(

@@ -47,12 +47,12 @@ def test_above_and_inside(loops: ModuleType, dtype: Any) -> None:
             keep, offsets, found = np.empty(num, dtype=np.bool_), np.empty(num, dtype=np.int64), np.empty_like(bits)
             first = np.sort(keys)[num // 4]
             counts = ((keys > low).sum(), (keys < first).sum())
-            assert loops.keep_above(bits, factor, first, low, keep) == counts
+            assert loops.keep_above(bits, factor, first, low, keep, None) == counts
             assert np.array_equal(keep, keys > low)
             left, in_place = np.where(keys > low, bits, 0), bits.copy()
             for out in (found, in_place):
                 read = bits if out is found else in_place
-                assert loops.leave_above(read, factor, first, low, out) == counts
+                assert loops.keep_above(read, factor, first, low, out, dtype(0)) == counts
                 assert np.array_equal(out, left)
             num_kept, num_inside, *extremes = loops.find_inside(bits, factor, low, high, offsets, found)
             inside = np.flatnonzero((keys >= low) & (keys <= high))
@@ -75,22 +75,11 @@ def test_groups(loops: ModuleType, dtype: Any) -> None:
             if keys.dtype == bits.dtype:
                 keep[:] = True
                 extremes = keys.min(), keys.max()
-                assert loops.keep_groups_of_bits(bits, magnitude, n, m, keep) == extremes
+                assert loops.keep_groups_of_bits(bits, magnitude, n, m, keep, None) == extremes
                 assert np.array_equal(keep, expected.ravel())
                 left = np.full_like(bits, 7)
-                assert loops.leave_groups_of_bits(bits, magnitude, n, m, left) == extremes
+                assert loops.keep_groups_of_bits(bits, magnitude, n, m, left, bits.dtype.type(0)) == extremes
                 assert np.array_equal(left, np.where(keep, bits, 0))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, *DTYPES])
-def test_zeros(loops: ModuleType, dtype: Any) -> None:
-    bits, _ = made(dtype, 5000)
-    keep = np.random.default_rng(0).random(5000) < 0.5
-    out, expected = np.empty_like(bits), np.where(keep, bits, dtype(0))
-    loops.zero_pruned(bits, keep.view(np.int8), out)
-    assert np.array_equal(out, expected)
-    loops.zero_pruned(bits, keep.view(np.int8), bits)
-    assert np.array_equal(bits, expected)
 
 
 @pytest.mark.parametrize("why", ["missing", "switched off"])

@@ -168,7 +168,7 @@ class Selecting(BasePruningMethod):
 
         def decide() -> Decision:
             chosen[:] = settle()
-            return Decision([], {"t": sum(each.num_nans for each in chosen)})
+            return [], {"t": sum(each.num_nans for each in chosen)}
 
         commit(comm, decide)
         if not isinstance(t, DTensor):
@@ -272,7 +272,7 @@ def prune_pairs(
     def decide() -> Decision:
         masks, num_nans = settle()
         hooks = [CustomFromMask(mask) for mask in masks] if scope == "global" else methods
-        return Decision([changed(*each) for each in zip(targets, masks, hooks, strict=True)], num_nans)
+        return [changed(*each) for each in zip(targets, masks, hooks, strict=True)], num_nans
 
     return put_in_place(comm, decide)
 
@@ -311,9 +311,9 @@ def _selected(agreed: Agreed, targets: Sequence[Target], method: Selecting, scop
     settle = method.choose(agreed, make_scores, scope)
 
     def masks() -> _Masks:
-        chosen = dict(zip([target.label for target in held], settle(), strict=True))
-        nans = {label: each.num_nans for label, each in chosen.items()}
+        chosen = {target.label: each for target, each in zip(held, settle(), strict=True)}
         keep = {label: each.mask for label, each in chosen.items()}
+        nans = {label: each.num_nans for label, each in chosen.items()}
         return [next_mask(target, keep.get(target.label), kind) for target in targets], nans
 
     return masks

@@ -28,12 +28,8 @@ class Change:
     added: Hook | None = None
 
 
-@dataclass(frozen=True)
-class Decision:
-    """``changes``: one for every target. ``num_nans``: NaNs in this rank's scores, by label."""
-
-    changes: Sequence[Change]
-    num_nans: Mapping[str, int]
+# A change for every target, and the number of NaNs in this rank's scores, by label.
+Decision = tuple[Sequence[Change], Mapping[str, int]]
 
 
 def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Change]:
@@ -42,13 +38,14 @@ def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Chang
     If any of it fails on one rank, every rank puts everything back.
     """
     undo: list[Callable[[], None]] = []
-    decision = Decision([], {})
+    changes: Sequence[Change] = ()
+    num_nans: Mapping[str, int] = {}
 
     def place(any_nan: torch.Tensor) -> None:
-        nonlocal decision
-        decision = decide()
-        any_nan[0] = any(decision.num_nans.values())
-        for change in decision.changes:
+        nonlocal changes, num_nans
+        changes, num_nans = decide()
+        any_nan[0] = any(num_nans.values())
+        for change in changes:
             target = change.target
             undo.append(snapshot(target.module, target.managed))
             for key in target.old_hooks:
@@ -58,9 +55,9 @@ def commit(comm: Communicator, decide: Callable[[], Decision]) -> Sequence[Chang
 
     try:
         if max_together(comm, (1,), place)[0]:
-            raise_nans(comm, decision.num_nans)
+            raise_nans(comm, num_nans)
     except BaseException:
         for put_back in reversed(undo):
             put_back()
         raise
-    return decision.changes
+    return changes

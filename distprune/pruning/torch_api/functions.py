@@ -224,7 +224,7 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
             keep = masks[shard.name].to(target.shard.local.device)
             mask = next_mask(target, keep, CustomFromMask.PRUNING_TYPE)
             changes.append(changed(target, mask, CustomFromMask(mask)))
-        return Decision(changes, {})
+        return changes, {}
 
     put_in_place(comm, decide)
 

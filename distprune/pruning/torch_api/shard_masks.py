@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Group, communicator
 from distprune.masks import pruning_hooks
 from distprune.models import Found
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
-from distprune.pruning.torch_api.commit import Change, Decision
+from distprune.pruning.torch_api.commit import Change
 from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets
 from distprune.scores import Magnitude, Score
 from distprune.shards import Fsdp2Params, checksum, dtensor_like, fetched, local_of
@@ -37,12 +36,13 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
         for target in targets:
             check_binary(target.label, target.whole_mask)
         shards = [target.shard for target in targets if target.shard is not None]
-        own_facts = facts(comm, targets, [_checksum(target.whole_mask) for target in targets])
+        masks = [local_of(of.whole_mask) for of in targets if of.whole_mask is not None and not of.whole_mask.is_meta]
+        own_facts = facts(comm, targets, [int(number) for number in fetched([checksum([mask]) for mask in masks])])
         return Found(shards, [], by_default=False, has_blocks=False), own_facts, Magnitude(), targets
 
     _, targets = agree_on(comm, look)
     if targets:
-        put_in_place(comm, lambda: Decision([_brought_over(target) for target in targets], {}))
+        put_in_place(comm, lambda: ([_brought_over(target) for target in targets], {}))
     return model
 
 
@@ -53,18 +53,11 @@ def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for hook in pruning_hooks(module).values():
             name = str(hook._tensor_name)
             fsdp2.release(module, name + "_orig")
-            if isinstance(getattr(module, name + "_orig"), DTensor) and _is_whole(getattr(module, name + "_mask")):
+            mask = getattr(module, name + "_mask")
+            is_whole = not isinstance(mask, DTensor) or all(of.is_replicate() for of in mask.placements)
+            if is_whole and isinstance(getattr(module, name + "_orig"), DTensor):
                 found.append((module, name))
     return found
-
-
-def _is_whole(mask: torch.Tensor) -> bool:
-    return not isinstance(mask, DTensor) or all(isinstance(placement, Replicate) for placement in mask.placements)
-
-
-def _checksum(mask: torch.Tensor | None) -> int:
-    assert mask is not None  # it is pruned
-    return 0 if mask.is_meta else int(fetched([checksum([local_of(mask)])])[0])
 
 
 def _brought_over(target: Target) -> Change:
