@@ -16,8 +16,6 @@ from distprune.collectives import Group, communicator, sum_together, together
 from distprune.models import cross_entropy, evaluating, keeping_weights
 from distprune.shards import reset_forward
 
-__all__ = ["Continuation", "log_likelihoods", "perplexities", "perplexity", "tokenize_file"]
-
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
 
 Progress = Callable[[int, int], None] | None

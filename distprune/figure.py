@@ -6,8 +6,6 @@ from typing import Any
 
 from distprune.checkpoint import import_extra
 
-__all__ = ["new_figure"]
-
 _DOTS_PER_INCH = 150
 
 

@@ -10,8 +10,6 @@ import torch
 
 from distprune.calibration.text import draw_windows, is_drawn_by_place, open_text, tokens_of
 
-__all__ = ["Batches"]
-
 
 class Batches:
     """Batches of windows from anywhere in a file, which holds text as in :func:`load_samples`. Local.

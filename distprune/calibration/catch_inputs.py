@@ -16,8 +16,6 @@ from distprune.collectives import Alone, Communicator
 from distprune.models import decoder_blocks, keeping_weights
 from distprune.shards import reset_forward, take_roots
 
-__all__ = ["catch_inputs"]
-
 
 def catch_inputs(
     model: nn.Module,

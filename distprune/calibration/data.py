@@ -14,8 +14,6 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.text import draw_windows
 from distprune.collectives import Group, agree, communicator, together
 
-__all__ = ["Samples", "check_fit", "load_samples", "own_samples", "spread"]
-
 
 @dataclass(frozen=True)
 class Samples:

@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FreeMemory"]
-
 _SLACK = 32 << 20  # bytes a process may grow by before it is looked after; each time costs page faults
 
 

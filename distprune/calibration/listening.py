@@ -20,8 +20,6 @@ from typing_extensions import override
 
 from distprune.models import LinearLayer, expert_inputs
 
-__all__ = ["Listener", "first_layers", "listening"]
-
 _ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__} | {
     torch.Tensor.__radd__
 }

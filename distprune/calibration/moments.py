@@ -10,8 +10,6 @@ import torch
 
 from distprune.calibration.owner_ranks import OwnerRank
 
-__all__ = ["EVERYWHERE", "Moments", "MomentsOf"]
-
 MomentsOf = Literal["features", "pairs"]  # the diagonal, for Wanda; all of X^T X, for SparseGPT
 
 EVERYWHERE = OwnerRank(0, spread=True)

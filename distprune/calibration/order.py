@@ -16,8 +16,6 @@ from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, together
 from distprune.models import LinearLayer
 
-__all__ = ["BlockOrder", "learn_order"]
-
 
 @dataclass(frozen=True)
 class BlockOrder:

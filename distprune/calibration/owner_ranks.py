@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["OwnerRank", "SharedInput", "find_owners"]
-
 _FACTOR = 4  # multiplications of a factorization that take as long as one of a sweep
 _WORTH = 1.25  # what owners may take longer than the best way to spread: rounds cost more than that
 _MOST_WEIGHTS = 2  # times its share of a block's weights that a rank may sweep as an owner: it has them in memory

@@ -23,8 +23,6 @@ from distprune.collectives import Communicator, lookup_rows, whole_tensor
 from distprune.masks import is_masked
 from distprune.shards import own_params, private
 
-__all__ = ["RootParameters"]
-
 _tree_map = private("torch.utils._pytree", "tree_map")
 
 _ASK_FOR_NO_VALUES = ("__get__", "size", "dim", "numel", "is_floating_point")  # weight.dtype and the like

@@ -23,8 +23,6 @@ from distprune.collectives import Communicator, gather_features
 from distprune.models import expert_weights
 from distprune.shards import Fsdp2Params, local_of
 
-__all__ = ["Axis", "SampleGroup", "find_sample_group", "flat_local", "shared_axis"]
-
 
 @dataclass(frozen=True)
 class Axis:

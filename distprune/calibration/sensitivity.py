@@ -41,8 +41,6 @@ from distprune.models import (
 )
 from distprune.shards import reset_forward
 
-__all__ = ["Sensitivity", "measure_sensitivities"]
-
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 
 

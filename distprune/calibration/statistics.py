@@ -41,8 +41,6 @@ from distprune.collectives import Alone, Communicator, max_together, sum_at_owne
 from distprune.models import LinearLayer
 from distprune.shards import all_finite
 
-__all__ = ["InputStatistics", "StageDone"]
-
 FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
 _PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of layers

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["add_products", "square_sums"]
-
 _ROWS = 256  # tokens in float64 at a time
 _STRIP = 128  # rows of X^T X that are computed together
 

@@ -22,8 +22,6 @@ from distprune.calibration.sample_group import flat_local
 from distprune.calibration.walk import Walk, fitting
 from distprune.models import LinearLayer
 
-__all__ = ["DenseSample", "Targets"]
-
 
 @dataclass
 class DenseSample:

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 import torch
 
-__all__ = ["draw_windows", "first_tokens", "is_drawn_by_place", "open_text", "tokens_of"]
-
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
 _WHOLE = 1 << 23  # bytes of a file that is tokenized whole: seconds

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_triangle", "triangle_shape", "unpack_triangle"]
-
 _TILE = 64  # rows and columns of a matrix that are mirrored at a time
 
 

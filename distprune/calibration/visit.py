@@ -16,8 +16,6 @@ from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, sum_together, together
 from distprune.models import evaluating
 
-__all__ = ["Visitor", "visit_blocks", "walking"]
-
 Progress = Callable[[int, int], None] | None
 
 

@@ -27,8 +27,6 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, together
 from distprune.shards import all_finite, kept_gathered
 
-__all__ = ["Call", "Walk", "check_plain", "fitting", "hidden_of"]
-
 
 @dataclass(frozen=True)
 class Call:

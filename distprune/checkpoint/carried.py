@@ -18,8 +18,6 @@ from distprune.checkpoint.naming import check_complete, check_tensors, model_reg
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.models import decoder_blocks
 
-__all__ = ["Carried", "Output", "output_of"]
-
 
 @dataclass(frozen=True)
 class Carried:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["compute_buffers"]
-
 
 def compute_buffers(model: Any) -> None:
     """Let transformers compute the non-persistent buffers of ``model``, and see that it did.

@@ -16,8 +16,6 @@ import torch
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region
 
-__all__ = ["Placed", "converted"]
-
 T = TypeVar("T")
 
 

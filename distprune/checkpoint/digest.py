@@ -14,8 +14,6 @@ import torch
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives import Communicator, sum_together
 
-__all__ = ["NUM_WORDS", "as_words", "digest_together", "file_digest", "new_digest"]
-
 NUM_WORDS = 2  # of 64 bits
 _READ_BYTES = 8 << 20  # of a file, at a time
 

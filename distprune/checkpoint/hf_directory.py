@@ -20,8 +20,6 @@ import torch
 from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.optional_packages import import_extra
 
-__all__ = ["HfDirectory", "TensorEntry", "WeightFile", "open_directory", "open_weights", "read_json"]
-
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"

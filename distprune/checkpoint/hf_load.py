@@ -25,8 +25,6 @@ from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
 from distprune.shards import local_shard
 
-__all__ = ["load_model"]
-
 
 def load_model(
     path: str | Path | HfDirectory,

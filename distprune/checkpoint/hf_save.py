@@ -22,8 +22,6 @@ from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together, work_together
 from distprune.shards import LocalShard, local_shard
 
-__all__ = ["ModelWriter", "save_model"]
-
 
 def save_model(
     model: nn.Module,

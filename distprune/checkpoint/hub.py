@@ -15,8 +15,6 @@ from pathlib import Path
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives import Communicator, Group, agree, communicator, together, work_together
 
-__all__ = ["name_of_model", "resolve_model"]
-
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _NEEDED = ["*.safetensors", "config.json"]
 _FETCHED = [*_NEEDED, "*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "NOTICE*"]

@@ -14,8 +14,6 @@ from distprune.checkpoint.hf_directory import TensorEntry, open_directory
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
 from distprune.shards import local_shard
 
-__all__ = ["InspectReport", "TensorReport", "inspect_directory"]
-
 PATTERNS = ((1, 4), (2, 4), (4, 8))
 
 

@@ -14,8 +14,6 @@ from distprune.checkpoint.naming import Regions, check_tensors, model_regions
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config, one_line_errors
 
-__all__ = ["build_like", "build_on_meta"]
-
 # transformers builds under a default dtype of the whole process: two threads at once would keep each other's.
 _building = threading.Lock()
 

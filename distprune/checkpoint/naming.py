@@ -17,15 +17,6 @@ from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region, extents, regions_by_name
 
-__all__ = [
-    "Regions",
-    "check_complete",
-    "check_tensors",
-    "different_values",
-    "model_regions",
-    "names_by_tensor",
-]
-
 Regions = dict[str, list[Region]]  # by the name of a stored tensor: where it is in the model
 
 

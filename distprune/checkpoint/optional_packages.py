@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["import_extra"]
-
 
 def import_extra(module: str, extra: str) -> Any:
     """Return the imported ``module``.

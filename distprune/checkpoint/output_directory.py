@@ -18,8 +18,6 @@ from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.collectives import Communicator, Group, agree, communicator, is_raised_together, together, work_together
 
-__all__ = ["check_shared", "make_staging", "publish", "writing"]
-
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

@@ -22,8 +22,6 @@ from distprune.checkpoint.hf_directory import (
 )
 from distprune.shards import LocalShard
 
-__all__ = ["allocate_directory", "planned", "sync_file"]
-
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 

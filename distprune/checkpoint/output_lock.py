@@ -21,8 +21,6 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from distprune.collectives import Communicator, together
 
-__all__ = ["locking", "remove_files"]
-
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _PATIENCE = 0.2  # seconds: the job before may just be removing its lock
 

@@ -10,8 +10,6 @@ from typing import Any
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.optional_packages import import_extra
 
-__all__ = ["check_config", "load_tokenizer", "one_line_errors"]
-
 _MAX_MESSAGE = 500  # characters
 
 

@@ -19,8 +19,6 @@ import torch
 
 from distprune.shards import Geometry, LocalShard, within
 
-__all__ = ["Region", "extents", "fitted", "regions_by_name"]
-
 Shape = tuple[int, ...]
 
 

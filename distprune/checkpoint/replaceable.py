@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_json
 
-__all__ = ["Inputs", "check_output"]
-
 Inputs: TypeAlias = Sequence[str | Path]
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")

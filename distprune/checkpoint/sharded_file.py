@@ -17,8 +17,6 @@ import torch
 from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
-__all__ = ["Stretch", "chunks_of", "stretches_of", "write_chunk"]
-
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
 _WRITE_BYTES = 8 << 20  # written at a time

@@ -23,8 +23,6 @@ from distprune.checkpoint.pretrained import check_config
 from distprune.checkpoint.regions import Region, regions_by_name
 from distprune.models import Found, find_shards, model_of_names
 
-__all__ = ["StoredParameters", "find_stored", "mapped_tensors"]
-
 # What quantizers store beside, or instead of, a weight (bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8).
 _QUANTIZED = (
     *("absmax", "SCB", "qweight", "qzeros", "scales", "g_idx"),

@@ -13,8 +13,6 @@ import torch
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
 from distprune.shards import Geometry, LocalShard, cut
 
-__all__ = ["Progress", "Slices", "Stored", "fill_shards", "read_ahead", "stored_slices"]
-
 _AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 

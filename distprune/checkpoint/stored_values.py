@@ -12,8 +12,6 @@ from distprune.checkpoint.regions import Region, extents
 from distprune.checkpoint.tiled import Tile, Tiled
 from distprune.shards import Geometry, cut
 
-__all__ = ["StoredValues"]
-
 
 class StoredValues:
     """The values in ``regions``, all those of one tensor of the model; ``tensors``: what is stored, by name."""

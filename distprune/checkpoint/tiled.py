@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-__all__ = ["Tile", "Tiled"]
-
 Tile = tuple[tuple[int, ...], torch.Tensor]  # where it begins in the whole, and its values, of as many dims
 
 _aten: Any = torch.ops.aten

@@ -12,8 +12,6 @@ import typer
 from distprune.jobs import Job, StreamedJob
 from distprune.jobs.options import Option, options_of
 
-__all__ = ["JobCommand", "add_command"]
-
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _Options: TypeAlias = Mapping[str, Mapping[str, Option]]  # by flag and field; see add_command
 _NAMED = inspect.Parameter.KEYWORD_ONLY

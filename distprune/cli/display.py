@@ -13,8 +13,6 @@ from distprune.jobs import JobReport, PrunedBlocks, SmallerModel, Trained, Walke
 from distprune.jobs.figures import Kind, evaluated, kinds_of, mean_error, range_of, work_rows
 from distprune.pruning import PruneReport
 
-__all__ = ["Display", "show_inspection"]
-
 _WIDTH_OF_FILES = 200  # characters
 _RANKS_SHOWN = 8
 

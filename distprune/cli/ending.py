@@ -10,8 +10,6 @@ from typing import Literal, NoReturn
 
 from typing_extensions import override
 
-__all__ = ["end", "forgive_lost_output", "open_standard_streams"]
-
 
 def open_standard_streams() -> None:
     """Open what the caller has closed onto nothing: the next file would get its number, and what is printed."""

@@ -11,8 +11,6 @@ from typing import Literal
 
 from distprune.checkpoint import import_extra
 
-__all__ = ["Start", "ask_mpi", "check_size", "detect", "first_host", "likely_rank"]
-
 Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
 
 # Set for every rank by the mpiexec of Open MPI, of MPICH and its kin (hydra), and of MVAPICH; never by srun.

@@ -35,8 +35,6 @@ from distprune.jobs import (
     run_streamed_job,
 )
 
-__all__ = ["app", "run"]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

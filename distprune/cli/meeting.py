@@ -19,8 +19,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distprune.cli.launchers import Start
 
-__all__ = ["Meeting"]
-
 _GRACE = 5.0  # seconds for a rank to end by itself, once another has or a signal has come
 _POLL = 0.5  # seconds
 _GOODBYE = 2.0  # seconds for all to say that they end too

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from distprune.cli.launchers import Start, ask_mpi, detect, likely_rank
 from distprune.cli.meeting import Meeting
 
-__all__ = ["Launch", "schedule_as_batch", "use_huge_pages"]
-
 _TO_SAY_GOODBYE = timedelta(seconds=20)  # how long a rank that does not come tries to tell the first one
 
 

@@ -13,17 +13,6 @@ import torch
 
 from distprune.collectives.base import Communicator
 
-__all__ = [
-    "agree",
-    "is_raised_together",
-    "max_together",
-    "same_everywhere",
-    "sum_together",
-    "swap_known",
-    "swap_unknown",
-    "together",
-]
-
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.

@@ -9,8 +9,6 @@ from typing_extensions import override
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["Alone"]
-
 
 @final
 class Alone(Communicator):

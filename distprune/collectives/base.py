@@ -15,8 +15,6 @@ from typing import Any, final
 
 import torch
 
-__all__ = ["Communicator", "Traffic"]
-
 
 @dataclass
 class Traffic:

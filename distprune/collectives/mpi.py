@@ -13,8 +13,6 @@ from distprune.collectives.base import Communicator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiRanks"]
-
 
 @cache
 def _duplicate_of() -> int:

@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["ProcessGroup", "staging_device"]
-
 
 @final
 class ProcessGroup(Communicator):

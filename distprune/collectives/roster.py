@@ -16,8 +16,6 @@ from graphlib import CycleError, TopologicalSorter
 
 from distprune.collectives.base import Communicator
 
-__all__ = ["Member", "Roster", "natural_order", "roster_of_all", "roster_of_one"]
-
 
 @dataclass(frozen=True)
 class Member:

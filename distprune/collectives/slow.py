@@ -10,8 +10,6 @@ import torch
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 
-__all__ = ["work_together"]
-
 _BEAT = 1.0  # seconds between two rounds
 
 

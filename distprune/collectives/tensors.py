@@ -13,18 +13,6 @@ from distprune.collectives.agree import swap_known
 from distprune.collectives.base import Communicator
 from distprune.collectives.process_group import staging_device
 
-__all__ = [
-    "as_bytes",
-    "broadcast_tensor",
-    "exchange",
-    "from_bytes",
-    "gather_features",
-    "gather_pairwise",
-    "lookup_rows",
-    "sum_at_owners",
-    "whole_tensor",
-]
-
 
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return ``tensors`` joined as they travel, uint8 on the CPU. Local."""

@@ -19,8 +19,6 @@ from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport
 from distprune.shards import bytes_of, flat_chunks, local_shard
 
-__all__ = ["BLOCK", "BlockJournal", "digest_of"]
-
 BLOCK = "block"  # an item's kind
 
 

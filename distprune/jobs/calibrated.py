@@ -17,8 +17,6 @@ from distprune.jobs.run import Run
 from distprune.jobs.unfinished import ResumableJob
 from distprune.oneshot import TargetsOf
 
-__all__ = ["CalibratedJob", "load_calibrated"]
-
 
 @asked
 class CalibratedJob(ResumableJob):

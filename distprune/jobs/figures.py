@@ -15,8 +15,6 @@ from typing import Any
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
 from distprune.pruning import PruneReport
 
-__all__ = ["Kind", "by_kind", "evaluated", "kinds_of", "mean_error", "range_of", "removal_rows", "work_rows"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
 

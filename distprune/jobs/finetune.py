@@ -27,8 +27,6 @@ from distprune.jobs.watcher import Watcher
 from distprune.models import find_shards
 from distprune.shards import LocalShard, count_zeros
 
-__all__ = ["FinetuneJob", "run_finetune_job"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WARM_UP = 0.1  # of the job: the learning rate rises, and then falls to zero
 _NUM_SAID = 20  # times that the loss is

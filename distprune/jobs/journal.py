@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOURNAL_NAME", "Item", "Journal"]
-
 JOURNAL_NAME = "journal.jsonl"
 _NUM_DIGITS = 16  # of a checksum
 

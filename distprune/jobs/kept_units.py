@@ -12,8 +12,6 @@ from torch import nn
 from distprune.models import UnitKind, find_all_units
 from distprune.removal import Kept
 
-__all__ = ["as_text", "entries_of", "kept_of", "num_units"]
-
 
 def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, UnitKind, str], int]:
     """Return how many units there are, by block, kind and place."""

@@ -19,8 +19,6 @@ from distprune.pruning.agreement import agree_on_model
 from distprune.shards import LocalShard, checksum, count_zeros, local_of
 from distprune.training import Hold, hold_zeros
 
-__all__ = ["MaskedTraining"]
-
 _BETAS = (0.9, 0.95)
 _LONGEST_GRADIENT = 1.0  # longer ones are cut to this norm
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,8 +13,6 @@ from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained
 from distprune.patterns import Pattern
 from distprune.pruning import PruneReport
 
-__all__ = ["CARD_NAME", "model_card"]
-
 CARD_NAME = "README.md"
 
 _TAGS = ("distprune", "pruned")

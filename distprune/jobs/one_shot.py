@@ -30,8 +30,6 @@ from distprune.oneshot import (
 )
 from distprune.patterns import as_pattern
 
-__all__ = ["OneShotJob", "run_one_shot_job"]
-
 _GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the default
 
 

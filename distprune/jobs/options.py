@@ -14,20 +14,6 @@ import torch
 from distprune.checkpoint import check_output
 from distprune.patterns import Pattern
 
-__all__ = [
-    "EVALUATION",
-    "MOST",
-    "Job",
-    "Option",
-    "PruningJob",
-    "ask",
-    "asked",
-    "options_of",
-    "parse_budget",
-    "parse_samples",
-    "parse_size",
-]
-
 EVALUATION = "Evaluation"  # a panel of the help
 _Class = TypeVar("_Class")
 MOST = 1 << 30

@@ -15,8 +15,6 @@ from distprune.jobs.figures import by_kind
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Work
 from distprune.pruning import PruneReport
 
-__all__ = ["PICTURE_NAME", "can_draw", "draw", "draw_losses", "picture"]
-
 PICTURE_NAME = "report.png"
 
 _STROKES = ("-", "--", ":", "-.")  # the next one where the colors have been used up

@@ -15,8 +15,6 @@ from distprune.jobs.watcher import Watcher
 from distprune.patterns import Scope, as_pattern
 from distprune.pruning import PruneReport, prune_model
 
-__all__ = ["PruneJob", "run_prune_job"]
-
 
 @asked
 class PruneJob(PruningJob):

@@ -12,8 +12,6 @@ from distprune.jobs.options import Job
 from distprune.oneshot import Allocation, OneShotReport
 from distprune.pruning import PruneReport
 
-__all__ = ["Evaluation", "JobReport", "PrunedBlocks", "SmallerModel", "Trained", "Walked", "Work"]
-
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -35,8 +35,6 @@ from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Told, Watcher
 
-__all__ = ["REPORT_NAME", "Device", "Run", "clock", "write_report"]
-
 REPORT_NAME = "report.json"
 Device: TypeAlias = torch.device | str
 

@@ -48,8 +48,6 @@ from distprune.removal import (
     remove_units,
 )
 
-__all__ = ["ShrinkJob", "run_shrink_job"]
-
 _EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
 
 

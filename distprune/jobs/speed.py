@@ -25,8 +25,6 @@ from distprune.checkpoint import import_extra
 from distprune.collectives import work_together
 from distprune.jobs.run import Run, clock
 
-__all__ = ["compare_speed", "compared", "measure_apart"]
-
 _LENGTH = 512  # tokens of a forward
 _PROMPT, _GENERATED = 32, 64  # tokens
 # A figure is the median of so many runs at least, for so long; or of those there is time for.

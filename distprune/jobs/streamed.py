@@ -24,9 +24,6 @@ from distprune.pruning import PruneReport
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 
-__all__ = ["StreamedJob", "run_streamed_job"]
-
-
 _COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take clearly longer to load than they bring
 
 

@@ -36,8 +36,6 @@ from distprune.pruning.streamed import StreamedPruning
 from distprune.selection import raise_nans
 from distprune.shards import Geometry, LocalShard, bytes_of, cut, pieces_of, share_of, within
 
-__all__ = ["STRETCH", "StretchWriter", "apart"]
-
 STRETCH = "stretch"  # an item's kind
 _STRETCH_BYTES = 256 << 20  # of a rank
 _COPY_NUMEL = 4 << 20

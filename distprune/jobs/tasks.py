@@ -19,8 +19,6 @@ from distprune.checkpoint import import_extra
 from distprune.collectives import Communicator, agree
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
-__all__ = ["load_tasks", "run_tasks"]
-
 _EXTRA = "tasks"
 _SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")  # output types without generated text
 _FEW_SHOT_SEED = 1234  # lm_eval.evaluator's

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from distprune.checkpoint import file_digest, remove_files
 from distprune.collectives import Communicator, ProcessGroup, together
 
-__all__ = ["read_state", "state_digest", "write_state"]
-
 _FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 
 

@@ -27,8 +27,6 @@ from distprune.jobs.options import Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
 
-__all__ = ["STATE", "ResumableJob", "Unfinished", "open_unfinished"]
-
 STATE = "state"  # an item's kind: of a training, in a directory of its own
 _STATE_NAME = re.compile(r"state-\d+")
 _OWN_NAMES = {JOURNAL_NAME, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}

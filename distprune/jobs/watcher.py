@@ -9,8 +9,6 @@ from typing import Any
 
 from distprune.collectives import Communicator, together
 
-__all__ = ["Told", "Watcher"]
-
 
 class Watcher:
     """Is told, on every rank, how a job goes. This one is silent: override what you want to hear.

@@ -17,8 +17,6 @@ from typing_extensions import override
 from distprune.shards import Managed
 from distprune.shards.torch_private import FSDPParam
 
-__all__ = ["is_masked", "rename"]
-
 
 class _MaskedParam(FSDPParam):
     """An ``FSDPParam`` whose all-gathers start from masked data. Instances change into it and back."""

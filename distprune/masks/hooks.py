@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 
-__all__ = ["pruning_hooks"]
-
 
 def pruning_hooks(module: nn.Module, name: str | None = None) -> dict[int, torch_prune.BasePruningMethod]:
     """Return the pruning pre-hooks of ``module`` by key, ours and PyTorch's, on ``name`` or (``None``) any."""

@@ -14,17 +14,6 @@ from typing_extensions import override
 from distprune.selection import Put, put_size
 from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
-__all__ = [
-    "Zeroing",
-    "as_numbers",
-    "bits_of",
-    "make_zeros_positive",
-    "read_kept",
-    "seems_kept",
-    "write_signed_zeros",
-    "zero_where_pruned",
-]
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,8 +21,6 @@ from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import write_signed_zeros
 from distprune.shards import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
-__all__ = ["dense_state_dict", "joined", "local_mask", "plain_keys", "take_plain_key", "write_plain_keys"]
-
 _wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
 
 

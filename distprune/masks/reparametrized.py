@@ -33,8 +33,6 @@ from distprune.masks.savers import watch_savers
 from distprune.masks.writable import writable
 from distprune.shards import Fsdp2Params, LocalShard, Managed, dtensor_like, is_laid_out_like, local_part
 
-__all__ = ["mask_of", "product", "product_of_hook", "reparametrize", "snapshot", "undo_reparametrization"]
-
 _CONTAINERS = (dict, OrderedDict, set, list)
 
 

@@ -21,8 +21,6 @@ from torch import nn
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.plain_keys import joined, plain_keys
 
-__all__ = ["watch_savers"]
-
 # By module, class and method.
 _SAVERS = (
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),

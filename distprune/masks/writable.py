@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from distprune.shards import is_laid_out_like, local_of, private
 
-__all__ = ["writable"]
-
 _tree_map_only = private("torch.utils._pytree", "tree_map_only")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["cross_entropy"]
-
 _CHUNK = 256  # tokens whose logits are in float32 at a time
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_one_stack", "decoder_blocks", "other_blocks", "warn_of_other_blocks"]
-
 _List = nn.ModuleList | nn.ModuleDict
 
 

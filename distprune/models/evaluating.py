@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["evaluating", "keeping_weights", "replacing_forwards"]
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

@@ -16,8 +16,6 @@ from torch import nn
 
 from distprune.models.weights import expert_arguments, expert_weights, matrix_of_weight
 
-__all__ = ["check_experts", "expert_gradients", "expert_inputs", "expert_matrix"]
-
 _ROUTED = ("top_k_index", "router_indices")
 _KNOWN = ({"hidden_states"}, {"inputs", "expert_size"}, {"hidden_states", "gammas"})
 

@@ -19,8 +19,6 @@ from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
 from distprune.models.weights import is_adapter
 from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
 
-__all__ = ["Found", "NamePattern", "bare_model", "find_shards"]
-
 NamePattern = str | nn.Module
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})

@@ -22,8 +22,6 @@ from torch import nn
 from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
 from distprune.shards import Runs
 
-__all__ = ["UNUSUAL", "LinearLayer", "dense_weights", "expert_place", "find_routers", "linear_layers"]
-
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"
 UNUSUAL = (_UNKNOWN, _GROUPED)  # why weights stay dense that one may expect to be pruned

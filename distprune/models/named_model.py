@@ -21,8 +21,6 @@ from torch import nn
 
 from distprune.collectives import natural_order
 
-__all__ = ["model_of_names"]
-
 _EMBEDDINGS = ("relative_attention_bias",)
 
 

@@ -26,8 +26,6 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import LinearLayer, find_routers, linear_layers
 from distprune.models.weights import expert_weights
 
-__all__ = ["UNIT_KINDS", "Cut", "UnitKind", "Units", "find_all_units", "find_units", "head_dim"]
-
 UnitKind = Literal["mlp", "heads", "kv_groups", "experts"]
 UNIT_KINDS: tuple[UnitKind, ...] = ("mlp", "heads", "kv_groups", "experts")
 

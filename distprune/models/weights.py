@@ -13,8 +13,6 @@ from torch import nn
 
 from distprune.shards import Matrix
 
-__all__ = ["expert_arguments", "expert_weights", "is_adapter", "is_conv1d", "matrix_of_weight"]
-
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
 _EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
 _MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of one matrix an expert

@@ -24,8 +24,6 @@ from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 from distprune.selection import keep_highest_per_row
 
-__all__ = ["ADMM"]
-
 PENALTY = 1.0  # rho
 NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them
 _SMALLEST_NORM = 1e-8

@@ -28,8 +28,6 @@ from distprune.pruning.agreement import Facts, agree_on
 from distprune.scores import Elements, LocalScores, Score
 from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
 
-__all__ = ["Allocation", "allocate", "fill_budget", "whole_rows_of"]
-
 Allocation = Literal["uniform", "gradients"]
 Bounds = tuple[int, int]  # the least and the most
 

@@ -35,8 +35,6 @@ from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.shards import LocalShard
 
-__all__ = ["Finished", "OnBlock", "PruneRows", "WalkOptions", "run_blocks"]
-
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
 

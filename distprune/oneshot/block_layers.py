@@ -13,8 +13,6 @@ from distprune.models import UNUSUAL, LinearLayer, check_experts, dense_weights,
 from distprune.patterns import Pattern
 from distprune.shards import Matrix
 
-__all__ = ["BlockLayers", "find_layers", "unreached"]
-
 _NUM_NAMED = 3  # weights that a warning names for each reason
 _UNREACHED = "no token reached it"
 

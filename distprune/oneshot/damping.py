@@ -8,8 +8,6 @@ import torch
 
 from distprune.shards import all_finite
 
-__all__ = ["damped_factor"]
-
 _MAX_RAISED = 8
 
 Factorize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -38,8 +38,6 @@ from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
 from distprune.shards import all_finite
 
-__all__ = ["Clock", "Outcome", "prune_rows"]
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -13,8 +13,6 @@ import torch
 
 from distprune.collectives import Communicator, max_together, sum_together
 
-__all__ = ["sum_gram"]
-
 _EXACT_BITS = 53  # of a float64
 _CHUNK = 1 << 20  # weights in float64 at a time
 

@@ -11,8 +11,6 @@ from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known
 from distprune.oneshot.rows import Rows
 from distprune.shards import Runs
 
-__all__ = ["MovedRows", "move_rows"]
-
 
 @dataclass(frozen=True)
 class _Move:

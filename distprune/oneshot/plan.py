@@ -23,17 +23,6 @@ from distprune.pruning.agreement import check_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
 
-__all__ = [
-    "OneShotMethod",
-    "OneShotPlan",
-    "Sequential",
-    "TargetsOf",
-    "default_targets",
-    "make_plan",
-    "share_of_targets",
-    "updates_weights",
-]
-
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]

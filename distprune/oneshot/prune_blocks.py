@@ -22,8 +22,6 @@ from distprune.pruning.agreement import Facts, agree_on
 from distprune.scores import Random, Score
 from distprune.shards import LocalShard, flat_chunks
 
-__all__ = ["prune_blocks", "without_nans"]
-
 
 def prune_blocks(
     model: nn.Module,

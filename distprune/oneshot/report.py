@@ -10,8 +10,6 @@ from typing import Any
 
 from distprune.collectives import Communicator, sum_together
 
-__all__ = ["BlockReport", "LayerReport", "Meter", "OneShotReport"]
-
 
 @dataclass(frozen=True)
 class LayerReport:

@@ -17,8 +17,6 @@ from distprune.calibration import Moments
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 
-__all__ = ["Aim", "retarget"]
-
 _CHUNK = 1 << 20  # weights that are worked on at a time
 
 

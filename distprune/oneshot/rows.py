@@ -20,8 +20,6 @@ from distprune.collectives import Communicator, exchange
 from distprune.models import LinearLayer, expert_place
 from distprune.shards import Geometry, LocalShard, Ownership, Runs, Split, chunk_runs, in_order, local_shard, splits_of
 
-__all__ = ["Rows", "whole_rows"]
-
 
 @dataclass(frozen=True)
 class Rows:

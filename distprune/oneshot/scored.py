@@ -16,8 +16,6 @@ from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 
-__all__ = ["Scored"]
-
 _CHUNK = 1 << 20  # weights whose outputs are computed at a time
 
 

@@ -19,8 +19,6 @@ from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, LocalScores, Magnitude, Score
 
-__all__ = ["Computed", "Prepared", "Pruning", "Solved", "Solver", "Stage"]
-
 Prepared = TypeVar("Prepared")
 
 

@@ -23,8 +23,6 @@ from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 
-__all__ = ["COLUMNS", "DAMPING", "Factor", "SparseGPT", "factor"]
-
 COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
 _PART = 16  # columns swept one by one before the rest of their block is brought up to date, by a matrix product

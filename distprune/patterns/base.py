@@ -36,19 +36,6 @@ from distprune.selection import (
 )
 from distprune.shards import Geometry, Matrix, fetched
 
-__all__ = [
-    "Choice",
-    "Chosen",
-    "Competing",
-    "Pattern",
-    "Ranked",
-    "Scope",
-    "check_share",
-    "num_lowest",
-    "own_share",
-    "shares_of",
-]
-
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
 

@@ -36,8 +36,6 @@ from distprune.scores import LocalScores, Score
 from distprune.selection import Entry, MaskPut, Put, Selection
 from distprune.shards import Geometry, LocalMatrix, Matrix, fetched
 
-__all__ = ["Block"]
-
 BoolArray = npt.NDArray[np.bool_]
 
 

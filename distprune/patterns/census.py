@@ -12,8 +12,6 @@ from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores
 from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched
 
-__all__ = ["check_parts", "take_census"]
-
 _Part = tuple[LocalShard, Sequence[torch.Tensor]]  # and what of it is read
 
 

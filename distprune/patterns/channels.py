@@ -27,8 +27,6 @@ from distprune.scores import LocalScores
 from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, Matrix, fetched
 
-__all__ = ["Channels"]
-
 
 @final
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ import torch
 from distprune.collectives import Communicator, swap_known, swap_unknown
 from distprune.shards import Geometry, LocalMatrix, Matrix
 
-__all__ = ["CutElements", "Inquiry", "LocalUnits", "Question", "decide_cut", "find_units", "home_of"]
-
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 

@@ -19,18 +19,6 @@ from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
-__all__ = [
-    "NUM_COLUMNS",
-    "NUM_GONE",
-    "IntArray",
-    "ShardUnits",
-    "UnitKeys",
-    "addends",
-    "agree_on_scales",
-    "sums_of",
-    "unit_order",
-]
-
 IntArray = npt.NDArray[np.int64]
 
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together

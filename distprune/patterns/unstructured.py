@@ -15,8 +15,6 @@ from distprune.scores import LocalScores
 from distprune.selection import Entry, Put
 from distprune.shards import Matrix
 
-__all__ = ["Unstructured"]
-
 
 @final
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ from distprune.selection import (
 )
 from distprune.shards import Matrix, count_true, fetched, on_host, sent
 
-__all__ = ["NByM", "PerRow"]
-
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
 

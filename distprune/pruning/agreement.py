@@ -24,8 +24,6 @@ from distprune.models import Found, NamePattern, find_shards
 from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard
 
-__all__ = ["Agreed", "Facts", "agree_on", "agree_on_model", "all_shown", "check_seed"]
-
 Facts = Mapping[str, object]
 T = TypeVar("T")
 

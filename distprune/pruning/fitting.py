@@ -10,8 +10,6 @@ from distprune.models import matrix_of_weight
 from distprune.patterns import Pattern
 from distprune.shards import LocalShard
 
-__all__ = ["fitted"]
-
 
 def fitted(pattern: Pattern, shard: LocalShard, name: str) -> LocalShard:
     """Return the shard with its matrix, if ``pattern`` needs it.

@@ -29,8 +29,6 @@ from distprune.shards import (
     local_shard,
 )
 
-__all__ = ["Masks", "sparsity"]
-
 
 @final
 class Masks(Mapping[str, torch.Tensor]):

@@ -31,18 +31,6 @@ from distprune.scores import (
 from distprune.selection import raise_nans
 from distprune.shards import LocalShard, gradients_of, local_part
 
-__all__ = [
-    "Choosing",
-    "GivenEvidence",
-    "Request",
-    "choose_masks",
-    "compute_masks",
-    "gradients_there",
-    "prune_model",
-    "prune_requested",
-    "prune_shards",
-]
-
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
 
 

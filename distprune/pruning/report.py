@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from distprune.pruning.masks import Masks
 
-__all__ = ["ParameterReport", "PruneReport"]
-
 _NUM_SHOWN = 8  # parameters; the others are in ``parameters``
 
 

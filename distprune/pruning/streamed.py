@@ -19,8 +19,6 @@ from distprune.pruning.report import PruneReport
 from distprune.scores import count_unread_nans, local_scores
 from distprune.shards import Geometry, LocalShard, Ownership, grain_of, pieces_of, share_of, within
 
-__all__ = ["StreamedPruning"]
-
 _PIECE_NUMEL = 1 << 22  # elements in memory at a time, several times over
 
 

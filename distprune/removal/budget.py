@@ -24,8 +24,6 @@ from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
 from distprune.removal.sizes import Sizes
 
-__all__ = ["Budget", "Chosen", "cost_curve"]
-
 _EVEN = 16  # MLP widths are multiples of it, as far as those before are: matrix products are faster
 
 

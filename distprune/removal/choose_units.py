@@ -30,8 +30,6 @@ from distprune.removal.remover import Refit, UnitRemover
 from distprune.scores import Magnitude, Score
 from distprune.shards import cut, local_shard
 
-__all__ = ["OnBlockUnits", "Removal", "choose_units", "default_targets_of"]
-
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
 

@@ -16,19 +16,6 @@ from typing_extensions import override
 
 from distprune.oneshot.damping import damped_factor
 
-__all__ = [
-    "OBS",
-    "Activation",
-    "Criterion",
-    "CriterionName",
-    "Fluctuation",
-    "UnitEvidence",
-    "UnitMagnitude",
-    "UnitTaylor",
-    "criterion_of",
-    "damped_cholesky",
-]
-
 _LEAST = 1e-9  # of the mean diagonal, for an input that is always 0
 
 

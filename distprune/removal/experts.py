@@ -20,8 +20,6 @@ from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
 from distprune.shards import all_finite
 
-__all__ = ["ExpertCriterion", "choose_experts"]
-
 ExpertCriterion = Literal["output", "usage"]
 _INDEX, _SHARES = "top_k_index", "top_k_weights"  # of every experts module of transformers 5
 

@@ -18,8 +18,6 @@ from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, replacing_forwards
 from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
 
-__all__ = ["LayerCriterion", "order_layers", "skipping"]
-
 LayerCriterion = Literal["loss", "influence"]
 Progress = Callable[[int, int], None] | None
 

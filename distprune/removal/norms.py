@@ -11,8 +11,6 @@ from distprune.models import Cut, Units, expert_place
 from distprune.scores.exact_sum import grid_scale, on_grid
 from distprune.shards import LocalShard, all_finite
 
-__all__ = ["unit_norms"]
-
 _CHUNK = 1 << 20  # weights in float64 at a time
 
 

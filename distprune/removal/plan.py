@@ -16,8 +16,6 @@ from distprune.removal.select import KeptIndices
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
 from distprune.shards import Fsdp2Params, even_parts, find_flat_parts
 
-__all__ = ["Kept", "check_ascending", "check_layout", "holder_of", "plan_units", "step_of"]
-
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, UnitKind, str], torch.Tensor]
 

@@ -13,8 +13,6 @@ from distprune.oneshot.block_layers import BlockLayers
 from distprune.removal.plan import check_ascending
 from distprune.removal.remover import Asked
 
-__all__ = ["Readers", "find_readers", "num_to_keep"]
-
 
 @dataclass(frozen=True)
 class Readers:

@@ -20,8 +20,6 @@ from distprune.removal.select import select
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, text_config
 from distprune.shards import Fsdp2Params, drop_modules, local_shard, reset_forward, resize
 
-__all__ = ["check_layers", "remove_layers", "remove_units"]
-
 
 def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
     """Remove all units but ``kept`` from ``model``, in place: by block, kind and ``Units.name`` the indices that stay.

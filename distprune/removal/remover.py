@@ -24,8 +24,6 @@ from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
 from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
-__all__ = ["DAMPING", "Asked", "Refit", "UnitRemover"]
-
 Refit = Literal["least_squares", "bias", "none"]
 DAMPING = 0.1  # of X^T X, of its diagonal
 _NUM_STEPS = 16  # in which units go, by criteria that are rescored

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
 from distprune.shards import runs_of_splits, splits_of
 
-__all__ = ["KeptIndices", "select"]
-
 # What one rank has for another: of every slice, where it is with the sender and where with the receiver.
 _Piece = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -22,8 +22,6 @@ from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
 from distprune.removal.trials import Division, divide_budget, find_budget
 
-__all__ = ["Shrunk", "count_parameters", "cut_model", "shrink_model"]
-
 
 @dataclass(frozen=True)
 class Shrunk:

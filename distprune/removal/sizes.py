@@ -14,8 +14,6 @@ from distprune.removal.plan import plan_units
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
 
-__all__ = ["Sizes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:

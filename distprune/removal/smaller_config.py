@@ -20,8 +20,6 @@ from torch import nn
 
 from distprune.checkpoint.meta_model import build_like
 
-__all__ = ["SizeChange", "Smaller", "shapes_of", "smaller_config", "tensors_of", "text_config"]
-
 Shape = tuple[int, ...]
 Rename = Callable[[str], str | None]
 

@@ -37,8 +37,6 @@ from distprune.removal.remover import Asked
 from distprune.removal.sizes import Sizes
 from distprune.shards import LocalShard, local_shard, reset_forward
 
-__all__ = ["Division", "Trial", "divide_budget", "find_budget"]
-
 _MOST_WINDOWS = 64  # of the samples, in trials
 _HELD_OUT = 4  # every 4th of them
 _MOST_ALONE, _MOST_TRIALS = 6, 12  # of kinds alone, and of all

@@ -18,8 +18,6 @@ from typing_extensions import override
 
 from distprune.shards import LocalShard, chunk_size, count_true, fetched, flat_chunk, flat_chunks, is_zero, on_host
 
-__all__ = ["Elements", "ElementwiseScore", "Evidence", "LocalScores", "Score", "count_unread_nans", "local_scores"]
-
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
 
 

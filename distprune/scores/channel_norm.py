@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from distprune.scores.base import Elements, Score
 
-__all__ = ["ChannelNorm", "Norm"]
-
 Norm = int | float | str
 
 

@@ -10,8 +10,6 @@ import math
 
 import torch
 
-__all__ = ["grid_scale", "on_grid"]
-
 _MAX_FACTOR = 1000  # of exponents of 2
 _SUM_BITS = 61  # of an int64: a sign, and room for rounding up
 

@@ -12,8 +12,6 @@ from typing_extensions import override
 from distprune.scores.base import Elements, Evidence, Score
 from distprune.shards import LocalShard
 
-__all__ = ["Random"]
-
 
 @final
 @dataclass(frozen=True)

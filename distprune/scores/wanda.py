@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from distprune.scores.base import Elements, Score
 
-__all__ = ["Wanda"]
-
 
 @final
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ import torch
 
 from distprune.selection.order import Order
 
-__all__ = ["Competition", "Range", "Undecided", "Words", "add_histogram"]
-
 Words = npt.NDArray[np.int64]
 
 _HISTOGRAM_NUMEL = 1 << 16  # values at a time: the temporaries of one part are used again for the next

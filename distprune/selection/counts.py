@@ -11,8 +11,6 @@ from distprune.selection.competition import Undecided, Words
 from distprune.selection.scan import Entry
 from distprune.shards import fetched, on_host
 
-__all__ = ["summed_counts"]
-
 
 def summed_counts(
     comm: Communicator,

@@ -23,8 +23,6 @@ from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits
 from distprune.shards import on_host
 
-__all__ = ["decide"]
-
 Array = npt.NDArray[Any]
 
 

@@ -11,8 +11,6 @@ import torch
 from distprune.selection.competition import Undecided, add_histogram_on_device
 from distprune.selection.scan import NUM_COUNTS, Entry, key_chunks
 
-__all__ = ["count_keys_on_device", "count_positions_on_device"]
-
 
 def count_keys_on_device(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
     """Add the keys inside the state's range to ``row``; on the first look, what lies outside too."""

@@ -18,8 +18,6 @@ import torch
 from distprune.host_loops import compiled
 from distprune.shards import chunk_size, fetched, on_host
 
-__all__ = ["keep_groups_of_bits", "keep_highest_per_group", "keep_highest_per_row"]
-
 Array = npt.NDArray[Any]
 
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond

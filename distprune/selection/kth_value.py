@@ -33,8 +33,6 @@ from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE
 from distprune.selection.tally import SurvivorMemory, Tally
 from distprune.shards import count_true, fetched, on_host
 
-__all__ = ["Selection", "raise_nans", "select_lowest"]
-
 # int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
 # when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
 _NUM_WORDS_BATCHED = (1 << 11) - 1

@@ -18,8 +18,6 @@ import torch
 
 from distprune.shards import as_array, on_host
 
-__all__ = ["Order", "OrderedBy", "common_order"]
-
 OrderedBy = Literal["magnitude", "value"]
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}

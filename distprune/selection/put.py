@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from distprune.shards import chunk_size, on_host
 
-__all__ = ["MaskPut", "Put", "put_size"]
-
 Array = npt.NDArray[Any]
 
 _HOST_NUMEL = 1 << 18  # elements that are decided at a time and put: they stay in a core's cache until they are used

@@ -20,8 +20,6 @@ from distprune.selection.counts import summed_counts
 from distprune.selection.scan import Entry
 from distprune.shards import on_host, sent
 
-__all__ = ["sample_brackets"]
-
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
 _MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
 _NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket

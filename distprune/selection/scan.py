@@ -21,21 +21,6 @@ from distprune.selection.competition import Range, Words
 from distprune.selection.order import Order
 from distprune.shards import Geometry, chunk_size
 
-__all__ = [
-    "NUM_BELOW",
-    "NUM_COUNTS",
-    "NUM_GONE",
-    "NUM_INSIDE",
-    "NUM_NANS",
-    "Entry",
-    "KeyBits",
-    "Keyed",
-    "Survivors",
-    "count_beyond",
-    "key_chunks",
-    "scan",
-]
-
 Array = npt.NDArray[Any]
 
 # Counts of elements: below the bracket, inside, above; NaNs (which lie above), gone ones (which lie below).

@@ -11,8 +11,6 @@ import torch
 from distprune.selection.competition import Undecided, Words, add_histogram
 from distprune.selection.scan import NUM_COUNTS, Entry, Survivors, scan
 
-__all__ = ["SurvivorMemory", "Tally"]
-
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
 

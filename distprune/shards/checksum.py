@@ -8,8 +8,6 @@ import torch
 
 from distprune.shards.local_shard import flat_chunks
 
-__all__ = ["checksum"]
-
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x5851F42D4C957F2D  # between tensors: Knuth's, of MMIX; int64 wraps
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["all_finite", "chunk_size", "count_true", "fetched", "is_zero", "on_host", "sent"]
-
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries

@@ -18,8 +18,6 @@ from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.torch_private import FSDP1, private
 
-__all__ = ["find_flat_parts", "is_flattened"]
-
 _reshard = private("torch.distributed.fsdp._runtime_utils", "_reshard")
 
 

@@ -25,8 +25,6 @@ from distprune.shards.torch_private import FSDP2, FSDPState, private
 
 _module_state_mapping = private("torch.distributed._composable_state", "_module_state_mapping")
 
-__all__ = ["Fsdp2Params", "Managed", "own_params"]
-
 
 @dataclass(frozen=True)
 class Managed:

@@ -22,8 +22,6 @@ _DefaultAllGather = private(_FSDP2 + "_fsdp_collectives", "DefaultAllGather")
 _FSDPMeshInfo = private(_FSDP2 + "_fsdp_common", "FSDPMeshInfo")
 _TrainingState = private(_FSDP2 + "_fsdp_common", "TrainingState")
 
-__all__ = ["kept_gathered", "reset_forward", "take_roots"]
-
 
 def take_roots(model: nn.Module) -> None:
     """Run FSDP2's lazy initialisation of the roots in ``model`` now, not at their first forwards.

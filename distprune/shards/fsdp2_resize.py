@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from distprune.shards.fsdp2 import Managed, groups_of, state_of
 from distprune.shards.torch_private import FSDPParam, private
 
-__all__ = ["drop_modules", "even_parts", "resize"]
-
 _ShardPlacementResult = private("torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult")
 
 

@@ -22,8 +22,6 @@ import torch
 
 from distprune.shards.device import sent
 
-__all__ = ["Geometry", "Runs", "Split", "chunk_runs", "in_order", "runs_of_splits"]
-
 Runs = tuple[tuple[int, int], ...]
 IntArray = npt.NDArray[np.int64]
 

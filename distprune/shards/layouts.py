@@ -12,8 +12,6 @@ from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard
 
-__all__ = ["dtensor_like", "is_held", "is_laid_out_like", "local_of", "local_part", "local_shard", "splits_of"]
-
 
 def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return this rank's part of ``tensor``.

@@ -20,8 +20,6 @@ from distprune.shards.device import chunk_size, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
-__all__ = ["LocalShard", "count_zeros", "cut", "flat_chunk", "flat_chunks"]
-
 
 @dataclass(frozen=True, eq=False)
 class Ownership:

@@ -18,8 +18,6 @@ import torch
 
 from distprune.shards.geometry import Geometry
 
-__all__ = ["LocalMatrix", "Matrix"]
-
 IntArray = npt.NDArray[np.int64]
 Ints = TypeVar("Ints", IntArray, torch.Tensor)
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 
-__all__ = ["ParameterRange", "gradients_of", "ranges_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class ParameterRange:

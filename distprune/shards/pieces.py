@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
-__all__ = ["grain_of", "pieces_of", "share_of", "within"]
-
 _ENOUGH = 16  # grains a rank: from then on shares differ by less than a tenth
 
 

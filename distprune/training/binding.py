@@ -28,8 +28,6 @@ from distprune.shards import (
 from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 
-__all__ = ["Binding", "in_backward"]
-
 _backward_task = private("torch._C", "_current_graph_task_id")
 
 

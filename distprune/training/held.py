@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from distprune.masks import read_kept, seems_kept, write_signed_zeros, zero_where_pruned
 from distprune.shards import LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
 
-__all__ = ["Held", "Versions"]
-
 # Per-element state of torch's optimizers that is no moment and no copy of the weight.
 _NO_MOMENTS = ("step_size",)
 

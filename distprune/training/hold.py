@@ -29,8 +29,6 @@ from distprune.training.held import Held
 from distprune.training.optimizers import Optimizers, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
-__all__ = ["Hold", "hold_zeros"]
-
 _outside_dynamo = private("torch", "_disable_dynamo")
 
 

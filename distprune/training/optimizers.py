@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Optimizers", "parameters_of", "state_of", "unwrapped"]
-
 Optimizers = Optimizer | Iterable[Any] | None
 
 

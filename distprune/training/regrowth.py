@@ -20,8 +20,6 @@ from distprune.pruning.prune_model import choose_masks, gradients_there
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
 from distprune.shards import LocalShard, count_zeros
 
-__all__ = ["Counts", "GrowBy", "Regrow", "regrow"]
-
 GrowBy = Literal["gradient", "random"]
 _NUM_HASH_BITS = 1  # that make room for a value above all hashes
 

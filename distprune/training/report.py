@@ -11,8 +11,6 @@ from typing_extensions import override
 from distprune.checkpoint import import_extra
 from distprune.figure import new_figure
 
-__all__ = ["TrainingReport", "Update"]
-
 _NUM_SHOWN = 8  # updates; the others are in ``updates``
 
 

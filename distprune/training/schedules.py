@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 
 from distprune.patterns import check_share
 
-__all__ = ["Schedule", "check_rises", "constant", "cubic", "one_shot", "stepwise"]
-
 Schedule = Callable[[int], float]
 
 

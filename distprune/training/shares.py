@@ -12,8 +12,6 @@ from distprune.models import NamePattern
 from distprune.patterns import check_share
 from distprune.pruning.agreement import agree_on_model
 
-__all__ = ["erk", "erk_of_shapes"]
-
 
 def erk(
     model: nn.Module,

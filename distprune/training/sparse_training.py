@@ -24,8 +24,6 @@ from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rises
 
-__all__ = ["SparseTraining"]
-
 _NUM_CHECKED_STEPS = 4096  # of the schedule, before anything is changed
 
 

@@ -35,16 +35,6 @@ from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, mas
 from distprune.scores import LocalScores, Magnitude, Score
 from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_part, local_shard
 
-__all__ = [
-    "BasePruningMethod",
-    "CustomFromMask",
-    "PruningContainer",
-    "Selecting",
-    "changed",
-    "prune_pairs",
-    "put_in_place",
-]
-
 
 class BasePruningMethod(torch_prune.BasePruningMethod):
     """Base of all pruning methods; see ``torch.nn.utils.prune.BasePruningMethod``.

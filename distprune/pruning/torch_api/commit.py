@@ -12,8 +12,6 @@ from distprune.masks import reparametrize, snapshot
 from distprune.pruning.torch_api.targets import Hook, Target
 from distprune.selection import raise_nans
 
-__all__ = ["Change", "Decision", "commit"]
-
 
 @dataclass(frozen=True)
 class Change:

@@ -36,22 +36,6 @@ from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
 from distprune.scores import Norm
 from distprune.shards import Fsdp2Params, LocalShard
 
-__all__ = [
-    "custom_from_mask",
-    "global_unstructured",
-    "identity",
-    "is_pruned",
-    "l1_pattern",
-    "l1_unstructured",
-    "ln_structured",
-    "prune_each",
-    "put_masks",
-    "random_pattern",
-    "random_structured",
-    "random_unstructured",
-    "remove",
-]
-
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
 ScoresOfEach: TypeAlias = dict[Parameter, torch.Tensor] | None
 

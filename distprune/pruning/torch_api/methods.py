@@ -16,19 +16,6 @@ from distprune.pruning.agreement import Agreed, check_seed
 from distprune.pruning.torch_api.base import Selecting
 from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
 
-__all__ = [
-    "Amount",
-    "Identity",
-    "L1Pattern",
-    "L1Unstructured",
-    "LnStructured",
-    "RandomPattern",
-    "RandomStructured",
-    "RandomUnstructured",
-    "Scores",
-    "seeded",
-]
-
 Amount: TypeAlias = int | float  # a share, or how many
 Scores: TypeAlias = torch.Tensor | None  # that count in place of the parameter
 

@@ -15,8 +15,6 @@ from distprune.pruning.torch_api.targets import Target, check_binary, facts, fin
 from distprune.scores import Magnitude, Score
 from distprune.shards import Fsdp2Params, checksum, dtensor_like, fetched, local_of
 
-__all__ = ["shard_masks"]
-
 
 def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     """Cut the masks of parameters that were pruned first and sharded after, and return ``model``.

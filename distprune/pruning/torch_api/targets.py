@@ -34,20 +34,6 @@ from distprune.shards import (
     local_shard,
 )
 
-__all__ = [
-    "Hook",
-    "Pairs",
-    "Scores",
-    "Target",
-    "check_binary",
-    "described",
-    "facts",
-    "find_target",
-    "find_targets",
-    "next_mask",
-    "scores_of",
-]
-
 Pairs = Sequence[tuple[nn.Module, str]]
 Scores = Mapping[tuple[nn.Module, str], torch.Tensor]
 Hook = torch_prune.BasePruningMethod

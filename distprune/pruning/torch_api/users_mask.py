@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 else:
     TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
 
-__all__ = ["check_type", "mask_by_user", "masks_by_users", "pruning_type"]
-
 _no_redistribution = private("torch.distributed.tensor._utils", "ExplicitRedistributionContext")
 
 
