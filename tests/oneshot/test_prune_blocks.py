@@ -38,7 +38,7 @@ from tests.oneshot.alike import (
     share_alike,
 )
 from tests.pattern_oracle import keep_in_pattern
-from tests.sampling import all_pairs, in_turn
+from tests.sampling import all_pairs, in_turn, only_whole
 from tests.worlds import ProcessPool
 
 PATTERNS: dict[Pattern, solver_oracle.Pattern] = {
@@ -142,7 +142,8 @@ RANKS = [
 @pytest.mark.parametrize(
     ("key", "cases"),
     [
-        pytest.param((2, "llama"), CASES, id="2-llama-all"),
+        pytest.param((2, "llama"), CASES[::2], id="2-llama-some"),
+        only_whole((2, "llama"), CASES[1::2], id="2-llama-others"),
         *in_turn([(2, "gpt2"), (2, "mixtral")], [*TARGETS, ("wanda", BLOCKS)], num=3),
         *in_turn(RANKS, FEW),
     ],

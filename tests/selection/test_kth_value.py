@@ -207,7 +207,7 @@ def traffic_of(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tensors", [1, 500])
-@pytest.mark.parametrize("growth", [16, only_whole(64)])
+@pytest.mark.parametrize("growth", [4, only_whole(64)])
 def test_rounds_and_bytes_do_not_grow_with_elements(growth: int, num_tensors: int, dtype: torch.dtype) -> None:
     small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, growth))
     assert small == large
