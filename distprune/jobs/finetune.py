@@ -108,9 +108,8 @@ def run_finetune_job(
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(run, job, same_ranks=False) as unfinished:
-            before: dict[str, Any] = {}
-            if job.evaluate_on or job.tasks:
-                before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before"))
+            evaluates = bool(job.evaluate_on or job.tasks)
+            before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if evaluates else {})
             resumed_at = _begin(run, training, unfinished)
             with clock(run.seconds, "train"):
                 seconds, losses = _train(job, run, training, batches, unfinished)
