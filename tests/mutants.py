@@ -15,10 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +63,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``suite`` killed it, by ``test``, after ``seconds`` in all; no suite, and it lives."""
+    """``suite``, ``"default"`` or ``"whole"``, killed it, by ``test``; ``""``: it lives."""
 
-    mutant: Mutant
-    suite: str | None
+    suite: str
     test: str
-    seconds: float
 
 
 def read_mutants() -> list[Mutant]:
@@ -81,21 +78,25 @@ def read_mutants() -> list[Mutant]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only mutants whose file or description contains one of these")
-    parser.add_argument("--table", type=Path, help="write the table there")
+    parser.add_argument(
+        "--table", type=Path, help="the table: what it has of others stays, and the tests it names run first"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--first", action="store_true", help="only the tests of the mutant's folder")
     options = parser.parse_args()
-    chosen = [m for m in read_mutants() if not options.names or any(name in m.file + m.what for name in options.names)]
-    killers = _killers(options.table) if options.table is not None else {}
+    mutants = read_mutants()
+    chosen = [m for m in mutants if not options.names or any(name in m.file + m.what for name in options.names)]
+    outcomes = _read_table(options.table, mutants) if options.table is not None else {}
     with _copies(options.jobs) as copies, ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = []
-        for outcome in pool.map(lambda mutant: _try(mutant, copies, options.first, killers), chosen):
-            outcomes.append(outcome)
-            print(_row(outcome), flush=True)
-    text = _table(outcomes)
-    if options.table is not None:
-        options.table.write_text(text, "utf-8")
-    print(text.rpartition("\n\n")[0] if options.table is None else f"written to {options.table}")
+        tried = [pool.submit(_try, mutant, copies, options.first, outcomes.get(mutant)) for mutant in chosen]
+        for done in as_completed(tried):
+            mutant, outcome = chosen[tried.index(done)], done.result()
+            print(_row(mutant, outcome), flush=True)
+            if outcome.suite or not options.first:  # else others may find it
+                outcomes[mutant] = outcome
+            if options.table is not None:
+                options.table.write_text(_table(mutants, outcomes), "utf-8")
+    print(_table(mutants, outcomes).split("\n\n")[2])
 
 
 @contextmanager
@@ -120,30 +121,23 @@ def _copies(num: int) -> Iterator[SimpleQueue[Path]]:
         yield copies
 
 
-def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool, killers: dict[tuple[str, str], str]) -> Outcome:
-    copy, started = copies.get(), time.monotonic()
+def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool, known: Outcome | None) -> Outcome:
+    copy = copies.get()
     first = mutant.first_tests
     suites: list[tuple[str, list[str]]] = [("default", first)]
-    if killer := killers.get((mutant.file, mutant.what)):
-        suites.insert(0, ("default", [killer]))
+    if known is not None and known.suite == "default" and (ROOT / known.test.partition("::")[0]).is_file():
+        suites.insert(0, ("default", [known.test]))
     if not first_only:
         suites += [("default", []), ("whole", ["--whole", *first]), ("whole", ["--whole"])]
     try:
         mutant.apply_to(copy / "distprune")
         for suite, arguments in suites:
             if test := _failed_test(copy, arguments):
-                return Outcome(mutant, suite, test, time.monotonic() - started)
-        return Outcome(mutant, None, "", time.monotonic() - started)
+                return Outcome(suite, test)
+        return Outcome("", "")
     finally:
         shutil.copy2(ROOT / "distprune" / mutant.file, copy / "distprune" / mutant.file)
         copies.put(copy)
-
-
-def _killers(table: Path) -> dict[tuple[str, str], str]:
-    """Return the tests that an earlier table names, by file and fault: they run first. A test that moved fails none."""
-    rows = (line.strip("| ").split(" | ") for line in table.read_text("utf-8").splitlines()) if table.exists() else ()
-    found = {(row[0], row[1]): row[4] for row in rows if len(row) == 5}
-    return {fault: test for fault, test in found.items() if (ROOT / test.partition("::")[0]).is_file()}
 
 
 def _failed_test(copy: Path, arguments: Sequence[str]) -> str:
@@ -174,25 +168,36 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _row(outcome: Outcome) -> str:
-    mutant = outcome.mutant
-    killed = {"default": ("yes", "yes"), "whole": ("no", "yes"), None: ("no", "no")}[outcome.suite]
-    return f"| {mutant.file} | {mutant.what} | {killed[0]} | {killed[1]} | {outcome.test} |"
+def _row(mutant: Mutant, outcome: Outcome) -> str:
+    default, whole = ("yes" if outcome.suite in suites else "no" for suites in (("default",), ("default", "whole")))
+    return f"| {mutant.file} | {mutant.what} | {default} | {whole} | {outcome.test} |"
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
-    num_default = sum(outcome.suite == "default" for outcome in outcomes)
-    num_whole = sum(outcome.suite is not None for outcome in outcomes)
+def _read_table(table: Path, mutants: Sequence[Mutant]) -> dict[Mutant, Outcome]:
+    """Return what an earlier table says of mutants that are still listed."""
+    by_fault = {(mutant.file, mutant.what): mutant for mutant in mutants}
+    found = {}
+    for line in table.read_text("utf-8").splitlines() if table.exists() else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and (mutant := by_fault.get((cells[0], cells[1]))):
+            found[mutant] = Outcome("default" if cells[2] == "yes" else "whole" if cells[3] == "yes" else "", cells[4])
+    return found
+
+
+def _table(mutants: Sequence[Mutant], outcomes: Mapping[Mutant, Outcome]) -> str:
+    num_default = sum(outcome.suite == "default" for outcome in outcomes.values())
+    num_whole = sum(outcome.suite != "" for outcome in outcomes.values())
     lines = [
         "# Mutants",
         "",
         "`python -m tests.mutants --table FILE`: one fault at a time, and the first test that finds it.",
         "",
-        f"{len(outcomes)} mutants; the default suite kills {num_default}, `--whole` {num_whole}.",
+        f"{len(outcomes)} of {len(mutants)} mutants were tried; "
+        f"the default suite kills {num_default}, `--whole` {num_whole}.",
         "",
         "| file | fault | default | whole | by |",
         "|---|---|---|---|---|",
-        *map(_row, outcomes),
+        *(_row(mutant, outcomes[mutant]) for mutant in mutants if mutant in outcomes),
     ]
     return "\n".join(lines) + "\n"
 

@@ -35,6 +35,7 @@ from distprune.removal import divide_budget
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
 from tests.jobs.test_prune import Heard, contents
+from tests.sampling import only_whole
 from tests.small_job import small_finetune_job, small_shrink_job
 from tests.worlds import ProcessPool
 
@@ -301,10 +302,16 @@ def test_the_output_can_be_fine_tuned(
     assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
 
 
-def test_the_speed_of_a_model(model_folder: Path) -> None:
-    """Measured in a process of its own; FLOPs are those of the matrix products."""
+@pytest.mark.parametrize("apart", [False, only_whole(True)])
+def test_the_speed_of_a_model(model_folder: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    """Measured in a process of its own, or here and once; FLOPs are those of the matrix products."""
     run: Any = SimpleNamespace(comm=communicator(None), device=torch.device("cpu"))
-    found = speed.measure_apart(run, model_folder)
+    if apart:
+        found = speed.measure_apart(run, model_folder)
+    else:
+        monkeypatch.setattr(speed, "_LEAST_SECONDS", 0.0)
+        monkeypatch.setattr(speed, "_TIMES", 1)
+        found = speed._measure(model_folder, run.device)
     of_layers, of_attention, of_head = 2 * 2880, 2 * 2 * 512 * 20, 67 * 20
     assert found["parameters"] == of_layers + of_head + 5 * 20
     assert found["forward"]["flops"] == 2 * 512 * (of_layers + of_attention + of_head)

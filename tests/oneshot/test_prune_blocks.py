@@ -183,7 +183,11 @@ def test_sparsities_by_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "cases"), in_turn(list(itertools.product(["llama", "gpt2", "mixtral"], [(4,), (2, 2)])), FEW)
+    ("key", "cases"),
+    [
+        *in_turn([("llama", (2, 2)), ("gpt2", (4,)), ("mixtral", (2, 2))], FEW),
+        *(only_whole(key, FEW) for key in (("llama", (4,)), ("gpt2", (2, 2)), ("mixtral", (4,)))),
+    ],
 )
 def test_four_ranks_do_what_one_does(pool: ProcessPool, key: tuple[str, tuple[int, ...]], cases: list[Case]) -> None:
     """FSDP2, and HSDP."""
