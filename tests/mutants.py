@@ -192,8 +192,7 @@ def _table(mutants: Sequence[Mutant], outcomes: Mapping[Mutant, Outcome]) -> str
         "",
         "`python -m tests.mutants --table FILE`: one fault at a time, and the first test that finds it.",
         "",
-        f"{len(outcomes)} of {len(mutants)} mutants were tried; "
-        f"the default suite kills {num_default}, `--whole` {num_whole}.",
+        f"{len(outcomes)} of {len(mutants)} were tried; the default suite kills {num_default}, `--whole` {num_whole}.",
         "",
         "| file | fault | default | whole | by |",
         "|---|---|---|---|---|",
