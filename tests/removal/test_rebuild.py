@@ -62,13 +62,13 @@ def remove(_: int, script: Script, small: nn.Module, layout: str, runs_before: b
 
 
 ON_RANKS = [
-    *[(name, "fsdp", 2 + index % 3) for index, name in enumerate(SCRIPTS) if "-" not in name],
+    *[(name, "fsdp", 2 + index % 2) for index, name in enumerate(SCRIPTS) if "-" not in name],
     *[
         ("llama-heads", layout, 2)
         for layout in LAYOUTS
         if layout not in ("plain", "hsdp", "fsdp-to-2", "fsdp-tp", "fsdp-prefetch")
     ],
-    *[("llama", layout, 4) for layout in ("hsdp", "fsdp-to-2")],
+    ("llama", "fsdp-to-2", 4),
     ("mixtral", "hsdp", 4),
     ("qwen2", "fsdp-tp", 4),
 ]

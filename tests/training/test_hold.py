@@ -108,14 +108,18 @@ WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
 
 # What runs by default in other layouts: they add how weights lie, and these no new optimizer.
-SAMPLED = ("SGD", "AdamW fused", "ZeRO")
-WHOLE = ("plain", "fsdp2")
+# By default every optimizer on a plain model, those that differ in kind on FSDP2, and SGD in others.
+SAMPLED = {
+    **dict.fromkeys(NUM_RANKS, ("SGD", "ZeRO")),
+    "plain": (*TORCHS, *OTHERS),
+    "fsdp2": ("SGD", "AdamW fused", "AdamW foreach", "Adafactor", "Muon", "LBFGS", "ScheduleFree"),
+}
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        pytest.param(layout, name, marks=() if layout in WHOLE or name in SAMPLED else pytest.mark.whole)
+        pytest.param(layout, name, marks=() if name in SAMPLED[layout] else pytest.mark.whole)
         for layout in NUM_RANKS
         for name in [*TORCHS, *OTHERS]
         if name not in UNABLE[layout]  # by torch itself
@@ -183,7 +187,7 @@ def style_on_rank(_: int, layout: str, style: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "style"),
     [
-        only_whole(layout, style) if (layout, style) == ("plain", "compiled") else (layout, style)
+        only_whole(layout, style) if (layout, style) == ("fsdp2", "compiled") else (layout, style)
         for style, (_, layouts) in STYLES.items()
         for layout in layouts
     ],

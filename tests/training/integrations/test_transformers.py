@@ -121,8 +121,8 @@ def train_on_rank(_: int, layout: str, kind: str, folder: Path) -> list[Any]:
     ("layout", "kind"),
     [
         ("ddp", "fixed"),
-        ("fsdp2-sharded", "cubic"),
         ("fsdp2-full", "cubic"),
+        only_whole("fsdp2-sharded", "cubic"),
         only_whole("ddp", "cubic"),
         only_whole("fsdp2-sharded", "fixed"),
         only_whole("fsdp2-full", "fixed"),
