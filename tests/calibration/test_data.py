@@ -162,6 +162,9 @@ def test_does_not_fit_the_model(tmp_path: Path) -> None:
     path.write_text("abcdefgh")
     with pytest.raises(ValueError, match="token id 7 is outside the model's vocabulary of 5; is the tokenizer another"):
         load(path, 2, 4, vocabulary=5)
+    with pytest.raises(ValueError, match="token id 7 is outside the model's vocabulary of 7"):
+        load(path, 2, 4, vocabulary=7)
+    load(path, 2, 4, vocabulary=8)
     with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
         load(path, 1, 8, positions=6)
     assert load(path, 1, 6, positions=6)
