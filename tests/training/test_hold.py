@@ -34,7 +34,7 @@ from tests.training.optimizers import (
 from tests.worlds import ProcessPool
 from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
-NUM_DENSE_STEPS, NUM_STEPS = 1, 3
+NUM_DENSE_STEPS, NUM_STEPS = 1, 4
 
 
 class Pipelined:
@@ -107,7 +107,6 @@ def hold_on_rank(_: int, layout: str, name: str) -> int:
 WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
 
-# What runs by default in other layouts: they add how weights lie, and these no new optimizer.
 # By default every optimizer on a plain model, those that differ in kind on FSDP2, and SGD in others.
 SAMPLED = {
     **dict.fromkeys(NUM_RANKS, ("SGD", "ZeRO")),
