@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+
 import pytest
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,7 +19,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--whole"):
-        left_out = [item for item in items if item.get_closest_marker("whole")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    if config.getoption("--whole"):
+        return
+    by_default = [item for item in items if not item.get_closest_marker("whole")]
+    rows_of = defaultdict(list)
+    for item in by_default:
+        if item.get_closest_marker("sampled"):
+            rows_of[item.nodeid.partition("[")[0]].append(item)
+    left_out = set(items).difference(by_default)
+    for rows in rows_of.values():
+        marker = rows[0].get_closest_marker("sampled")
+        assert marker is not None
+        # Spread over the table, and in step with no axis of it.
+        left_out.update(set(rows).difference(rows[int(len(rows) * (i * _GOLDEN % 1))] for i in range(marker.args[0])))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]

@@ -18,16 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 import distprune
 from tests.worlds import run_threads
 
-__all__ = ["Place", "faults"]
+__all__ = ["Place", "Tried", "faults"]
+
+Tried: TypeAlias = Counter[tuple[int, str]]  # by rank and line: in how many gaps it met an error
 
 _LIBRARY = str(Path(distprune.__file__).parent) + "/"
 _COLLECTIVES = _LIBRARY + "collectives/"
@@ -196,6 +199,8 @@ def _is_place(frame: FrameType) -> bool:
 
 def _of_the_library(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not frame.f_code.co_filename.startswith(_LIBRARY):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__:  # a part of a collective of torch's
+            return None
         frame = frame.f_back
     return frame if frame is not None and _is_place(frame) else None
 
@@ -245,18 +250,19 @@ def faults(
     changes: Callable[[], list[str]] = list,
     *,
     gaps_per_line: int = 2,
+    tried: Tried | None = None,
     within: tuple[str, ...] = ("",),
 ) -> tuple[int, list[str]]:
-    """Return at how many places an error was put, and a line for each after which not every rank raised it.
+    """Return how many places there are, and a line for each after whose error not every rank raised it.
 
     ``call(rank)`` makes what the rank then calls; ``changes()`` says, after a run, what differs from before. The
-    last and the first rank meet the error; of a line that is met in more gaps than ``gaps_per_line`` those are taken.
-    Lines are of files whose paths in the library begin with one of ``within``.
+    last and the first rank meet the error, each in ``gaps_per_line`` of the gaps in which it comes to a line. Lines are
+    of files whose paths in the library begin with one of ``within``. Calls with one ``tried`` share these gaps.
     """
     gc.collect()
     gc.disable()  # it calls back wherever it happens to run
     try:
-        return _faults(num_ranks, call, changes, gaps_per_line, within)
+        return _faults(num_ranks, call, changes, gaps_per_line, Counter() if tried is None else tried, within)
     finally:
         gc.enable()
 
@@ -266,24 +272,26 @@ def _faults(
     call: Callable[[int], Callable[[], Any]],
     changes: Callable[[], list[str]],
     gaps_per_line: int,
+    tried: Tried,
     within: tuple[str, ...],
 ) -> tuple[int, list[str]]:
     wrong: list[str] = []
-    known: set[tuple[int, str]] = set()
-    num_gaps: Counter[tuple[int, str]] = Counter()
+    seen: set[tuple[int, str]] = set()
+    done: set[tuple[int, str]] = set()
     _run(num_ranks, call, 0, None)  # what happens once in a process, happens here
     for victim in (num_ranks - 1, 0):
         good = _run(num_ranks, call, victim, None)
         for place in (place for place in good.places if place.line.startswith(within)):
-            if (place.gap, place.line) in known or num_gaps[victim, place.line] == gaps_per_line:
+            seen.add((place.gap, place.line))
+            if (place.gap, place.line) in done or tried[victim, place.line] == gaps_per_line:
                 continue
-            known.add((place.gap, place.line))
-            num_gaps[victim, place.line] += 1
+            done.add((place.gap, place.line))
+            tried[victim, place.line] += 1
             run = _run(num_ranks, call, victim, place)
             said = _said(run, victim) or ", ".join(f"{name} changed" for name in changes())
             if said:
                 wrong.append(f"gap {place.gap} of {good.num_gaps}, {place.line}, {place.callee}: {said}")
-    return len(known), wrong
+    return len(seen), wrong
 
 
 def _said(run: _Run, victim: int) -> str:

@@ -76,6 +76,7 @@ NAMES = {layout for column in REPARAMETRIZED for layout in COLUMNS[column]}
     ("layout", "world_size", "combinations"),
     over_layouts(SCRIPTS, VALUES, layouts=[layout for layout in LAYOUTS if layout.name in NAMES]),
 )
+@pytest.mark.sampled(4)
 def test_equals_single_process(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     with_scalars = layout.name != "last-half"  # outside of a mesh torch gives a scalar one dim
     cases = [made(script, kind, dtype, with_scalars) for script, (kind, dtype) in combinations]

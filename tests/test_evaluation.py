@@ -40,6 +40,7 @@ def test_equals_the_definition(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.sampled(2)
 def test_does_not_depend_on_the_ranks(tmp_path: Path, pool: ProcessPool, world_size: int) -> None:
     folder, tokens = make_model(tmp_path), torch.arange(60) % 60 + 3  # 7 windows: uneven over 2, 3 and 4
     wanted = perplexity(load_model(folder), tokens, sequence_length=8)
@@ -175,6 +176,7 @@ def replicated(_: int, num_windows: int) -> tuple[float, int]:
 # More windows than ranks, unevenly; fewer windows than ranks.
 @pytest.mark.parametrize("num_windows", [1, 2, 7])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.sampled(4)
 def test_same_over_any_number_of_ranks(pool: ProcessPool, world_size: int, num_windows: int) -> None:
     wanted, _ = replicated(0, num_windows)
     results = pool.run(world_size, replicated, num_windows)
@@ -188,6 +190,7 @@ def test_same_over_any_number_of_ranks(pool: ProcessPool, world_size: int, num_w
 
 
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.sampled(6)
 def test_what_shares_a_forward_is_as_each_by_itself(architecture: str) -> None:
     model, tokens = tiny_model(architecture), samples(5).flatten()
     sizes: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from distprune.oneshot import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from tests.decoder import Decoder, decoder
-from tests.faults import faults
+from tests.faults import Tried, faults
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.job_calls import JOB_CALLS, JOBS, LEFT_OUT, STEPS, Called, Make
 from tests.worlds import drawing
@@ -296,7 +297,7 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def faults_of(
-    num_ranks: int, make: Make, folder: Path, one_shot: bool, gaps_per_line: int, within: tuple[str, ...]
+    num_ranks: int, make: Make, folder: Path, one_shot: bool, gaps_per_line: int, tried: Tried, within: tuple[str, ...]
 ) -> tuple[int, list[str]]:
     models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
 
@@ -313,7 +314,7 @@ def faults_of(
             if not (one_shot and name.startswith("layers."))  # the blocks before stay pruned
         ]
 
-    return faults(num_ranks, call, changes, gaps_per_line=gaps_per_line, within=within)
+    return faults(num_ranks, call, changes, gaps_per_line=gaps_per_line, tried=tried, within=within)
 
 
 @pytest.fixture(scope="module")
@@ -349,15 +350,24 @@ ALIKE = (
 )
 
 
+TRIED: Tried = Counter()
+
+
+@pytest.mark.xdist_group("faults")  # they share what was tried
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in CALLS]
 )
 def test_all_ranks_raise(name: str, folder: Path, pytestconfig: pytest.Config) -> None:
-    """``--whole`` looks at a line in two gaps; but not of calls that take long."""
+    """By default a line meets an error in the first call that comes to it.
+
+    With ``--whole`` it does so in every call, and in two gaps; but for calls that take long.
+    """
     within = ("jobs/", "checkpoint/") if name in JOBS else ("",)
     one_shot = name in ("wanda", "sparsegpt", "admm", *JOBS)
-    gaps_per_line = 2 if pytestconfig.getoption("--whole") and not one_shot else 1
-    num_places, wrong = faults_of(*CALLS[name], folder, one_shot, gaps_per_line, within)
+    whole = pytestconfig.getoption("--whole")
+    gaps_per_line = 2 if whole and not one_shot else 1
+    tried = Counter() if whole else TRIED
+    num_places, wrong = faults_of(*CALLS[name], folder, one_shot, gaps_per_line, tried, within)
     assert num_places > 0
     if name == "prune_model no seed":  # another one is drawn for every run, and not all take the same way
         wrong = [place for place in wrong if not place.endswith("not met again")]

@@ -31,6 +31,7 @@ def check_counts(keep: torch.Tensor, method: str, pattern: float | NM) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.sampled(20)
 def test_counts_on_every_architecture(
     architecture: str, method: Literal["wanda", "sparsegpt"], pattern: float | NM
 ) -> None:

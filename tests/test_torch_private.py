@@ -141,6 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("names", "kind"), CASES, ids=str)
+@pytest.mark.sampled(2)
 def test_moved_names_are_missed_where_they_are_needed(names: list[tuple[str, str]], kind: str) -> None:
     answer, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=prune_without, args=(names, kind, theirs))

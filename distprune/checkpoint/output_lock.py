@@ -48,10 +48,11 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
                 with suppress(Exception):  # the job is done
                     _tidy(path)
             finally:  # SIGTERM may have come meanwhile
-                with suppress(OSError):
+                with suppress(Exception):
                     if not isinstance(held, SoftFileLock):
                         os.unlink(held.lock_file)  # still held: a job that has it open sees that, and makes a new one
-                held.release()
+                with suppress(Exception):  # the system lets go of it when the process ends
+                    held.release()
 
 
 def _lock(path: Path) -> FileLock | SoftFileLock:

@@ -54,8 +54,10 @@ def read_state(comm: Communicator, state: Mapping[str, torch.Tensor], folder: Pa
 
 
 def state_digest(comm: Communicator, folder: Path) -> str:
-    """Return a digest of the files in ``folder``, empty without any. Every rank: two rounds, and one a file."""
-    names: list[str] = comm.broadcast(sorted(path.name for path in folder.glob("*")))
+    """Return a digest of the files in ``folder``, empty without any. Every rank: three rounds, and one a file."""
+    with together(comm):
+        found = sorted(path.name for path in folder.glob("*"))
+    names: list[str] = comm.broadcast(found)
     return " ".join(f"{name}:{file_digest(comm, folder / name)}" for name in names)
 
 

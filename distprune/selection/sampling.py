@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator
@@ -22,6 +24,7 @@ from distprune.shards import on_host, sent
 
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
 _MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
+_MOST_SLOTS_A_POSITION = 8  # where there are fewer elements than slots
 _NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket
 
 
@@ -37,16 +40,23 @@ def sample_brackets(
 
 
 def _fill_slots(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
-    num_slots, num_positions = len(row), state.competition.num_positions
-    slot = np.arange(num_slots)
-    # One position in every stretch, at a place that no period of the data can follow (Weyl sequence).
-    jitter = slot * 0x9E3779B9 % (1 << 32) / (1 << 32)
-    position = np.minimum((slot + jitter) * (num_positions / num_slots), num_positions - 1).astype(np.int64)
-    flat = position - entry.first_position
-    within = (flat >= 0) & (flat < entry.geometry.global_numel)
-    offsets, held = entry.geometry.local_offsets_at(flat[within])
+    positions = _slot_positions(len(row), state.competition.num_positions)
+    first = entry.first_position
+    start, stop = np.searchsorted(positions, (first, first + entry.geometry.global_numel))
+    offsets, held = entry.geometry.local_offsets_at(positions[start:stop] - first)
     keys = _keys_at(entry, state, sent(torch.from_numpy(offsets[held]), row.device))
-    row[sent(torch.from_numpy(slot[within][held]), row.device)] = _encode(keys, state)
+    row[sent(torch.from_numpy(start + np.flatnonzero(held)), row.device)] = _encode(keys, state)
+
+
+@lru_cache(maxsize=64)
+def _slot_positions(num_slots: int, num_positions: int) -> npt.NDArray[np.int64]:
+    """Return the position that each slot samples, in order: one in every equal stretch."""
+    num_slots = min(num_slots, _MOST_SLOTS_A_POSITION * num_positions)
+    slot = np.arange(num_slots)
+    # At a place within its stretch that no period of the data can follow (Weyl sequence).
+    jitter = slot * 0x9E3779B9 % (1 << 32) / (1 << 32)
+    scale = num_positions / max(num_slots, 1)
+    return np.minimum((slot + jitter) * scale, num_positions - 1).astype(np.int64)
 
 
 def _keys_at(entry: Entry, state: Undecided, offsets: torch.Tensor) -> torch.Tensor:

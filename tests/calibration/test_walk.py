@@ -50,6 +50,7 @@ def kinds(walk: Walk) -> list[int]:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+@pytest.mark.sampled(12)
 def test_every_architecture(architecture: str, offload: bool) -> None:
     model, batches = tiny_model(architecture), spread(TOKENS, 0, 1).batches
     walk = catch_inputs(model, batches, offload=offload)

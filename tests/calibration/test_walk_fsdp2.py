@@ -74,6 +74,7 @@ def check_sharded(module: nn.Module) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "mixtral"])
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sampled(3)
 def test_sharded_by_fsdp2(pool: ProcessPool, world_size: int, architecture: str, reshard_after_forward: bool) -> None:
     pool.run(world_size, walk_sharded, architecture, reshard_after_forward)
 
@@ -150,6 +151,7 @@ def walk_sharded_as(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.sampled(2)
 def test_every_way_to_apply_fsdp2(pool: ProcessPool, how: str) -> None:
     pool.run(4 if how == "hsdp" else 2, walk_sharded_as, how)
 
@@ -162,6 +164,7 @@ def prune_sharded_as(_: int, how: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["root alone", "parts of blocks", "by columns", "replicated"])
+@pytest.mark.sampled(2)
 def test_what_is_pruned_stays_pruned(pool: ProcessPool, how: str) -> None:
     """However blocks are gathered: what is written must be in the shards."""
     alone = tiny_model("llama")

@@ -37,6 +37,7 @@ def logits_of_rank(_: int, folder: Path, tokens: torch.Tensor, mesh_shape: tuple
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled(7)
 def test_plain_logits_equal_transformers(tmp_path: Path, architecture: str, tied: bool) -> None:
     folder = make_model(tmp_path, architecture, tied=tied)
     tokens = torch.arange(3, 27).view(2, 12)
@@ -47,6 +48,7 @@ def test_plain_logits_equal_transformers(tmp_path: Path, architecture: str, tied
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon", "mixtral"])
+@pytest.mark.sampled(3)
 def test_sharded_logits_equal_transformers(
     tmp_path: Path, pool: ProcessPool, architecture: str, mesh_shape: tuple[int, ...]
 ) -> None:

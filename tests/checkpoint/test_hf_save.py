@@ -38,6 +38,7 @@ def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...]
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (8,), (2, 2)])
 @pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+@pytest.mark.sampled(3)
 def test_unchanged_model_has_the_same_tensors(tmp_path: Path, mesh_shape: tuple[int, ...], max_shard_size: str) -> None:
     folder = make_model(tmp_path / "model", max_shard_size=max_shard_size)
     target = tmp_path / "out"
@@ -57,6 +58,7 @@ def test_unchanged_model_has_the_same_tensors(tmp_path: Path, mesh_shape: tuple[
 @pytest.mark.parametrize(
     ("architecture", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)]
 )
+@pytest.mark.sampled(1)
 def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
     folder = make_model(tmp_path / "model", architecture, dtype=dtype, max_shard_size="20KB")
     seen = []
@@ -224,6 +226,7 @@ def test_a_model_that_changes_its_weights_while_it_runs(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "rows", "columns"])
+@pytest.mark.sampled(3)
 def test_one_element_that_is_not_what_was_read(
     tmp_path: Path, kind: str, name: str, stored: str, dtype: torch.dtype | None
 ) -> None:
@@ -307,6 +310,7 @@ def rename_stored(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", SMALLER)
+@pytest.mark.sampled(1)
 def test_a_smaller_model_than_its_source(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM
 

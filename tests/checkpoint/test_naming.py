@@ -48,6 +48,7 @@ def load_and_save(folder: Path, target: Path, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom", "gpt_neox"])
+@pytest.mark.sampled(3)
 def test_other_names_round_trip(tmp_path: Path, architecture: str, num_ranks: int) -> None:
     folder = make_model(tmp_path / "model", architecture, tied=architecture != "gpt_neox")
     if architecture != "gpt_neox":
@@ -84,6 +85,7 @@ IN_ANOTHER_FORM = ("qwen2_moe", "deepseek_v3", "nemotron_h", "olmo_hybrid", "hrm
 
 
 @pytest.mark.parametrize("family", IN_ANOTHER_FORM)
+@pytest.mark.sampled(2)
 def test_what_transformers_converts_round_trips(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -214,6 +214,7 @@ with writing(out, overwrite=True) as staging:
         only_whole("after", "new", signal.SIGTERM),
     ],
 )
+@pytest.mark.sampled(1)
 def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_number: int) -> None:
     make_old(tmp_path / "out")
     program = KILLED.format(signal=int(signal_number))

@@ -40,6 +40,7 @@ def save_smaller(_: int, folder: Path, target: Path, script: Script, layers: lis
 
 
 @pytest.mark.parametrize(("name", "layers"), [("mixtral", [1]), ("qwen2_moe", [0, 1]), ("experts alone", [0, 1])])
+@pytest.mark.sampled(1)
 def test_a_smaller_model_is_stored_as_the_source_is(tmp_path: Path, name: str, layers: list[int]) -> None:
     """Experts leave, and channels of those that stay, which are numbered anew."""
     from transformers import AutoModelForCausalLM

@@ -125,6 +125,7 @@ DEEP = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
     "text", [DEEP, "[]", "3", "\x00", '{"model_type": "llama", "architectures": 7}', "[" * 900 + "]" * 900]
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.sampled(10)
 def test_files_that_hold_no_object(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
     with_one_line_errors(folder)
@@ -162,6 +163,7 @@ def no_log() -> Iterator[None]:
 @pytest.mark.usefixtures("no_log")
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("seed", [0, only_whole(1), only_whole(2)])
+@pytest.mark.sampled(1)
 def test_damaged_files(folder: Path, name: str, seed: int) -> None:
     """Bits are flipped and values replaced, by a fixed seed; what is damaged is read, or refused in one line."""
     generator = random.Random(f"{name} {seed}")
@@ -187,6 +189,7 @@ def test_damaged_files(folder: Path, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(1)
 def test_damaged_weights(folder: Path, seed: int) -> None:
     """Bits are flipped in the header of the weights."""
     generator = random.Random(seed)

@@ -200,7 +200,7 @@ def test_killed_again_and_again_and_resumed(
         assert not (tmp_path / "out").exists()
         if number:
             before = seen[number - 1]
-            said = f"going on at block {before} of {NUM_BLOCKS}" if before > 0 else "starting at the first block"
+            said = f"going on at block {before} of {NUM_BLOCKS}" if before > 0 else "starting at the beginning"
             assert said in job.said()
     last = start(True)
     last.succeeds()

@@ -72,6 +72,7 @@ def pair(tmp_path: Path, model_folder: Path, text_file: Path) -> Iterator[Pair]:
         (1, ["prune", "m", "--output", "o", "--pattern", "4:2"], 2, "4:2 is not a pattern"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_rank_that_does_not_come_ends_the_other(
     pair: Pair, leaving: int, line: list[str], code: int, shown: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_mistake_of_all_ranks_is_one_line_from_the_first(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.sampled(1)
 def test_sigterm_ends_a_rank_that_waits_for_the_other_and_then_the_other(pair: Pair, leaving: int) -> None:
     pair.start([*LINE, *LONG], [*LINE, *LONG])
     pair.is_under_way()
@@ -116,6 +118,7 @@ def test_a_killed_rank_ends_the_other(pair: Pair) -> None:
     assert list(pair.outputs.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_sigterm_does_not_hold_up_a_rank_that_leaves(pair: Pair) -> None:
     """As torchrun sends it where another rank was killed."""
     pair.start([*LINE, *LONG], [*LINE, *LONG])
@@ -146,6 +149,7 @@ def on_a_lost_terminal(kind: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "calibrated"), [("full", False), ("full", True), ("broken pipe", True), ("closed", False)]
 )
+@pytest.mark.sampled(1)
 def test_a_lost_terminal_does_not_change_the_work(
     tmp_path: Path, model_folder: Path, text_file: Path, kind: str, calibrated: bool
 ) -> None:
@@ -179,6 +183,7 @@ run()
 """
 
 
+@pytest.mark.whole
 def test_an_abort_at_the_end_of_the_interpreter_does_not_change_the_exit_code(
     tmp_path: Path, model_folder: Path
 ) -> None:

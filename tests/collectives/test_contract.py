@@ -60,6 +60,7 @@ def test_part_of_the_world(pool: ProcessPool) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("num_ranks", [only_whole(1), 2, only_whole(3)])
+@pytest.mark.whole
 def test_mpi(mpiexec: Callable[..., subprocess.CompletedProcess[str]], num_ranks: int) -> None:
     done = mpiexec(num_ranks, sys.executable, "-m", "tests.collectives.mpi_program")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,5 +45,6 @@ def gather(rank: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.sampled(4)
 def test_gathered_pairwise(pool: ProcessPool, world_size: int, dtype: torch.dtype) -> None:
     pool.run(world_size, gather, dtype)

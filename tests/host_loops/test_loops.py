@@ -62,6 +62,7 @@ def test_above_and_inside(loops: ModuleType, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, np.float32, np.float64])
+@pytest.mark.sampled(2)
 def test_groups(loops: ModuleType, dtype: Any) -> None:
     for m, num in itertools.product((1, 2, 3, 4, 7, 8, 16), NUMS):
         bits, magnitude = made(np.int64 if np.issubdtype(dtype, np.floating) else dtype, num - num % m + m)

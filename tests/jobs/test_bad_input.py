@@ -185,6 +185,7 @@ def run_with_full_disk(rank: int, job: OneShotJob, full_rank: int) -> str:
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
+@pytest.mark.sampled(1)
 def test_a_disk_that_fills_up(pool: ProcessPool, job: OneShotJob, full_rank: int) -> None:
     for error in pool.run(2, run_with_full_disk, job, full_rank):
         assert error.startswith("OSError: ")
@@ -210,6 +211,7 @@ def run_with_broken_journal(rank: int, job: OneShotJob, index: int) -> str:
 
 
 @pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.whole
 def test_a_journal_that_cannot_be_written(pool: ProcessPool, job: OneShotJob, index: int) -> None:
     for error in pool.run(2, run_with_broken_journal, job, index):
         assert error.startswith("OSError: ")
@@ -219,6 +221,7 @@ def test_a_journal_that_cannot_be_written(pool: ProcessPool, job: OneShotJob, in
 
 
 @pytest.mark.parametrize("fails_at", ["say", "model.layers.0", "model.layers.1"])
+@pytest.mark.sampled(1)
 def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     pool: ProcessPool, job: OneShotJob, fails_at: str
 ) -> None:

@@ -35,6 +35,7 @@ def names_of(folder: Path) -> dict[str, list[str]]:
     return {path.name: list(load_file(path)) for path in sorted(folder.glob("*.safetensors"))}
 
 
+@pytest.mark.whole
 def test_pruned_and_fine_tuned(pool: ProcessPool, folder: Path, text_file: Path, tmp_path: Path) -> None:
     job = PruneJob(model=str(folder), output=str(tmp_path / "pruned1"), pattern="2:4", evaluate_on=(str(text_file),))
     job = dataclasses.replace(job, evaluation_length=16, evaluation_tokens=160)

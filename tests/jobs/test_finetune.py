@@ -75,6 +75,7 @@ def zeros(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("distilled", "compute_dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+@pytest.mark.sampled(1)
 def test_it_learns_and_the_zeros_are_those_that_were(
     job: FinetuneJob, model_folder: Path, text_file: Path, distilled: bool, compute_dtype: torch.dtype
 ) -> None:
@@ -118,6 +119,7 @@ def test_weights_are_written_as_they_are_stored_or_as_asked(job: FinetuneJob, tm
 
 
 @pytest.mark.parametrize(("distilled", "batch_size"), [(False, 3), (True, 1)])  # one rank has one more, or none
+@pytest.mark.sampled(1)
 def test_two_ranks_do_what_one_does(
     pool: ProcessPool, tmp_path: Path, model_folder: Path, job: FinetuneJob, distilled: bool, batch_size: int
 ) -> None:
@@ -164,6 +166,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_p
         assert "nothing is left to resume" in error
 
 
+@pytest.mark.whole
 def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
     expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).work.losses
     saving = dataclasses.replace(job, save_every=0.0)
@@ -171,6 +174,7 @@ def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, j
     assert run_on_rank(0, dataclasses.replace(saving, resume=True)) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.whole
 def test_killed_after_the_output_has_appeared(
     job: FinetuneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +298,7 @@ def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
         ({"learning_rate": 1e30}, "step 2: the loss is "),
     ],
 )
+@pytest.mark.sampled(6)
 def test_bad_input_is_one_error_on_every_rank_and_nothing_is_written(
     pool: ProcessPool, tmp_path: Path, job: FinetuneJob, change: Any, message: str
 ) -> None:

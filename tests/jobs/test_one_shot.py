@@ -65,6 +65,7 @@ def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm", "magnitude", "random"])
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.25), NByM(2, 4)], ids=repr)
+@pytest.mark.sampled(3)
 def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern))
     inspected = inspect_directory(job.output)
@@ -80,6 +81,7 @@ def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("pattern", [NByM(2, 4), NByM(4, 8)], ids=repr)
+@pytest.mark.sampled(1)
 def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, pattern: NByM
 ) -> None:
@@ -105,6 +107,7 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
 
 
 @pytest.mark.parametrize(("method", "dies_in_block", "world_size"), pairs_first(["wanda", "sparsegpt"], [0, 1], [2, 1]))
+@pytest.mark.sampled(1)
 def test_a_killed_job_goes_on_to_the_same_bytes(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
 ) -> None:
@@ -142,6 +145,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
         ("wanda", NByM(2, 4), None, "uniform"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by: str) -> None:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern, allocation=allocation))
     assert report.work.allocation == by
@@ -160,6 +164,7 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert f"self_attn.q_proj {min(of_q):.1%}" in card
 
 
+@pytest.mark.whole
 def test_a_resumed_job_goes_on_with_the_shares_of_the_dense_model(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob
 ) -> None:

@@ -76,6 +76,7 @@ def job(model_folder: Path, tmp_path: Path) -> PruneJob:
     ("world_size", "dtype", "scope", "method"),
     pairs_first([2, 3, 4], [torch.float32, torch.bfloat16], ["global", "tensor"], ["magnitude", "random"]),
 )
+@pytest.mark.sampled(3)
 def test_same_bytes_over_any_number_of_ranks(
     pool: ProcessPool,
     tmp_path: Path,
@@ -96,6 +97,7 @@ def test_same_bytes_over_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("pattern", [NByM(2, 4), Block(2, 0.5)], ids=str)
+@pytest.mark.sampled(1)
 def test_patterns(pool: ProcessPool, tmp_path: Path, job: PruneJob, pattern: Pattern) -> None:
     asked = dataclasses.replace(job, scope=None, sparsity=None, pattern=pattern)
     written = run_prune_job(asked).to_dict()
@@ -265,6 +267,7 @@ def ends_where_a_watcher_fails(pool: ProcessPool, run_job: Callable[..., object]
 @pytest.mark.parametrize(
     "fails_at", ["loading", "evaluating before on text.txt", "evaluating after on text.txt", "saving"]
 )
+@pytest.mark.sampled(1)
 def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     pool: ProcessPool, tmp_path: Path, job: PruneJob, text_file: Path, fails_at: str
 ) -> None:

@@ -32,6 +32,7 @@ def job(job: OneShotJob) -> OneShotJob:
     return dataclasses.replace(job, method="wanda", samples=4, sequence_length=16, resume=True)
 
 
+@pytest.mark.whole
 def test_with_nothing_recorded_it_begins_at_the_beginning(job: OneShotJob, tmp_path: Path) -> None:
     run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole"), resume=False))
     folder = tmp_path / "outputs" / ".out.unfinished"
@@ -57,6 +58,7 @@ def test_what_has_finished_is_left_alone(job: OneShotJob, pool: ProcessPool) -> 
 
 
 @pytest.mark.parametrize("moment", ["before it is renamed", "after it was renamed"])
+@pytest.mark.sampled(1)
 def test_killed_while_it_is_renamed(
     job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -119,6 +121,7 @@ def change_evaluation(job: OneShotJob) -> None:
         (change_text, "calibration tokens: "),
     ],
 )
+@pytest.mark.sampled(2)
 def test_other_files_are_refused(pool: ProcessPool, tmp_path: Path, job: OneShotJob, change: Any, shown: str) -> None:
     evaluated = shutil.copyfile(job.calibration, tmp_path / "evaluated.txt")
     job = dataclasses.replace(job, evaluate_on=(str(evaluated),), evaluation_length=16, evaluation_tokens=64)
@@ -221,6 +224,7 @@ def killed(pool: ProcessPool, text_file: Path, tmp_path_factory: pytest.TempPath
         (remove_small_files, 2),
     ],
 )
+@pytest.mark.sampled(2)
 def test_what_is_damaged_is_made_again(
     pool: ProcessPool, tmp_path: Path, killed: tuple[OneShotJob, Path], damage: Any, first_block: int
 ) -> None:

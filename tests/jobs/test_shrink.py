@@ -170,6 +170,7 @@ def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, 
     assert "sparse" not in card
 
 
+@pytest.mark.whole
 def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     """Killed in the trials, and after them: no trial is made again, and the output is that of the sizes found."""
     asked = dataclasses.replace(job, mlp=None, heads=None, layers=None, parameters=0.8)
@@ -198,6 +199,7 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     assert "--parameters 0.8 " in card
 
 
+@pytest.mark.whole
 def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -> None:
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(2, run_on_rank, whole) == ["", ""]
@@ -282,12 +284,14 @@ def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatc
         ({"refit": "bias"}, "refit='bias' needs biases"),
     ],
 )
+@pytest.mark.sampled(6)
 def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run_shrink_job(dataclasses.replace(job, **asked))
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_the_output_can_be_fine_tuned(
     job: ShrinkJob, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +324,7 @@ def test_the_speed_of_a_model(model_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert found["file_bytes"] == (model_folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.whole
 def test_a_speed_that_cannot_be_measured(job: ShrinkJob, pool: ProcessPool) -> None:
     said = pool.run(2, run_without_python, dataclasses.replace(job, speed=True))
     assert said[0] == "speed is left out, measuring it failed: it ended with 1"

@@ -69,6 +69,7 @@ def prepared_on_rank(rank: int, from_first_rank: bool, shards_masks: bool, folde
 
 @pytest.mark.parametrize("shards_masks", [True, False])
 @pytest.mark.parametrize("from_first_rank", [True, False])
+@pytest.mark.sampled(1)
 def test_pruned_before_prepare(pool: ProcessPool, tmp_path: Path, from_first_rank: bool, shards_masks: bool) -> None:
     pool.run(2, prepared_on_rank, from_first_rank, shards_masks, str(tmp_path))
 

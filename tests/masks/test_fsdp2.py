@@ -129,6 +129,7 @@ def in_backward_on_rank(_: int, layout: str) -> Parameters:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "offload", "tp"])
+@pytest.mark.sampled(1)
 def test_an_optimizer_within_backward_that_was_there_first(pool: ProcessPool, layout: str) -> None:
     expected = in_backward_on_rank(0, "plain")
     for module, name in [(f"layers.{i}.{name}", "weight") for i in range(2) for name in PRUNED]:
@@ -203,6 +204,7 @@ def compiled_on_rank(_: int, what: str) -> tuple[Parameters, Parameters]:
 
 
 @pytest.mark.parametrize("what", [only_whole("whole"), "blocks"])
+@pytest.mark.whole
 def test_compiled_is_eager(pool: ProcessPool, what: str) -> None:
     for eager, compiled in pool.run(2, compiled_on_rank, what):
         assert_close(compiled, eager)
@@ -210,6 +212,7 @@ def test_compiled_is_eager(pool: ProcessPool, what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at what a block is called with
 @pytest.mark.parametrize("what", ["whole", only_whole("blocks")])
+@pytest.mark.whole
 def test_compiled_plain_is_eager(what: str) -> None:
     torch._dynamo.reset()
     model = transformer()
@@ -242,6 +245,7 @@ def loaded_on_rank(_: int, path: str) -> Parameters:
     return trained(wrapped, first=3)
 
 
+@pytest.mark.whole
 def test_checkpoint_of_four_ranks_on_two_and_one(pool: ProcessPool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     pool.run(4, saved_on_rank, path)
@@ -251,6 +255,7 @@ def test_checkpoint_of_four_ranks_on_two_and_one(pool: ProcessPool, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be
+@pytest.mark.whole
 def test_checkpoint_of_four_ranks_in_a_plain_model(pool: ProcessPool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     pool.run(4, saved_on_rank, path)
@@ -293,6 +298,7 @@ def pruned_first_on_rank(_: int, by: str, brings_over: str) -> Parameters:
 
 @pytest.mark.parametrize("by", ["torch", "distprune"])
 @pytest.mark.parametrize("brings_over", ["call", "pruning again"])
+@pytest.mark.sampled(1)
 def test_pruned_first_and_sharded_after(pool: ProcessPool, by: str, brings_over: str) -> None:
     for got in pool.run(2, pruned_first_on_rank, by, brings_over):
         assert_close(got, alone())
@@ -324,6 +330,7 @@ def from_meta_on_rank(_: int, prunes_on_meta: bool) -> Parameters:
 
 
 @pytest.mark.parametrize("prunes_on_meta", [False, True])
+@pytest.mark.sampled(1)
 def test_built_on_the_meta_device(pool: ProcessPool, prunes_on_meta: bool) -> None:
     for got in pool.run(2, from_meta_on_rank, prunes_on_meta):
         assert_close(got, alone())

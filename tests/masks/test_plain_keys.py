@@ -63,6 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "world_size"), CASES)
+@pytest.mark.sampled(3)
 def test_a_dense_state_dict_is_that_of_one_process(pool: ProcessPool, layout: str, world_size: int) -> None:
     expected = one_process()
     for got in pool.run(world_size, dense_on_rank, layout):
@@ -102,6 +103,7 @@ def loaded_on_rank(_: int, path: str) -> Parameters:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp-tp"])
+@pytest.mark.sampled(1)
 def test_a_checkpoint_loads_into_a_model_that_was_never_pruned(pool: ProcessPool, tmp_path: Path, layout: str) -> None:
     expected = pool.run(4, saved_on_rank, layout, str(tmp_path))[0]
     for got in pool.run(2, loaded_on_rank, str(tmp_path)):
@@ -129,6 +131,7 @@ def resumed_on_rank(_: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
+@pytest.mark.sampled(2)
 def test_plain_keys_are_taken_back_if_they_fit_the_mask(pool: ProcessPool, layout: str, world_size: int) -> None:
     pool.run(world_size, resumed_on_rank, layout)
 

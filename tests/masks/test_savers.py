@@ -51,6 +51,7 @@ def assert_loads(folder: Path, model: Any) -> None:
 @pytest.mark.parametrize("given", ["nothing", "dense_state_dict", "state_dict"])
 @pytest.mark.parametrize("max_shard_size", ["5GB", "5KB"])
 @pytest.mark.parametrize(("tied", "ends"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.sampled(4)
 def test_save_pretrained(tmp_path: Path, given: str, max_shard_size: str, tied: bool, ends: bool) -> None:
     model = llama(tied=tied)
     prune_all(model, ends=ends)
@@ -115,6 +116,7 @@ def resumed_on_rank(_: int, folder: str) -> None:
         assert_loads(Path(f"{folder}/whole/checkpoint-4"), model.eval())
 
 
+@pytest.mark.whole
 def test_a_trainer_resumes(pool: ProcessPool, tmp_path: Path) -> None:
     pool.run(2, resumed_on_rank, str(tmp_path))
 

@@ -72,6 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "world_size"), CASES)
+@pytest.mark.sampled(2)
 def test_equals_one_process(pool: ProcessPool, layout: str, world_size: int) -> None:
     expected = one_process()
     shapes = [module.get_parameter(name).shape for module, name in pairs_of(transformer())]

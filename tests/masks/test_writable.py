@@ -171,6 +171,7 @@ def written_on_rank(_: int, layout: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+@pytest.mark.sampled(1)
 def test_of_shards(pool: ProcessPool, layout: str) -> None:
     plain = transformer()
     prune.prune_each(pairs_of(plain), prune.L1Unstructured, amount=0.5)

@@ -46,6 +46,7 @@ def state_of(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi", "opt", "gpt2", "mixtral", "qwen2_moe"])
+@pytest.mark.sampled(3)
 def test_equals_the_oracle(architecture: str) -> None:
     model = tiny_model(architecture)
     expected = oracle.allocate(model, TOKENS, SHARE)
@@ -142,6 +143,7 @@ def on_rank(_: int, layout: str, architecture: str, tokens: torch.Tensor) -> dic
         (4, "fsdp-columns-tp", "llama"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_ranks_come_to_what_one_does(pool: ProcessPool, world_size: int, layout: str, architecture: str) -> None:
     first, *others = pool.run(world_size, on_rank, layout, architecture, TOKENS)
     assert all(other == first for other in others)
@@ -171,6 +173,7 @@ def not_finite(rank: int, where: str, shard: bool) -> None:
     ("where", "match"),
     [("loss", "loss of calibration sample 1 is nan"), ("gradient", "'model.layers.0.self_attn.q_proj': NaN or Inf in")],
 )
+@pytest.mark.sampled(2)
 def test_not_finite(where: str, match: str, shard: bool) -> None:
     check_all_raise(2, not_finite, where, shard, match=match)
 
@@ -206,6 +209,7 @@ def fails_and_goes_on(_: int) -> dict[str, float]:
     return allocate(model, TOKENS, SHARE)
 
 
+@pytest.mark.whole
 def test_a_sharded_model_goes_on_after_an_error() -> None:
     for found in run_threads(2, fails_and_goes_on):
         check_found(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))

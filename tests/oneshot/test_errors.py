@@ -80,12 +80,14 @@ def sweep_fails(rank: int, where: str, spread: bool, pattern: Pattern, architect
 
 @pytest.mark.parametrize("where", ["prepare", "finish"])
 @pytest.mark.parametrize("pattern", [HALF, NByM(2, 4)], ids=str)
+@pytest.mark.sampled(2)
 def test_a_solver_fails_on_its_own_rank(where: str, pattern: Pattern) -> None:
     check_all_raise(2, sweep_fails, where, False, pattern, "llama")
 
 
 @pytest.mark.parametrize("where", ["prepare", "scores 0", "apply 0", "scores 1", "apply 3", "finish"])
 @pytest.mark.parametrize("pattern", [HALF, Block(4, 0.5)], ids=str)
+@pytest.mark.sampled(2)
 def test_a_solver_fails_in_between_choices(monkeypatch: pytest.MonkeyPatch, where: str, pattern: Pattern) -> None:
     """Of spread rows, on which all ranks choose together; of four stages the last one, too."""
     monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", 8)
@@ -130,6 +132,7 @@ def forward_fails(rank: int, layer: str, num_calls: int, shard: bool) -> None:
 # Of two samples a rank: two runs of block 1 show what its layers are given, two what it then puts out.
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize("num_calls", [0, 1, 2, 3])
+@pytest.mark.sampled(3)
 def test_a_forward_fails(num_calls: int, shard: bool) -> None:
     check_all_raise(2, forward_fails, "model.layers.1.mlp.down_proj", num_calls, shard)
 

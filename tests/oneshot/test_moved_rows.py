@@ -56,6 +56,7 @@ def on_rank(rank: int, mesh_shape: tuple[int, ...], placements: tuple[Placement,
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("mesh_shape", "placements"), LAYOUTS, ids=str)
+@pytest.mark.sampled(8)
 def test_every_layout(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], transposed: bool) -> None:
     run_threads(torch.Size(mesh_shape).numel(), on_rank, mesh_shape, placements, transposed)
 

@@ -152,6 +152,7 @@ def admm_in_rounds(_: int, num_blocks: int, width: int) -> list[int]:
     return [block.num_rounds for block in prune_blocks(model, TOKENS, method="admm", pattern=HALF).blocks]
 
 
+@pytest.mark.whole
 def test_rounds_layer_by_layer() -> None:
     """As many for every block, but that the first learns the order, and however wide; no more than 13 a stage."""
     (first, *others), _ = run_threads(2, admm_in_rounds, 4, 40)
@@ -170,6 +171,7 @@ def test_nan_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(2)
 def test_going_on_after_a_block(method: OneShotMethod) -> None:
     whole, part = tiny_model("llama"), tiny_model("llama")
     states: dict[int, dict[str, torch.Tensor]] = {}

@@ -93,6 +93,7 @@ OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
 
 @pytest.mark.parametrize("parity", [0, only_whole(1)])
 @pytest.mark.parametrize(("act", "kind", "text"), MISTAKES + LATER + OURS)
+@pytest.mark.sampled(8)
 def test_mistakes(act: Act, kind: type[Exception], text: str, parity: int) -> None:
     """In every world, before and after a first pruning in turn."""
     number = (MISTAKES + LATER + OURS).index((act, kind, text)) + parity
@@ -141,6 +142,7 @@ DISAGREEMENTS: list[tuple[Act, str]] = [
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world[0] == 2], ids=str)
 @pytest.mark.parametrize(("act", "text"), DISAGREEMENTS)
+@pytest.mark.sampled(12)
 def test_ranks_that_disagree(act: Act, text: str, world: World) -> None:
     failing(world, act, ValueError, text)
     names = ("weight", "bias")
@@ -165,6 +167,7 @@ WRONG: list[Mistake] = [  # on 1 where the rank is wrong, else 0
 
 
 @pytest.mark.parametrize(("world", "numbers"), in_turn(WORLDS[1:], range(2 * len(WRONG)), num=len(WRONG)))
+@pytest.mark.sampled(2)
 def test_wrong_on_one_rank_only(world: World, numbers: Sequence[int]) -> None:
     for number in numbers:
         act, kind, text = WRONG[number % len(WRONG)]
@@ -193,6 +196,7 @@ GIVEN = list(CALLS)[:5]  # these take a tensor
 
 @pytest.mark.parametrize("by", GIVEN)
 @pytest.mark.parametrize("layout", ["shard0", "fsdp2", "plain", "replicate"])
+@pytest.mark.sampled(8)
 def test_a_layout_that_is_not_the_parameters(layout: str, by: str) -> None:
     parameter = {"plain": "plain", "replicate": r"Replicate\(\)"}.get(layout, r"Shard\(dim=0\)")
     for prepare in (ONCE, AGAIN):
@@ -206,6 +210,7 @@ def whole_masks(net: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("world", [*WORLDS[1:], (2, "replicate")], ids=str)
+@pytest.mark.sampled(8)
 def test_what_fits_gives_the_masks_of_one_process(world: World, call: str) -> None:
     """Whole tensors, plain or DTensors that are replicated, and elementwise methods, twice."""
 
@@ -223,6 +228,7 @@ def test_what_fits_gives_the_masks_of_one_process(world: World, call: str) -> No
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("call", GIVEN[:4])
 @pytest.mark.parametrize("prepare", [ONCE, KEPT])
+@pytest.mark.sampled(8)
 def test_nan(prepare: Act, call: str, world: World) -> None:
     def poison(rank: int, net: Any) -> None:
         if rank == 1 or world[1] == "plain":  # on one shard only, where there are shards
@@ -255,6 +261,7 @@ def call_on_shards(_: int, call: str) -> None:
 
 
 @pytest.mark.parametrize("layout", UNSUITABLE)
+@pytest.mark.sampled(4)
 def test_unsuitable_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if layout == "fsdp2":
         monkeypatch.setitem(vars(torch_private.FSDP2), "missing", ["FSDPParam._sharded_param_data"])
@@ -281,6 +288,7 @@ def test_fsdp1(layout: str, kind: type[Exception], pool: ProcessPool) -> None:
 @pytest.mark.parametrize("call", ["l1", "rows", "global", "user's"])
 @pytest.mark.parametrize("prepare", [ONCE, KEPT])
 @pytest.mark.parametrize("world", [(3, "plain"), (2, "replicate"), (4, "hsdp")], ids=str)
+@pytest.mark.sampled(8)
 def test_replicas_that_differ(world: World, prepare: Act, call: str) -> None:
     def differ(rank: int, net: Any) -> None:
         if rank == 1:
@@ -303,6 +311,7 @@ NOT_ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("what", NOT_ELEMENTWISE)
 @pytest.mark.parametrize("prepare", [ONCE, AGAIN])
 @pytest.mark.parametrize("layout", ["shard0", "fsdp2"])
+@pytest.mark.sampled(8)
 def test_methods_that_need_more_than_the_shard(layout: str, prepare: Act, what: str) -> None:
     text = r"elementwise.*default_mask \* \(t\.abs\(\) >= threshold\).*importance_scores"
     act: Act = lambda _, net: both(net, Method, compute=NOT_ELEMENTWISE[what])  # noqa: E731
@@ -311,6 +320,7 @@ def test_methods_that_need_more_than_the_shard(layout: str, prepare: Act, what: 
 
 @pytest.mark.parametrize("world", WORLDS[1:], ids=str)
 @pytest.mark.parametrize("num_before", [0, 1, 2])
+@pytest.mark.sampled(6)
 def test_a_failing_commit_is_rolled_back(num_before: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(module: nn.Module, *args: Any) -> None:
         reparametrize(module, *args)

@@ -24,7 +24,7 @@ from tests.contract import FITTING, own_cases
 from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
 from tests.pattern_oracle import SEED, keep_in_pattern
-from tests.sampling import Combination, only_whole, over_layouts
+from tests.sampling import Combination, over_layouts
 from tests.test_contract import Holder, local, whole_model
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import whole
@@ -81,6 +81,7 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Made]) ->
 
 
 @pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(CASES, KINDS))
+@pytest.mark.sampled(10)
 def test_equals_the_plain_answer(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     run_threads(world_size, check_rank, layout, world_size, made(combinations))
 
@@ -107,29 +108,23 @@ def own_answers() -> list[tuple[dict[str, Any], Values]]:
 
 
 @pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(range(len(own_cases()))))
+@pytest.mark.sampled(5)
 def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     cases = [own_answers()[number] for (number,) in combinations]
     run_threads(world_size, own_on_rank, layout, world_size, cases)
 
 
 @pytest.mark.parametrize("name", ["shard1", "strided", "sharded-stages"])
+@pytest.mark.sampled(1)
 def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(within_rows, "_BATCH", 37)
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
 
 
-@pytest.mark.parametrize(
-    ("name", "worth"),
-    [
-        ("plain", 0),
-        ("plain", 1 << 62),
-        ("shard1", 0),
-        ("strided", 1 << 62),
-        only_whole("shard1", 1 << 62),
-        only_whole("strided", 0),
-    ],
-)
+@pytest.mark.parametrize("worth", [0, 1 << 62])
+@pytest.mark.parametrize("name", ["plain", "shard1", "strided"])
+@pytest.mark.sampled(3)
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
     monkeypatch.setattr(unit_sums, "_WORTH", worth)
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)
@@ -225,6 +220,7 @@ def turned_on_rank(_: int, dim: int | None) -> None:
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2])
+@pytest.mark.sampled(2)
 def test_weights_kept_otherwise(dim: int | None) -> None:
     run_threads(3, turned_on_rank, dim)
 
@@ -259,6 +255,7 @@ def by_tensor(pattern: Pattern) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.sampled(2)
 def test_flat_parameters(pool: ProcessPool, world_size: int, use_orig_params: bool) -> None:
     pool.run(world_size, fsdp1_on_rank, use_orig_params)
 

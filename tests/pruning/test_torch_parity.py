@@ -141,6 +141,7 @@ def test_every_public_name_has_the_same_signature(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.sampled(6)
 def test_unstructured(kind: str, dtype: torch.dtype) -> None:
     module = made(kind, dtype)
     names = [name for name, _ in module.named_parameters()]
@@ -167,6 +168,7 @@ def channels_differ(t: torch.Tensor, n: Any, dim: int) -> bool:
 @pytest.mark.parametrize(
     ("kind", "n", "dtype"), pairs_first(list(MODULES), [1, 2, "fro", math.inf, -math.inf, 3, 0.5, -1], FLOATS), ids=str
 )
+@pytest.mark.sampled(8)
 def test_structured(kind: str, n: Any, dtype: torch.dtype) -> None:
     for dim in (0, 1, -1):
         # PyTorch rounds norms to the dtype: take values at which they still differ.
@@ -185,6 +187,7 @@ def test_structured(kind: str, n: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("with_scores", [False, True])
+@pytest.mark.sampled(4)
 def test_global(dtype: torch.dtype, with_scores: bool) -> None:
     values = distinct((300,), dtype)
     amounts: tuple[int | float, ...] = (0, 17, 0.5)
@@ -237,6 +240,7 @@ STEPS: dict[str, Act] = {
         num=2,
     ),
 )
+@pytest.mark.sampled(16)
 def test_three_calls_of_any_methods(both: tuple[str, str], thirds: list[tuple[str, str]]) -> None:
     first, second = both
     for kind, third in thirds:

@@ -143,6 +143,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("after_forward", [False, True])
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("kind", PRUNED)
+@pytest.mark.sampled(8)
 def test_copies_live_on_their_own(kind: str, copied: str, after_forward: bool) -> None:
     make, prune = PRUNED[kind]
     module = make()
@@ -300,6 +301,7 @@ def test_is_pruned() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.sampled(1)
 def test_compiled_equals_eager(backend: str) -> None:
     eager = nested()
     prune_nested(ours, eager)

@@ -59,6 +59,7 @@ def user_method(base: Any, kind: str, compute: Any = None, **members: Any) -> An
 @pytest.mark.parametrize("base", BOTH, ids=["distprune", "torch"])
 @pytest.mark.parametrize("before", [None, "l1", "rows", "mask"])
 @pytest.mark.parametrize("kind", COMPUTE)
+@pytest.mark.sampled(8)
 def test_users_methods_equal_pytorch(kind: str, before: str | None, base: Any) -> None:
     def prune(p: Any, module: Any, scores: torch.Tensor | None) -> None:
         if p is theirs:

@@ -195,6 +195,7 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("extra", [0.0, 0.1, 9.0])
+@pytest.mark.sampled(1)
 def test_what_costs_more_together_is_found_out(monkeypatch: pytest.MonkeyPatch, extra: float) -> None:
     """Costs are made up: ``extra`` is that of heads, by far the cheapest, where others leave too."""
     model: Any = tiny_model("llama", num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=6)
@@ -239,6 +240,7 @@ def divide_on_rank(_: int, layout: str, asked: dict[str, Any]) -> tuple[Any, ...
         ({"parameters": 0.7, "heads": 2}, [(2, "tp"), (4, "hsdp")]),
     ],
 )
+@pytest.mark.sampled(1)
 def test_ranks_divide_as_one_does(asked: dict[str, Any], worlds: list[tuple[int, str]]) -> None:
     expected = divide_on_rank(0, "plain", asked)
     sizes, _, _, num_parameters = expected
@@ -262,6 +264,7 @@ def test_ranks_divide_as_one_does(asked: dict[str, Any], worlds: list[tuple[int,
         ({"parameters": 0.9, "layers": 4}, "layers: 4 of 3 cannot stay"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_cannot_be_met_is_refused_on_every_rank(asked: dict[str, Any], message: str) -> None:
     for error in run_threads(2, refuse_on_rank, asked):
         assert re.search(message, error), error

@@ -93,6 +93,7 @@ def by_kind(kept: Mapping[tuple[str, str, str], list[int]]) -> dict[tuple[str, s
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sampled(5)
 def test_is_the_oracles(case: Case) -> None:
     architecture, keep, how = case
     plain = make(architecture)
@@ -126,6 +127,7 @@ OTHERS = [CASES[i] for i in (6, 11, 15)]
     ],
     ids=["plain", "fsdp2", "fsdp2", "hsdp"],
 )
+@pytest.mark.sampled(1)
 def test_ranks_do_what_one_does(
     num_ranks: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[Case]
 ) -> None:

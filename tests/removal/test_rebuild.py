@@ -87,6 +87,7 @@ EVERYWHERE = [
     ("name", "layout", "num_ranks"), [*ON_RANKS, *(only_whole(*row) for row in EVERYWHERE if row not in ON_RANKS)]
 )
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # OPT
+@pytest.mark.sampled(4)
 def test_cut_is_sliced(name: str, layout: str, num_ranks: int) -> None:
     script = SCRIPTS[name]
     model = script.make()
@@ -126,6 +127,7 @@ def generated(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.sampled(6)
 def test_alone_and_what_is_saved_loads_and_generates(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name]
     model: Any = script.make()
@@ -186,6 +188,7 @@ def remove_then_step(_: int, layout: str) -> tuple[nn.Module, list[Any], dict[st
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "root", "fsdp-prefetch"])
+@pytest.mark.sampled(1)
 def test_layers_leave_a_sharded_model_that_trains_on(layout: str) -> None:
     model = tiny_model("llama", num_hidden_layers=4)
     step(model)
@@ -222,6 +225,7 @@ def test_heads_and_their_groups_leave_at_once() -> None:
     assert torch.equal(at_once(TOKENS).logits, in_turn(TOKENS).logits)
 
 
+@pytest.mark.whole
 def test_compiled_models_follow() -> None:
     model: Any = tiny_model("llama", num_hidden_layers=1)
     compiled: Any = torch.compile(model, backend="eager")
@@ -240,6 +244,7 @@ def count_traffic(_: int, script: Script, layout: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), [("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.sampled(1)
 def test_each_rank_moves_at_most_what_it_holds(layout: str, num_ranks: int) -> None:
     for num_rounds, num_bytes, num_held in run_threads(num_ranks, count_traffic, SCRIPTS["llama"], layout):
         # q, k, v, gate and up of 3 blocks are cut along what goes, o and down across.

@@ -39,6 +39,7 @@ def values_of(kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", ["normal", "ties", "infinite", "same", "wide"])
+@pytest.mark.sampled(10)
 def test_selection_equals_the_hosts(kind: str, dtype: torch.dtype) -> None:
     numel = 3000
     values, gone = values_of(kind, numel, dtype), torch.arange(numel) % 7
@@ -81,6 +82,7 @@ CHOSEN = [layout for layout in LAYOUTS if layout.name in ("plain", "shard1", "st
 @pytest.mark.parametrize(
     ("layout", "world_size"), [pytest.param(each, each.world_sizes[1], id=each.name) for each in CHOSEN]
 )
+@pytest.mark.sampled(1)
 def test_patterns_equal_the_plain_answer(layout: Layout, world_size: int) -> None:
     with as_on_a_device(16):
         run_threads(world_size, check_rank, layout, world_size, made())
@@ -169,6 +171,7 @@ def waits_of(call: Call, module: nn.Module, chunk: int) -> tuple[Waits, int]:
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "infinite"])
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sampled(8)
 def test_the_same_mask_and_as_many_waits_for_64_chunks_as_for_one(name: str, kind: str) -> None:
     here, one_chunk, many_chunks = linear(kind), linear(kind), linear(kind)
     CALLS[name](here, Alone())
@@ -181,6 +184,7 @@ def test_the_same_mask_and_as_many_waits_for_64_chunks_as_for_one(name: str, kin
 
 
 @pytest.mark.parametrize("name", ["unstructured", "by value", "random", "row", "2:4", "block", "channels 1"])
+@pytest.mark.sampled(1)
 def test_many_parameters_take_the_waits_of_one(name: str) -> None:
     one, eight = (nn.Sequential(*(linear() for _ in range(num))) for num in (1, 8))
     assert waits_of(CALLS[name], eight, 512)[0].num_fetches == waits_of(CALLS[name], one, 512)[0].num_fetches

@@ -80,6 +80,7 @@ def test_thresholds_are_the_last_pruned_score() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 1000, 150_000, 299_999, 300_000])
 @pytest.mark.parametrize("kind", ["normal", "few values", "constant", "sorted", "tiny spread", "wide"])
+@pytest.mark.sampled(12)
 def test_hard_distributions(kind: str, k: int) -> None:
     torch.manual_seed(1)
     numel = 300_000
@@ -208,6 +209,7 @@ def traffic_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tensors", [1, 500])
 @pytest.mark.parametrize("growth", [4, only_whole(64)])
+@pytest.mark.sampled(1)
 def test_rounds_and_bytes_do_not_grow_with_elements(growth: int, num_tensors: int, dtype: torch.dtype) -> None:
     small, large = (traffic_of(size << 20, num_tensors, dtype, 2) for size in (1, growth))
     assert small == large

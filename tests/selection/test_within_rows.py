@@ -43,6 +43,7 @@ GROUPS = ((2, 4), (1, 4), (1, 2), (0, 4), (4, 4), (1, 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(6)
 def test_groups(shape: tuple[int, int]) -> None:
     for n, m in GROUPS[: 2 if shape[0] > 64 else None]:  # the plain loop takes long
         wanted = by_kind(shape, m - n, m)
@@ -57,6 +58,7 @@ def test_large_groups(n: int, m: int) -> None:
         assert torch.equal(keep_highest_per_group(scores, n, m), by_loop(scores, m - n, m))
 
 
+@pytest.mark.sampled(1)
 def test_a_row_longer_than_a_chunk() -> None:
     scores = tied_scores((2, (1 << 17) + 4), torch.float32)
     assert torch.equal(keep_highest_per_group(scores, 2, 4), by_loop(scores, 2, 4))
@@ -64,6 +66,7 @@ def test_a_row_longer_than_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(6)
 def test_rows(shape: tuple[int, int]) -> None:
     num_columns = shape[1]
     for num_pruned in {num_columns // 2} if shape[0] > 64 else {0, min(1, num_columns), num_columns // 2, num_columns}:

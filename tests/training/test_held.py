@@ -115,6 +115,7 @@ def written_on_rank(_: int, layout: str, way: str) -> None:
         ("fsdp1", "through data"),
     ],
 )
+@pytest.mark.sampled(5)
 def test_what_is_written_between_steps(pool: ProcessPool, layout: str, way: str) -> None:
     pool.run(1 if layout == "plain" else 2, written_on_rank, layout, way)
 

@@ -124,6 +124,7 @@ SAMPLED = {
         if name not in UNABLE[layout]  # by torch itself
     ],
 )
+@pytest.mark.sampled(14)
 def test_zeros_stay(pool: ProcessPool, layout: str, name: str) -> None:
     num_moments = pool.run(NUM_RANKS[layout], hold_on_rank, layout, name)
     assert any(num_moments) or name in WITHOUT_MOMENTS
@@ -191,6 +192,7 @@ def style_on_rank(_: int, layout: str, style: str) -> None:
         for layout in layouts
     ],
 )
+@pytest.mark.sampled(3)
 def test_styles(pool: ProcessPool, layout: str, style: str) -> None:
     pool.run(1 if layout == "plain" else 2, style_on_rank, layout, style)
 
@@ -222,6 +224,7 @@ def in_backward_on_rank(_: int, layout: str, hold_first: bool, given: bool) -> N
 @pytest.mark.parametrize(
     ("layout", "hold_first", "given"), pairs_first(["plain", "fsdp2"], [True, False], [True, False])
 )
+@pytest.mark.sampled(2)
 def test_optimizer_in_backward(pool: ProcessPool, layout: str, hold_first: bool, given: bool) -> None:
     pool.run(1 if layout == "plain" else 2, in_backward_on_rank, layout, hold_first, given)
 
@@ -269,6 +272,7 @@ def pruned_late_on_rank(_: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "tp"])
+@pytest.mark.sampled(2)
 def test_what_is_pruned_after_the_backward_pass(pool: ProcessPool, layout: str) -> None:
     pool.run(1 if layout == "plain" else 2, pruned_late_on_rank, layout)
 

@@ -46,6 +46,7 @@ accelerator.end_training()
 
 
 @pytest.mark.launcher
+@pytest.mark.whole
 def test_example(tmp_path: Path) -> None:
     script, saved = ROOT / "launch" / "train_sparse_fsdp2.py", tmp_path / "saved"
     printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()
@@ -55,6 +56,7 @@ def test_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.whole
 def test_example_of_a_trainer(tmp_path: Path) -> None:
     script, saved = ROOT / "launch" / "trainer_sparse.py", tmp_path / "saved"
     printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()

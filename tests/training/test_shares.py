@@ -45,6 +45,7 @@ def prune_on_rank(_: int, layout: str, pattern: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "row", "channels:0"])
+@pytest.mark.sampled(1)
 def test_each_parameter_as_if_alone(pool: ProcessPool, pattern: str) -> None:
     model = transformer()
     for name, share in prune.erk(model, 0.6, include=INCLUDE).items():

@@ -100,6 +100,7 @@ LAYOUTS = {
         for kind in KINDS
     ],
 )
+@pytest.mark.sampled(5)
 def test_equals_one_process(pool: ProcessPool, layout: str, num_ranks: int, kind: str) -> None:
     clips = layout in CLIPPED
     expected = alone(pool, kind, clips)
@@ -178,6 +179,7 @@ def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[to
     ("kind", "sizes"),
     [("cubic", (2,)), ("rigl", (4,)), *(only_whole(kind, (1, 2, 4)) for kind in ("fixed", "cubic", "rigl"))],
 )
+@pytest.mark.sampled(1)
 def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     losses = pool.run(2, train_and_save, kind, str(tmp_path / kind))[0][NUM_STEPS // 2 :]
     for num_ranks in sizes:
@@ -233,6 +235,7 @@ def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
 
 @pytest.mark.parametrize(("regrow", "most"), [(None, 10), (Regrow(stop=5, every=1), 30)], ids=["cubic", "rigl"])
 @pytest.mark.parametrize("num_layers", [2, 40])
+@pytest.mark.sampled(2)
 def test_rounds_do_not_grow_with_layers(num_layers: int, regrow: Regrow | None, most: int) -> None:
     """And what is held takes a byte a weight."""
     rounds = run_threads(2, rounds_on_rank, num_layers, regrow)[0]

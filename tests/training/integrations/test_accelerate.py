@@ -56,6 +56,7 @@ def train_on_rank(rank: int, layout: str, begins_first: bool, folder: Path) -> t
 @pytest.mark.parametrize(
     ("layout", "begins_first"), [("ddp", True), ("fsdp2", False), only_whole("ddp", False), only_whole("fsdp2", True)]
 )
+@pytest.mark.sampled(1)
 def test_resumes(pool: ProcessPool, tmp_path: Path, layout: str, begins_first: bool) -> None:
     for losses, weights in pool.run(2, train_on_rank, layout, begins_first, tmp_path):
         assert losses[NUM_STEPS:] == losses[SAVED_AT:NUM_STEPS]

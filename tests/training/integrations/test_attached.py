@@ -38,6 +38,7 @@ def test_a_package_is_missing(monkeypatch: pytest.MonkeyPatch, package: str, ext
         importlib.import_module(ours)
 
 
+@pytest.mark.whole
 def test_the_library_imports_none_of_them() -> None:
     packages = "{'transformers', 'safetensors', 'lightning', 'torchtitan'}"
     program = f"import sys, distprune, distprune.checkpoint; assert not {packages} & set(sys.modules)"

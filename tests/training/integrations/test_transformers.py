@@ -128,6 +128,7 @@ def train_on_rank(_: int, layout: str, kind: str, folder: Path) -> list[Any]:
         only_whole("fsdp2-full", "fixed"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_resumes(pool: ProcessPool, tmp_path: Path, layout: str, kind: str) -> None:
     for (losses, weights, step), (resumed_losses, resumed_weights, resumed_step) in pool.run(
         2, train_on_rank, layout, kind, tmp_path
