@@ -46,7 +46,7 @@ def test_whole_runs_the_product() -> None:
     assert len(rows) == sum(len(layout.world_sizes) for layout in LAYOUTS)
     product = list(itertools.product(SCORES, SCOPES))
     for layout in LAYOUTS:
-        by_size = {row.values[1]: row.values[2] for row in rows if row.values[0] is layout}
+        by_size: dict[Any, Any] = {row.values[1]: row.values[2] for row in rows if row.values[0] is layout}
         assert all(by_size[size] == product for size in by_size if size in layout.world_sizes[:1] or size <= 4)
         assert all(
             0 < len(some) <= len(product) / 3 + 1 and {*some} < {*product} for some in list(by_size.values())[4:]
