@@ -2,7 +2,7 @@
 
 from distprune.calibration.batches import Batches
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import check_fit, load_samples, own_samples, spread
+from distprune.calibration.data import check_fit, load_samples, own_samples, spread, token_digest
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
@@ -40,6 +40,7 @@ __all__ = [
     "pack_triangle",
     "shared_axis",
     "spread",
+    "token_digest",
     "unpack_triangle",
     "visit_blocks",
     "walking",

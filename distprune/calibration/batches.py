@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distprune.calibration.data import token_digest
 from distprune.calibration.text import draw_windows, is_drawn_by_place, open_text, tokens_of
 
 
@@ -49,4 +50,4 @@ class Batches:
     def digest(self) -> str:
         """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""
         seen = self[0] if self._ids is None else self._ids
-        return hashlib.sha256(f"{self._path.stat().st_size}:".encode() + seen.numpy().tobytes()).hexdigest()
+        return f"{self._path.stat().st_size} bytes, {token_digest(seen)}"

@@ -60,9 +60,14 @@ def load_samples(
             raise ValueError(f"{num_samples=} of {sequence_length=}: one sample of one token is the least")
         token_ids = draw_windows(tokenizer, Path(path), num_samples, sequence_length, seed)
         check_fit(token_ids, model)
-        facts["calibration tokens"] = hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()
+        facts["calibration tokens"] = token_digest(token_ids)
     agree(comm, facts)
     return token_ids
+
+
+def token_digest(token_ids: torch.Tensor) -> str:
+    """Return what ranks, and a job that goes on, compare ``token_ids`` by. Local."""
+    return hashlib.sha256(token_ids.contiguous().numpy(force=True).tobytes()).hexdigest()
 
 
 def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.device | str = "cpu") -> Samples:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import load_samples
+from distprune.calibration import load_samples, token_digest
 from distprune.checkpoint import load_tokenizer
 from distprune.collectives import together
 from distprune.jobs.block_journal import digest_of
@@ -63,5 +61,5 @@ def load_calibrated(run: Run, job: CalibratedJob) -> tuple[nn.Module, torch.Tens
         group=run.comm,
     )
     with together(run.comm):
-        run.read["calibration tokens"] = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
+        run.read["calibration tokens"] = token_digest(samples)
     return model, samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from distprune.calibration import token_digest
 from distprune.checkpoint import (
     HfDirectory,
     check_output,
@@ -69,7 +69,7 @@ class Run:
                 length, most = job.evaluation_length, job.evaluation_tokens
                 ids = tokenize_file(self._tokenizer, name, max_tokens=most, sequence_length=length)
                 self._tokens[name] = ids
-                seen[f"evaluation tokens of {name}"] = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+                seen[f"evaluation tokens of {name}"] = token_digest(ids)
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
             self._draws = job.has_picture and can_draw(self.told.say)

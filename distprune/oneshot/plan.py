@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -10,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from distprune.calibration import Axis, check_fit, shared_axis
+from distprune.calibration import Axis, check_fit, shared_axis, token_digest
 from distprune.models import check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
@@ -50,11 +49,6 @@ def check_samples(model: nn.Module, samples: torch.Tensor) -> None:
     if samples.ndim != 2 or samples.numel() == 0:
         raise ValueError(f"samples must be (num_samples, length), not {tuple(samples.shape)}")
     check_fit(samples, model)
-
-
-def samples_digest(samples: torch.Tensor) -> str:
-    """Return what ranks compare ``samples`` by. Local."""
-    return hashlib.sha256(samples.contiguous().numpy(force=True).tobytes()).hexdigest()
 
 
 def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -113,7 +107,7 @@ def make_plan(
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
         "seed": repr(seed),
-        "samples": samples_digest(samples),
+        "samples": token_digest(samples),
         "sequential": sequential,
         "target_share": repr(share),
     }

@@ -10,12 +10,12 @@ from typing import get_args
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis
+from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis, token_digest
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, Outcome, prune_rows
-from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, samples_digest, share_of_targets
+from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
@@ -127,7 +127,7 @@ def choose_units(
             "targets": repr(share),
             "offload": repr(offload),
             "finished": repr(finished is not None),
-            "samples": samples_digest(samples),
+            "samples": token_digest(samples),
         }
         names: dict[str, None] = {}  # of what is refitted, and of all that gets smaller where its norms count
         for of in plan.asked.values():

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Visitor, visit_blocks
+from distprune.calibration import Visitor, token_digest, visit_blocks
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import Units, decoder_blocks, expert_inputs, expert_matrix, expert_weights, find_all_units
-from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
+from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
 from distprune.shards import all_finite
@@ -61,7 +61,7 @@ def choose_experts(
         for name, places in found:
             for units in places:
                 num_to_keep(units, keep, f"{name}.{units.name}")  # checked before anything runs
-        digest = samples_digest(samples)
+        digest = token_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
     kept: dict[Any, torch.Tensor] = {}
     visitors = [_Experts(dict(decoder_blocks(model))[block], units, criterion) for block, units in found]

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Visitor, visit_blocks
+from distprune.calibration import Visitor, token_digest, visit_blocks
 from distprune.collectives import Group, agree, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, replacing_forwards
-from distprune.oneshot.plan import blocks_to_walk, check_samples, samples_digest
+from distprune.oneshot.plan import blocks_to_walk, check_samples
 
 LayerCriterion = Literal["loss", "influence"]
 Progress = Callable[[int, int], None] | None
@@ -66,7 +66,7 @@ def order_layers(
             raise ValueError(f"{criterion=} is none of loss, influence")
         if criterion == "loss" and samples.shape[1] < 2:
             raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
-        digest = samples_digest(samples)
+        digest = token_digest(samples)
     agree(comm, {"layers": num_kept, "criterion": criterion, "known": list(known), "samples": digest})
     order = list(known)[: num_layers - num_kept]
     if len(order) == num_layers - num_kept:
