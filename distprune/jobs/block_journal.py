@@ -47,14 +47,14 @@ class BlockJournal:
 
     def finished(self, index: int) -> bool:
         """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank."""
-        number, told = self._numbers[index], self._run.told
+        number, reporter = self._numbers[index], self._run.reporter
         _, name, block = self._blocks[number]
         if done := self._unfinished.items(BLOCK)[number : number + 1]:
             if self._restore(done[0], name, block):
                 return True
-            told.say(f"{name} is not on the disk as it was written: it is pruned again")
+            reporter.say(f"{name} is not on the disk as it was written: it is pruned again")
         if self._is_resumed:
-            told.say(f"going on at block {number} of {len(self._blocks)}")
+            reporter.say(f"going on at block {number} of {len(self._blocks)}")
         self.resumed_at = number
         return False
 
@@ -86,8 +86,8 @@ class BlockJournal:
             digest = digest_of(run.comm, self._blocks[number][2])
         # Local from here on: what one rank raises, prune_blocks raises on all.
         self._unfinished.record(Item(BLOCK, entry, digest))
-        run.told.block(entry, self._blocks[-1][0] + 1)
-        run.told.check_here()
+        run.reporter.block(entry, self._blocks[-1][0] + 1)
+        run.reporter.check_here()
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
@@ -101,7 +101,7 @@ class BlockJournal:
     def end(self) -> list[Mapping[str, Any]]:
         """Return the reports of all blocks, and say so if all were done before. Local."""
         if self.resumed_at == len(self._blocks):
-            self._run.told.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
+            self._run.reporter.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
         return [item.value for item in self._unfinished.items(BLOCK)]
 
 

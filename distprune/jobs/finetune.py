@@ -106,7 +106,7 @@ def run_finetune_job(
                 check_fit(batches[0], read)
             run.read["training tokens"] = batches.digest()
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
-        run.told.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
+        run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(run, job, same_ranks=False) as unfinished:
             evaluates = bool(job.evaluate_on or job.tasks)
             before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if evaluates else {})
@@ -141,7 +141,7 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     """Return where the teacher is, which reads and predicts the tokens of the model. Every rank must call it."""
     if job.teacher is None:
         return None
-    path = resolve_model(job.teacher, group=run.comm, log=run.told.say)
+    path = resolve_model(job.teacher, group=run.comm, log=run.reporter.say)
     with together(run.comm):
         directory, own = open_directory(path), run.directory.path
         vocabularies = [load_tokenizer(folder).get_vocab() for folder in (path, own)]
@@ -187,7 +187,7 @@ def _begin(run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:
         if digest != saved[-1].digest:
             raise ValueError(f"{path} is not as it was written; remove {unfinished.folder} and start anew")
     training.read(path, num_steps)
-    run.told.say(f"going on after step {num_steps}")
+    run.reporter.say(f"going on after step {num_steps}")
     return num_steps
 
 
@@ -214,10 +214,10 @@ def _train(
         words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64))
 
     unit, total = ("steps", job.steps or 0) if job.minutes is None else ("seconds", math.ceil(60 * job.minutes))
-    with run.told.stage("training", unit) as progress:
+    with run.reporter.stage("training", unit) as progress:
         while (share := job.share(len(losses), seconds)) < 1:
             with together(run.comm):
-                run.told.check_here()
+                run.reporter.check_here()
                 batch = batches[len(losses)]
                 check_fit(batch, training.model)
             own = training.backward(batch)
@@ -234,7 +234,7 @@ def _train(
                 training.step(job.learning_rate * _factor((share + now) / 2), math.sqrt(squares))
             losses.append(loss)
             if int(now * _NUM_SAID) > int(share * _NUM_SAID) or len(losses) == 1:
-                run.told.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
+                run.reporter.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
             progress(round(now * total), total)
             if now < 1 and unsaved_seconds >= job.save_every:
                 saved = {"num_steps": len(losses), "seconds": seconds, "losses": losses[num_saved:]}

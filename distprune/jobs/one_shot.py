@@ -118,7 +118,7 @@ def run_one_shot_job(
             by: Allocation = "uniform" if shares is None else "gradients"
             pruned = PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)
             after = run.evaluate(model, "after")
-            with clock(run.seconds, "save"), run.told.stage("saving", "bytes") as progress:
+            with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
                 with together(run.comm):
                     journal.writer.write(written=journal.names, updated=journal.updated, progress=progress)
                 work_together(run.comm, journal.writer.sync)
@@ -131,10 +131,10 @@ def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) 
         return None
     sparsity = vars(as_pattern(job.pattern, job.sparsity))["sparsity"]
     try:
-        with clock(run.seconds, "allocate"), run.told.stage("allocating", "samples") as progress:
+        with clock(run.seconds, "allocate"), run.reporter.stage("allocating", "samples") as progress:
             return allocate(model, samples, sparsity, group=run.comm, progress=progress)
     except NotImplementedError as error:  # on every rank
         if job.allocation is not None:
             raise
-        run.told.say(f"all layers have the same sparsity: {error}")
+        run.reporter.say(f"all layers have the same sparsity: {error}")
         return None

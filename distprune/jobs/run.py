@@ -33,7 +33,7 @@ from distprune.jobs.options import Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
-from distprune.jobs.watcher import Told, Watcher
+from distprune.jobs.watcher import Reporter, Watcher
 
 REPORT_NAME = "report.json"
 Device: TypeAlias = torch.device | str
@@ -49,14 +49,14 @@ class Run:
 
     def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
         self.job, self.comm = job, communicator(group)
-        self.told = Told(watcher or Watcher(), self.comm)
+        self.reporter = Reporter(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
         with together(self.comm):
             job.check()
             self.device = torch.device(device)
             asked = {**job.flags(), "resume": getattr(job, "resume", False), "device": self.device.type}
         agree(self.comm, asked)
-        path = resolve_model(job.model, group=self.comm, log=self.told.say)
+        path = resolve_model(job.model, group=self.comm, log=self.reporter.say)
         seen: dict[str, str] = {}
         self.read: dict[str, object] = {}  # what a job that goes on must read again
         self._tokens: dict[str, torch.Tensor] = {}
@@ -72,7 +72,7 @@ class Run:
                 seen[f"evaluation tokens of {name}"] = token_digest(ids)
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
-            self._draws = job.has_picture and can_draw(self.told.say)
+            self._draws = job.has_picture and can_draw(self.reporter.say)
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh: DeviceMesh | None = None
             if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
@@ -98,7 +98,7 @@ class Run:
 
         Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`.
         """
-        with clock(self.seconds, "load"), self.told.stage("loading", "bytes") as progress:
+        with clock(self.seconds, "load"), self.reporter.stage("loading", "bytes") as progress:
             return load_model(
                 directory or self.directory,
                 mesh=self._mesh,
@@ -112,7 +112,7 @@ class Run:
         self, model: nn.Module, folder: Path, *, updated: Collection[str] = (), layers: Sequence[int] | None = None
     ) -> None:
         """Write ``model`` into ``folder``, as :func:`save_model` does. Every rank must call it."""
-        with clock(self.seconds, "save"), self.told.stage("saving", "bytes") as progress:
+        with clock(self.seconds, "save"), self.reporter.stage("saving", "bytes") as progress:
             save_model(
                 model, self.directory, folder, updated=updated, layers=layers, group=self.comm, progress=progress
             )
@@ -125,11 +125,11 @@ class Run:
         if texts:
             where = Path(next(iter(self._tokens))).name if len(texts) == 1 else f"{len(texts)} texts"
             stage = f"evaluating {when} on {where}"
-            with clock(self.seconds, "evaluate"), self.told.stage(stage, "windows") as progress:
+            with clock(self.seconds, "evaluate"), self.reporter.stage(stage, "windows") as progress:
                 found = perplexities(model, texts, sequence_length=length, group=self.comm, progress=progress)
             of_texts = dict(zip(self._tokens, found, strict=True))
         if self._tasks is not None:
-            with clock(self.seconds, "tasks"), self.told.stage(f"tasks {when}", "requests") as progress:
+            with clock(self.seconds, "tasks"), self.reporter.stage(f"tasks {when}", "requests") as progress:
                 of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
 
@@ -163,7 +163,7 @@ class Run:
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
                 if self._draws:
                     self._write(folder / PICTURE_NAME, lambda: picture(report), "left out, drawing it failed")
-            self.told.check_here()
+            self.reporter.check_here()
         return report
 
     def _write(self, path: Path, make: Callable[[], bytes], otherwise: str) -> None:
@@ -171,7 +171,7 @@ class Run:
         try:
             content = make()
         except Exception as error:
-            self.told.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
+            self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
         path.write_bytes(content)
 

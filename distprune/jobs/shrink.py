@@ -211,8 +211,8 @@ class _Shrinking:
         def on_trial(known: Division) -> None:
             value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
             unfinished.record(Item(_TRIAL, value))
-            run.told.say(f"tried {known.trials[-1]}")
-            run.told.check_here()
+            run.reporter.say(f"tried {known.trials[-1]}")
+            run.reporter.check_here()
 
         recorded = [item.value for item in unfinished.items(_TRIAL)]
         trials = tuple(Trial(**value["trial"]) for value in recorded)
@@ -228,7 +228,7 @@ class _Shrinking:
             on_trial=on_trial,
             group=run.comm,
         )
-        run.told.say(f"sizes: {division.sizes}")
+        run.reporter.say(f"sizes: {division.sizes}")
         return division
 
     def _choose_layers(self, division: Division) -> list[int]:
@@ -236,7 +236,7 @@ class _Shrinking:
         run = self.run
         layers, num_layers = list(range(len(decoder_blocks(self.model)))), division.sizes.num_layers(self.model)
         if num_layers < len(layers):
-            with clock(run.seconds, "choose"), run.told.stage("choosing layers", "layers") as progress:
+            with clock(run.seconds, "choose"), run.reporter.stage("choosing layers", "layers") as progress:
                 gone = order_layers(
                     self.model,
                     self.samples,
@@ -247,7 +247,7 @@ class _Shrinking:
                     progress=progress,
                 )
             layers = [layer for layer in layers if layer not in gone]
-            run.told.say(f"layers that stay: {as_text(layers)}")
+            run.reporter.say(f"layers that stay: {as_text(layers)}")
         return layers
 
     def _walk(self, sizes: Sizes, layers: list[int]) -> tuple[Walked, Kept]:

@@ -47,7 +47,7 @@ def compare_speed(run: Run, before: Path, after: Path) -> dict[str, Any] | None:
         try:
             return compared(measure_apart(run, before), measure_apart(run, after))
         except (ValueError, OSError) as error:  # on every rank
-            run.told.say(f"speed is left out, measuring it failed: {error}")
+            run.reporter.say(f"speed is left out, measuring it failed: {error}")
             return None
 
 

@@ -88,9 +88,9 @@ def run_streamed_job(
                 host_loops.load()
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
-                run.told.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
+                run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
         with open_unfinished(run, job, sync_files=job.sync_files) as unfinished:
-            run.told.say("choosing what is pruned")
+            run.reporter.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
                 asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed, None, job.include, job.exclude)
                 request = Request(stored.found, *asked)
@@ -101,10 +101,10 @@ def run_streamed_job(
                 writer.allocate()
                 first = 0
                 if unfinished.items(STRETCH):
-                    with run.told.stage("checking what is written", "bytes"):
+                    with run.reporter.stage("checking what is written", "bytes"):
                         first = writer.num_as_written()
                 if job.resume:
-                    run.told.say(f"going on after {first} of {len(writer.stretches)} stretches")
-                with run.told.stage("pruning", "bytes") as progress:
+                    run.reporter.say(f"going on after {first} of {len(writer.stretches)} stretches")
+                with run.reporter.stage("pruning", "bytes") as progress:
                     writer.write(first, progress)
             return run.report(unfinished.result, {}, {}, pruning.report(writer.counts()))

@@ -139,7 +139,7 @@ def open_unfinished(
                 raise FileExistsError(f"{folder} holds more than a job has written; move it away")
             folder.mkdir()
     if job.resume and not journal.is_begun:
-        run.told.say("nothing was recorded yet: starting at the beginning")
+        run.reporter.say("nothing was recorded yet: starting at the beginning")
     unfinished = Unfinished(comm, folder, journal)
     with together(comm):
         check_shared(folder)

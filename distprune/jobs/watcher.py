@@ -26,7 +26,7 @@ class Watcher:
         """Hear that a decoder block is pruned and on the disk; ``report`` is its part of the job's report."""
 
 
-class Told:
+class Reporter:
     """Calls a watcher between collectives. What it raises on one rank waits for :meth:`check`, which raises on all."""
 
     def __init__(self, watcher: Watcher, comm: Communicator) -> None:
