@@ -115,6 +115,7 @@ def change_evaluation(job: OneShotJob) -> None:
     ("change", "shown"),
     [
         (change_weights, "model weights: "),
+        (change_weights, "weights as read: "),  # a change that the bytes looked at do not show
         (change_weights_unseen, "model weight files: "),
         (change_evaluation, "evaluation tokens of "),
         (change_config, "model files: "),
