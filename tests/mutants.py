@@ -48,8 +48,9 @@ class Mutant:
         folder = own if (ROOT / own).is_dir() else f"tests/test_{Path(self.file).stem}.py"
         return [f"tests/{name}" for name in self.tests] or [folder]
 
-    def apply_to(self, package: Path) -> None:
-        """Write the fault into the copy of the library at ``package``.
+    @contextmanager
+    def applied_to(self, package: Path) -> Iterator[None]:
+        """Have the fault in the copy of the library at ``package`` while the body runs.
 
         Raises:
             ValueError: ``old`` does not stand there exactly once.
@@ -59,6 +60,10 @@ class Mutant:
         if text.count(self.old) != 1:
             raise ValueError(f"{self.file} holds {self.old!r} {text.count(self.old)} times, not once: {self.what}")
         path.write_text(text.replace(self.old, self.new), "utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(text, "utf-8")
 
 
 @dataclass(frozen=True)
@@ -130,13 +135,12 @@ def _try(mutant: Mutant, copies: SimpleQueue[Path], first_only: bool, known: Out
     if not first_only:
         suites += [("default", []), ("whole", ["--whole", *first]), ("whole", ["--whole"])]
     try:
-        mutant.apply_to(copy / "distprune")
-        for suite, arguments in suites:
-            if test := _failed_test(copy, arguments):
-                return Outcome(suite, test)
+        with mutant.applied_to(copy / "distprune"):
+            for suite, arguments in suites:
+                if test := _failed_test(copy, arguments):
+                    return Outcome(suite, test)
         return Outcome("", "")
     finally:
-        shutil.copy2(ROOT / "distprune" / mutant.file, copy / "distprune" / mutant.file)
         copies.put(copy)
 
 

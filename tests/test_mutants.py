@@ -16,8 +16,8 @@ def test_each_mutant_applies(tmp_path: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / "distprune" / mutant.file).read_bytes())
         try:
-            mutant.apply_to(tmp_path)
-            compile(copy.read_text("utf-8"), mutant.file, "exec")
+            with mutant.applied_to(tmp_path):
+                compile(copy.read_text("utf-8"), mutant.file, "exec")
         except (ValueError, SyntaxError) as error:
             wrong.append(str(error))
         wrong += [f"{mutant.file}: no {test}" for test in mutant.first_tests if not (ROOT / test).exists()]

@@ -28,12 +28,15 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...], prune: bool) -> None:
+def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...], prune: bool) -> int:
+    """Return how many bytes this rank has written."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     model = load_model(folder, mesh=mesh)
     if prune:
         prune_model(model, 0.4, score="random", seed=3)
-    save_model(model, open_directory(folder), target)
+    num_bytes = [0]
+    save_model(model, open_directory(folder), target, progress=lambda done, _: num_bytes.append(done))
+    return num_bytes[-1]
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (8,), (2, 2)])
@@ -65,7 +68,10 @@ def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, architecture: str, dt
     for mesh_shape in ((1,), (2,), (3,), (4,), (2, 2)):
         target = tmp_path / f"out{mesh_shape}"
         target.mkdir()
-        run_threads(torch.Size(mesh_shape).numel(), save_on_rank, folder, target, mesh_shape, True)
+        num_bytes = run_threads(torch.Size(mesh_shape).numel(), save_on_rank, folder, target, mesh_shape, True)
+        assert sum(num_bytes) == sum(
+            v.nbytes for path in target.glob("*.safetensors") for v in load_file(path).values()
+        )
         seen.append(digests(target))
     plain, target = load_model(folder), tmp_path / "plain"
     target.mkdir()

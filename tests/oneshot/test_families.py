@@ -42,7 +42,6 @@ WARNED = ("does not fit", "that this library knows", "in groups", "no token reac
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in SAMPLE else pytest.mark.whole) for family in FAMILIES]
 )
-@pytest.mark.sampled(2)
 def test_every_weight_is_pruned_or_named(family: str) -> None:
     if family in NOT_BUILT:
         with pytest.raises(Exception):  # noqa: B017, PT011

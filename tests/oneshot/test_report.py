@@ -236,6 +236,17 @@ def test_error_is_that_of_the_outputs(method: OneShotMethod, dead: bool, within:
         assert of_layer.num_tokens == len(x)
 
 
+@pytest.mark.parametrize("method", ["sparsegpt", "admm"])
+def test_inputs_that_are_always_0_have_no_weights(method: OneShotMethod) -> None:
+    """Also where the pattern keeps one of them: three of four are."""
+    model: Any = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight[4:7] = 0
+    prune_blocks(model, TOKENS, method=method, pattern="2:4")
+    assert not mlp.down_proj.weight[:, 4:7].any()
+
+
 def test_damping_is_raised_until_it_helps() -> None:
     products = torch.full((8, 8), 1.0)
     products[0, 1] = products[1, 0] = 1.05  # not positive semidefinite

@@ -127,7 +127,7 @@ OTHERS = [CASES[i] for i in (6, 11, 15)]
     ],
     ids=["plain", "fsdp2", "fsdp2", "hsdp"],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_ranks_do_what_one_does(
     num_ranks: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[Case]
 ) -> None:
@@ -173,6 +173,39 @@ class Energy(Criterion):
 def test_a_users_criterion() -> None:
     kept, _ = chosen(make("llama"), ("llama", {"mlp": 30}, {"criterion": Energy(), "refit": "none"}))
     assert all(len(units) == 30 for units in kept.values())
+
+
+class Norms(Criterion):
+    """Keeps what it is shown."""
+
+    needs = ("norms",)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    @override
+    def __repr__(self) -> str:
+        return "Norms()"
+
+    @override
+    def scores(self, evidence: UnitEvidence) -> torch.Tensor:
+        assert evidence.norms is not None
+        self.seen.append(evidence.norms)
+        return evidence.norms
+
+
+def norms_on_rank(_: int) -> list[torch.Tensor]:
+    criterion = Norms()
+    choose_units(make("llama"), TOKENS, {"mlp": 30}, criterion=criterion, refit="none")
+    return criterion.seen
+
+
+def test_weights_of_copies_count_once() -> None:
+    alone, *over_two = [norms_on_rank(0), *run_threads(2, norms_on_rank)]
+    assert alone
+    assert any(len(of_rank) for of_rank in over_two)
+    for of_rank in over_two:  # each layer is one rank's
+        assert all(any(torch.equal(norms, of_one) for of_one in alone) for norms in of_rank)
 
 
 def spoiled(rank: int, what: str) -> None:
@@ -224,12 +257,12 @@ def test_bad_input_is_refused(bad: tuple[str, Any, dict[str, Any], str]) -> None
 def test_zeros_stay_and_what_goes_is_zero() -> None:
     model: Any = make("llama")
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[3:7] = 0
+        model.model.layers[0].mlp.down_proj.weight[3:7, ::2] = 0
     kept, weights = chosen(model, ("llama", {"mlp": 30}, {}))
     weight = weights["model.layers.0.mlp.down_proj.weight"]
     stays = torch.zeros(40, dtype=torch.bool)
     stays[kept["model.layers.0", "mlp", "mlp"]] = True
-    assert not weight[3:7].any()
+    assert not weight[3:7, ::2].any()
     assert not weight[:, ~stays].any()
     assert weight[:3, stays].all()
 
