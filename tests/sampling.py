@@ -1,6 +1,7 @@
 """What the default run takes of a product of axes: every pair of their values. ``--whole`` runs the product.
 
-The marker ``whole`` is the one mechanism for this: what bears it is collected with ``--whole`` alone.
+What bears the marker ``whole`` is collected with ``--whole`` alone; of a test marked ``sampled`` so many rows are
+collected by default (conftest.py).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_waits_for_the_disk_or_not(
     run_streamed_job(job)
     files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
     of_weights = [name for name in synced if name in files]
-    assert (len(of_weights) > 2 * len(files) and JOURNAL_NAME in synced) if sync_files else not synced
+    assert (len(of_weights) > 2 * len(files) and synced.count(JOURNAL_NAME) > 2) if sync_files else not synced
 
 
 @pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
