@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 __all__ = ["Mutant", "read_mutants"]
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +156,7 @@ def _failed_test(copy: Path, arguments: Sequence[str]) -> str:
             command, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            if process.wait() == 0:
+            if process.wait() in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):  # a row left out by default
                 return ""
         finally:
             _end_group(process)
