@@ -176,13 +176,7 @@ def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None)
         source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
         kind = next(kind for kind in _CARRIED if kind.__name__ == name)
         error = kind(f"rank {source} of {comm.size}: {text}")
-    error._raised_on = comm.size  # type: ignore[attr-defined]
     raise error
-
-
-def is_raised_together(comm: Communicator, error: Exception) -> bool:
-    """Return whether every rank of ``comm`` raises ``error``, or what it became there, after they agreed on that."""
-    return getattr(error, "_raised_on", 0) == comm.size
 
 
 def _carried_type(error: Exception) -> type[Exception]:
