@@ -66,6 +66,7 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ({"score": lambda w: w[:-1]}, ValueError, r"'<lambda>' returned .* elements of 'layers.0.up"),
         ({"scope": "row"}, ValueError, "scope='row' is not known"),
         ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"seed": True}, TypeError, "seed must be an int"),
         ({"include": ["*.weigth"]}, ValueError, r"'\*.weigth' matches no parameter"),
         ({"exclude": ["*.bias", "nothing"]}, ValueError, "'nothing' matches no parameter"),
         ({"include": [3]}, TypeError, "a pattern is a string or a module"),

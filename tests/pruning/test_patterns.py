@@ -123,8 +123,8 @@ def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 @pytest.mark.parametrize("worth", [0, 1 << 62])
-@pytest.mark.parametrize("name", ["plain", "shard1", "strided"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["hsdp", "plain", "shard1", "strided"])
+@pytest.mark.sampled(4)
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
     monkeypatch.setattr(unit_sums, "_WORTH", worth)
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)
