@@ -18,6 +18,7 @@ from distprune.collectives.agree import (
 )
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic, has_lost_ranks
+from distprune.collectives.guarded import Guarded
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
@@ -41,6 +42,7 @@ __all__ = [
     "Alone",
     "Communicator",
     "Group",
+    "Guarded",
     "Member",
     "MpiRanks",
     "ProcessGroup",

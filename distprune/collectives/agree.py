@@ -28,6 +28,8 @@ _CARRIED: tuple[type[Exception], ...] = (
     IndexError,
     MemoryError,
     OSError,
+    ModuleNotFoundError,
+    ImportError,
     RuntimeError,
 )
 _NUM_DIGEST_WORDS = 3  # of 63 bits

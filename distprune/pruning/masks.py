@@ -121,26 +121,33 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the masks of {shard.name!r} are laid out differently and cannot be combined")
             return self._local[shard.name] & other._local[shard.name]
 
-        if other._whole_shapes != self._whole_shapes:  # the same on every rank
-            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
-        return self._made(self._comm, self._roster, self._held, both)
+        def held() -> list[LocalShard]:
+            if other._whole_shapes != self._whole_shapes:
+                raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+            return self._held()
 
-    @override
-    def __eq__(self, other: object) -> bool:
+        return self._made(self._comm, self._roster, held, both)
+
+    def equal(self, other: Masks) -> bool:
         """Return whether both keep the same of the same parameters, laid out alike.
 
         Every rank must call it: one round.
         """
-        if not isinstance(other, Masks) or other._whole_shapes != self._whole_shapes:
-            return False
 
         def fill(differ: torch.Tensor) -> None:
-            differ[0] = not all(
+            differ[0] = other._whole_shapes != self._whole_shapes or not all(
                 self._is_like(other, name) and torch.equal(local, other._local[name])
                 for name, local in self._local.items()
             )
 
         return not bool(max_together(self._comm, (1,), fill)[0])
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        """Raise a TypeError for other masks: ranks would have to talk, and ``==`` is often asked on one alone."""
+        if isinstance(other, Masks):
+            raise TypeError("masks are spread over ranks; on every rank call masks.equal(other) in the place of ==")
+        return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -89,7 +89,7 @@ def _check_agreement(comm: Communicator) -> None:
 
 
 def _check_together(comm: Communicator) -> None:
-    kinds = (FileNotFoundError, ValueError, NotImplementedError, KeyError)
+    kinds = (FileNotFoundError, ValueError, NotImplementedError, ImportError, KeyError)
     for kind in kinds:
         carried = RuntimeError if kind is KeyError and comm.rank != comm.size - 1 else kind
         with pytest.raises(carried, match="no such thing"):
