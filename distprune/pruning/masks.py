@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives import Communicator, Group, Roster, communicator, max_together, sum_together, together
+from distprune.collectives import Alone, Communicator, Group, Roster, communicator, max_together, sum_together, together
 from distprune.masks import mask_of, zero_where_pruned
-from distprune.models import NamePattern
+from distprune.models import NamePattern, is_sharded
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on_model
 from distprune.pruning.torch_api.functions import put_masks
@@ -244,9 +244,11 @@ def sparsity(
 
     Arguments as in :func:`distprune.prune_model`: by default the weights that it prunes are counted. Pruned elements of
     reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds; on pipelines up to
-    four more. Errors are those of :meth:`Masks.of`.
+    four more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may
+    ask, and one with a pipeline stage hears of its own. Errors are those of :meth:`Masks.of`.
     """
-    return Masks.of(model, include=include, exclude=exclude, group=group).sparsity()
+    comm = Alone() if group is None and not is_sharded(model) else communicator(group)
+    return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()
 
 
 def _present(shard: LocalShard) -> torch.Tensor:

@@ -277,7 +277,7 @@ def test_a_source_that_is_cut_off_meanwhile(tmp_path: Path) -> None:
     target.mkdir()
     model, source = load_model(folder), open_directory(folder)
     os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1000)
-    with pytest.raises(ValueError, match="has been cut off since: the file ends [0-9]+ bytes before"):
+    with pytest.raises(ValueError, match=r"has been cut off since: the file ends [0-9]+ bytes before"):
         save_model(model, source, target)
 
 

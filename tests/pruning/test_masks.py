@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
+from distprune.collectives import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
 
@@ -200,6 +201,22 @@ def test_layouts_of_one_local_shape() -> None:
             rows.load_state_dict(columns.state_dict())
 
     run_threads(2, on_rank)
+
+
+def test_the_sparsity_of_a_plain_model_can_be_asked_for_on_one_rank() -> None:
+    def on_rank(rank: int) -> tuple[float, float]:
+        model = decoder()
+        if rank == 1:
+            prune.prune_model(model, 0.5, group=Alone())
+            alone = prune.sparsity(model)  # nobody waits for the others
+        else:
+            alone = 0.5
+        stages = nn.ModuleDict({str(rank): nn.Linear(4, 4, device="meta").to_empty(device="cpu")})
+        for parameter in stages.parameters():
+            nn.init.constant_(parameter, 1 - rank)
+        return alone, prune.sparsity(stages, group=torch.distributed.group.WORLD)
+
+    assert run_threads(2, on_rank) == [(0.5, 0.5)] * 2
 
 
 def save(_: int, folder: Path) -> None:
