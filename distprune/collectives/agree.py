@@ -1,4 +1,9 @@
-"""Ranks agree, or all of them raise."""
+"""Ranks agree, or all of them raise.
+
+What is told to the others is an ``Exception``. ``KeyboardInterrupt`` and ``SystemExit`` end their own rank at once: a
+signal may have reached all ranks, which then meet in no collective. The others raise in their next one, when the rank
+has left (gloo sees that at once, NCCL at the group's timeout).
+"""
 
 from __future__ import annotations
 
@@ -140,7 +145,7 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     """Run the body on every rank; if it raises on one, raise on all (one round, 64 bytes).
 
     The body must not communicate: a rank that fails inside it would leave the others waiting there.
-    ``facts`` are agreed on in the same round.
+    ``facts`` are agreed on in the same round. ``KeyboardInterrupt`` and ``SystemExit`` are raised on their rank alone.
     """
     error: Exception | None = None
     try:
