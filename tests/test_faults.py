@@ -240,7 +240,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "shard_masks": (2, masks_to_shard),
     "compute_masks": (2, on_masks(lambda model, _: prune.compute_masks(model, 0.5, include="*"))),
     "Masks.of": (2, on_masks(lambda model, _: prune.Masks.of(model, include="*"))),
-    "Masks ==": (2, on_masks(lambda _, masks: masks == masks)),
+    "Masks.equal": (2, on_masks(lambda _, masks: masks.equal(masks))),
     "Masks &": (2, on_masks(lambda _, masks: masks & masks)),
     "Masks.sparsity": (2, on_masks(lambda _, masks: masks.sparsity())),
     "Masks.apply_": (2, on_masks(lambda _, masks: masks.apply_())),

@@ -75,7 +75,7 @@ def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = ""
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}{place} is not JSON: {error}") from error
         text = entry.get("text") if isinstance(entry, dict) else entry
         if not isinstance(text, str):

@@ -7,7 +7,6 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import nn
 from distprune.checkpoint.carried import Carried, output_of
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
 from distprune.checkpoint.output_files import allocate_directory, planned, sync_file
-from distprune.checkpoint.sharded_file import Stretch, chunks_of, write_chunk
+from distprune.checkpoint.sharded_file import Stretch, chunks_of, read_at, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together, work_together
 from distprune.shards import LocalShard, local_shard
@@ -183,11 +182,18 @@ def _parts_of(carried: Carried, shards: Mapping[str, LocalShard]) -> list[LocalS
 
 
 def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:
-    """Raise unless every value is zero or what the source's file ``source`` holds in its place, bit for bit."""
+    """Raise unless every value is zero or what the source's file ``source`` holds in its place, bit for bit.
+
+    Raises:
+        ValueError: a value is neither, or the file has become shorter.
+    """
     held, itemsize = torch.empty(len(values), dtype=entry.dtype), entry.dtype.itemsize
     data = held.view(torch.uint8).numpy().data
-    for flat_start, low, high in stretches:
-        os.preadv(source, [data[low * itemsize : high * itemsize]], entry.start + flat_start * itemsize)
+    try:
+        for flat_start, low, high in stretches:
+            read_at(source, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
+    except EOFError as error:
+        raise ValueError(f"the file that {entry.name!r} was read from has been cut off since: {error}") from error
     written, expected = values.view(torch.uint8), held.to(values.dtype).view(torch.uint8)
     if torch.equal(written, expected):
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from distprune.checkpoint.output_files import sync_file
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Communicator, Group, agree, communicator, is_raised_together, together, work_together
+from distprune.collectives import Communicator, Group, agree, communicator, has_lost_ranks, together, work_together
 
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -49,9 +49,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         try:
             yield staging
         except Exception as error:
-            # torch and MPI report a lost rank as a RuntimeError; to ask it would be to wait for it once more.
-            is_lost = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-            if is_lost and not is_raised_together(comm, error):
+            if has_lost_ranks(error):
                 raise
             failed = error
         agree(comm, {}, failed)

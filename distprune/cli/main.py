@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from distprune.cli.commands import JobCommand, add_command
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
+from distprune.collectives import has_lost_ranks
 from distprune.jobs import (
     FinetuneJob,
     Job,
@@ -49,6 +51,7 @@ _RUN: dict[type[Job], Callable[..., JobReport[Work]]] = {
     FinetuneJob: run_finetune_job,
     ShrinkJob: run_shrink_job,
 }
+_LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 
 
@@ -138,7 +141,7 @@ def _work(start: JobCommand, launch: Launch) -> int:
         launch.finish()
     except Exception as error:
         # What all ranks know the first one says for them.
-        speaks_first = launch.rank == 0 or not isinstance(error, _USERS_MISTAKES)
+        speaks_first = launch.rank == 0 or not (isinstance(error, _USERS_MISTAKES) or _has_lost_ranks(error))
         if speaks_first:
             sys.stderr.write(_text(error))
         if launch.leave(1) and not speaks_first:
@@ -154,8 +157,14 @@ def _work(start: JobCommand, launch: Launch) -> int:
     return 0
 
 
+def _has_lost_ranks(error: Exception) -> bool:
+    return has_lost_ranks(error) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
+
+
 def _text(error: Exception) -> str:
-    """Return one line for what a user can mend; anything else is ours, and gets a traceback."""
+    """Return one line for what a user can mend, or for a lost rank; anything else is ours, and gets a traceback."""
+    if _has_lost_ranks(error):
+        return f"error: another rank has ended or cannot be reached: {str(error).splitlines()[0][:200]}\n"
     if isinstance(error, _USERS_MISTAKES):
         return f"error: {' '.join(str(error).split())}\n"
     return "".join(traceback.format_exception(error))

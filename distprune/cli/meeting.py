@@ -22,8 +22,10 @@ from distprune.cli.launchers import Start
 _GRACE = 5.0  # seconds for a rank to end by itself, once another has or a signal has come
 _POLL = 0.5  # seconds
 _GOODBYE = 2.0  # seconds for all to say that they end too
-_LONGEST_GOODBYE = 60.0  # seconds the first rank waits for others that have not come yet, or are not done yet
-_HERE, _DONE, _ENDED, _FIRST_HAS_ENDED = (f"distprune/{key}" for key in ("here", "done", "ended", "first ended"))
+_SILENCE = 8.0  # seconds without a sign of life from any rank that is not done: those ranks are gone
+_HERE, _BEATS, _DONE, _ENDED, _FIRST_HAS_ENDED = (
+    f"distprune/{key}" for key in ("here", "beats", "done", "ended", "first ended")
+)
 
 
 class Meeting:
@@ -31,6 +33,7 @@ class Meeting:
 
     def __init__(self, start: Start, timeout: timedelta) -> None:
         self._rank, self._size = start.rank, start.size
+        self._deadline = time.monotonic() + timeout.total_seconds()  # for all to have come
         with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_host = start.rank == 0 and not with_torchrun
         self.store = TCPStore(start.host, start.port, start.size, is_host, timeout, wait_for_workers=False)
@@ -55,6 +58,7 @@ class Meeting:
     def _attend_others(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the first rank with it
             while not self._is_over and not self._store_of_threads.check([_ENDED]):
+                self._store_of_threads.add(_BEATS, 1)
                 time.sleep(_POLL)
         self._end_soon(1)
 
@@ -70,12 +74,19 @@ class Meeting:
         threading.Timer(_GRACE, end).start()
 
     def finish(self) -> None:
-        """Say that this rank has done its work. The first rank, which may hold the store, waits for the others."""
+        """Say that this rank has done its work.
+
+        The first rank, which may hold the store, waits for the others as long as one of them gives signs of life.
+        """
         self._is_over = True
         with suppress(RuntimeError):
             self.store.add(_DONE, 1)
-            if self._rank == 0:
-                self._until(lambda: self._count(_DONE) == self._size, _LONGEST_GOODBYE)
+            before, beats = -1, 0
+            while self._rank == 0 and before != beats:
+                before = beats
+                if self._until(lambda: self._count(_DONE) == self._size, _SILENCE):
+                    break
+                beats = self._count(_BEATS)
 
     def leave(self, code: int) -> bool:
         """Tell the others that this rank ends early; return whether it has to say why, or the first rank has.
@@ -83,7 +94,8 @@ class Meeting:
         If the store does not answer, the process ends with ``code``.
         """
         self._is_over = True
-        longest = _GOODBYE if self._rank else _LONGEST_GOODBYE + _GOODBYE
+        to_come = max(self._deadline - time.monotonic(), 0.0)
+        longest = _GOODBYE if self._rank else to_come + _GOODBYE
         threading.Timer(longest + _GRACE, os._exit, [code]).start()
         try:
             if self._rank == 0:
@@ -94,7 +106,7 @@ class Meeting:
                 self.store.add(_DONE, 1)
                 return not first_has_ended
             # A rank that comes later would find no store, and wait for one.
-            self._until(lambda: self._count(_HERE) == self._size, _LONGEST_GOODBYE)
+            self._until(lambda: self._count(_HERE) == self._size, to_come)
             self._until(lambda: self._count(_DONE) == self._size - 1, _GOODBYE)
         except RuntimeError:  # the store is gone, and the first rank with it
             pass

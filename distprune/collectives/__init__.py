@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from distprune.collectives.agree import (
     agree,
-    is_raised_together,
     max_together,
     same_everywhere,
     sum_together,
@@ -18,7 +17,8 @@ from distprune.collectives.agree import (
     together,
 )
 from distprune.collectives.alone import Alone
-from distprune.collectives.base import Communicator, Traffic
+from distprune.collectives.base import Communicator, Traffic, has_lost_ranks
+from distprune.collectives.guarded import Guarded
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
@@ -42,6 +42,7 @@ __all__ = [
     "Alone",
     "Communicator",
     "Group",
+    "Guarded",
     "Member",
     "MpiRanks",
     "ProcessGroup",
@@ -55,7 +56,7 @@ __all__ = [
     "from_bytes",
     "gather_features",
     "gather_pairwise",
-    "is_raised_together",
+    "has_lost_ranks",
     "lookup_rows",
     "max_together",
     "natural_order",

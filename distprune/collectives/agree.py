@@ -1,4 +1,9 @@
-"""Ranks agree, or all of them raise."""
+"""Ranks agree, or all of them raise.
+
+What is told to the others is an ``Exception``. ``KeyboardInterrupt`` and ``SystemExit`` end their own rank at once: a
+signal may have reached all ranks, which then meet in no collective. The others raise in their next one, when the rank
+has left (gloo sees that at once, NCCL at the group's timeout).
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,8 @@ _CARRIED: tuple[type[Exception], ...] = (
     IndexError,
     MemoryError,
     OSError,
+    ModuleNotFoundError,
+    ImportError,
     RuntimeError,
 )
 _NUM_DIGEST_WORDS = 3  # of 63 bits
@@ -138,7 +145,7 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     """Run the body on every rank; if it raises on one, raise on all (one round, 64 bytes).
 
     The body must not communicate: a rank that fails inside it would leave the others waiting there.
-    ``facts`` are agreed on in the same round.
+    ``facts`` are agreed on in the same round. ``KeyboardInterrupt`` and ``SystemExit`` are raised on their rank alone.
     """
     error: Exception | None = None
     try:
@@ -176,13 +183,7 @@ def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None)
         source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
         kind = next(kind for kind in _CARRIED if kind.__name__ == name)
         error = kind(f"rank {source} of {comm.size}: {text}")
-    error._raised_on = comm.size  # type: ignore[attr-defined]
     raise error
-
-
-def is_raised_together(comm: Communicator, error: Exception) -> bool:
-    """Return whether every rank of ``comm`` raises ``error``, or what it became there, after they agreed on that."""
-    return getattr(error, "_raised_on", 0) == comm.size
 
 
 def _carried_type(error: Exception) -> type[Exception]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -65,7 +66,8 @@ class Communicator(ABC):
         values = values.detach().to("cpu", copy=True).contiguous()
         self._count(values.numel() * values.element_size())
         if values.numel():
-            self._reduce_in_place(values, op)
+            with _communicating():
+                self._reduce_in_place(values, op)
         return values
 
     @final
@@ -76,7 +78,8 @@ class Communicator(ABC):
         """
         buffer = self._padded(json.dumps(value) if self.rank == source else "")
         self._count(len(buffer))
-        self._broadcast_in_place(buffer, source)
+        with _communicating():
+            self._broadcast_in_place(buffer, source)
         return json.loads(bytes(buffer.numpy()))
 
     @final
@@ -87,7 +90,9 @@ class Communicator(ABC):
         """
         buffer = self._padded(json.dumps(value))
         self._count(len(buffer) * self.size)
-        return [json.loads(text) for text in self._gather_bytes(buffer)]
+        with _communicating():
+            texts = self._gather_bytes(buffer)
+        return [json.loads(text) for text in texts]
 
     def _padded(self, text: str) -> torch.Tensor:
         """Return ``text`` as bytes, as many on every rank (one round); JSON may end in blanks."""
@@ -102,7 +107,9 @@ class Communicator(ABC):
         ``sent`` (uint8, on the CPU) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come.
         """
         self._count(max(sum(sent_sizes), sum(sizes)))
-        return list(torch.split(self._swap_bytes(sent, list(sent_sizes), list(sizes)), list(sizes)))
+        with _communicating():
+            received = self._swap_bytes(sent, list(sent_sizes), list(sizes))
+        return list(torch.split(received, list(sizes)))
 
     @final
     def _count(self, num_bytes: int) -> None:
@@ -127,3 +134,18 @@ class Communicator(ABC):
 
     def abort(self, code: int) -> None:  # noqa: B027
         """End the other ranks too, where the launcher would leave them waiting; may return."""
+
+
+@contextmanager
+def _communicating() -> Iterator[None]:
+    """Mark what the body raises: the ranks may no longer meet."""
+    try:
+        yield
+    except Exception as error:
+        error._failed_to_communicate = True  # type: ignore[attr-defined]
+        raise
+
+
+def has_lost_ranks(error: Exception) -> bool:
+    """Return whether a communicator raised ``error``: to ask the other ranks would be to wait for them once more."""
+    return getattr(error, "_failed_to_communicate", False)

@@ -137,17 +137,21 @@ def lookup_rows(
     call it: three rounds, counted in the traffic of ``comm``, of 8 bytes a rank, 8 bytes an index, and the rows.
 
     Raises:
-        IndexError: on this rank alone, before anything is sent: an index out of range.
+        IndexError: on every rank of ``group``: an index out of range.
     """
-    if len(indices) and not 0 <= int(indices[0]) <= int(indices[-1]) < num_rows:
-        raise IndexError(f"rows {int(indices[0])} to {int(indices[-1])} of a matrix of {num_rows} rows")
+    is_wrong = bool(len(indices)) and not 0 <= int(indices[0]) <= int(indices[-1]) < num_rows
     num_ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), staging_device(group)
     step = -(-num_rows // num_ranks)
     indices = indices.to(device)
     ends = torch.searchsorted(indices, torch.arange(1, num_ranks + 1, device=device) * step)
     asked = ends.diff(prepend=ends.new_zeros(1))
     num_asked = asked.tolist()
+    asked = torch.full_like(asked, -1) if is_wrong else asked
     num_answered = _swap(comm, group, asked, [1] * num_ranks, [1] * num_ranks).tolist()
+    if is_wrong:
+        raise IndexError(f"rows {int(indices[0])} to {int(indices[-1])} of a matrix of {num_rows} rows")
+    if -1 in num_answered:
+        raise IndexError(f"rank {num_answered.index(-1)} of {num_ranks} asked for rows beyond the {num_rows} there are")
     wanted = _swap(comm, group, indices, num_asked, num_answered)
     rows = local[(wanted - rank * step).to(local.device)].contiguous()
     staged = rows.view(torch.uint8).to(device)  # bytes: not every backend knows every dtype

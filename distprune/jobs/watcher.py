@@ -13,7 +13,8 @@ from distprune.collectives import Communicator, together
 class Watcher:
     """Is told, on every rank, how a job goes. This one is silent: override what you want to hear.
 
-    What a method raises on one rank ends the job: a RuntimeError on every rank.
+    What a method raises on one rank ends the job: a RuntimeError on every rank. ``KeyboardInterrupt`` and
+    ``SystemExit`` end that rank at once, and the others in their next collective.
     """
 
     def say(self, text: str) -> None:

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
 from distprune.models.weights import is_adapter
@@ -41,6 +42,15 @@ class Found:
     patterns: list[tuple[NamePattern, int]]
     by_default: bool
     has_blocks: bool
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether DTensors or FSDP hold parameters of ``model``: other ranks may have parts of them. Local."""
+    return (
+        any(isinstance(module, FSDPModule) for module in model.modules())
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        or bool(find_flat_parts(model))
+    )
 
 
 def find_shards(

@@ -151,7 +151,7 @@ class _Work:
                 roster = roster_of_one(comm, [member for task in some for member in task.members(stage)])
                 scores = partial(self._scores, some, stage)
                 ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
-                choice = some[0].stages[stage].pattern.choose(ranked)
+                choice = ranked.choose(some[0].stages[stage].pattern)
                 with self.keeping_error():
                     self._apply(some, stage, choice.masks(ranked.scores))
             with self.keeping_error():

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
-from distprune.collectives import Communicator, Roster
+from distprune.collectives import Communicator, Guarded, Roster
 from distprune.scores import LocalScores, Score
 from distprune.selection import (
     Competition,
@@ -75,6 +75,22 @@ class Ranked:
     def numels(self) -> list[int]:
         """The number of elements of every member, over all ranks."""
         return [math.prod(member.global_shape) for member in self.roster.members]
+
+    def choose(self, pattern: Pattern) -> Choice:
+        """Return what ``pattern`` chooses. Every rank must call it; what raises on one rank is raised on all.
+
+        Rounds are those of :meth:`Pattern.choose`, and, of a pattern that is not this library's, 64 bytes before each
+        and after the last.
+        """
+        if type(pattern).__module__.startswith("distprune."):
+            return pattern.choose(self)
+        comm = Guarded(self.comm)
+        try:
+            choice = pattern.choose(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores))
+        except Exception as error:
+            comm.fail(error)
+        comm.meet()
+        return choice
 
     def order(self, members: Sequence[int]) -> Order:
         """Return the order in which elements of ``members`` compete.

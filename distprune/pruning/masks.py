@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives import Communicator, Group, Roster, communicator, max_together, sum_together, together
+from distprune.collectives import Alone, Communicator, Group, Roster, communicator, max_together, sum_together, together
 from distprune.masks import mask_of, zero_where_pruned
-from distprune.models import NamePattern
+from distprune.models import NamePattern, is_sharded
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on_model
 from distprune.pruning.torch_api.functions import put_masks
@@ -121,26 +121,33 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the masks of {shard.name!r} are laid out differently and cannot be combined")
             return self._local[shard.name] & other._local[shard.name]
 
-        if other._whole_shapes != self._whole_shapes:  # the same on every rank
-            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
-        return self._made(self._comm, self._roster, self._held, both)
+        def held() -> list[LocalShard]:
+            if other._whole_shapes != self._whole_shapes:
+                raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+            return self._held()
 
-    @override
-    def __eq__(self, other: object) -> bool:
+        return self._made(self._comm, self._roster, held, both)
+
+    def equal(self, other: Masks) -> bool:
         """Return whether both keep the same of the same parameters, laid out alike.
 
         Every rank must call it: one round.
         """
-        if not isinstance(other, Masks) or other._whole_shapes != self._whole_shapes:
-            return False
 
         def fill(differ: torch.Tensor) -> None:
-            differ[0] = not all(
+            differ[0] = other._whole_shapes != self._whole_shapes or not all(
                 self._is_like(other, name) and torch.equal(local, other._local[name])
                 for name, local in self._local.items()
             )
 
         return not bool(max_together(self._comm, (1,), fill)[0])
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        """Raise a TypeError for other masks: ranks would have to talk, and ``==`` is often asked on one alone."""
+        if isinstance(other, Masks):
+            raise TypeError("masks are spread over ranks; on every rank call masks.equal(other) in the place of ==")
+        return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -237,9 +244,11 @@ def sparsity(
 
     Arguments as in :func:`distprune.prune_model`: by default the weights that it prunes are counted. Pruned elements of
     reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds; on pipelines up to
-    four more. Errors are those of :meth:`Masks.of`.
+    four more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may
+    ask, and one with a pipeline stage hears of its own. Errors are those of :meth:`Masks.of`.
     """
-    return Masks.of(model, include=include, exclude=exclude, group=group).sparsity()
+    comm = Alone() if group is None and not is_sharded(model) else communicator(group)
+    return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()
 
 
 def _present(shard: LocalShard) -> torch.Tensor:

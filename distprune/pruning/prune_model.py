@@ -235,7 +235,7 @@ class Choosing:
         agreed.check_found()
         self.score = agreed.score
         self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=shard_of is None)
-        self.choice = self.pattern.choose(self.ranked)
+        self.choice = self.ranked.choose(self.pattern)
 
     def report(self, counts: Sequence[Sequence[int]], masks: Callable[[], Masks]) -> PruneReport:
         """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local.

@@ -145,6 +145,7 @@ def test_bad_text(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
         ('{"txt": "a"}', 'line 2 holds no text: an object with "text"'),
         ("[1]", "line 2 holds no text"),
         ('{"text": 3}', "line 2 holds no text"),

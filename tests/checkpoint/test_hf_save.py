@@ -271,6 +271,16 @@ def test_not_a_number_is_what_was_read(tmp_path: Path) -> None:
     save_model(load_model(folder), open_directory(folder), target)
 
 
+def test_a_source_that_is_cut_off_meanwhile(tmp_path: Path) -> None:
+    """What cannot be read again is not compared with whatever the memory holds."""
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    target.mkdir()
+    model, source = load_model(folder), open_directory(folder)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1000)
+    with pytest.raises(ValueError, match=r"has been cut off since: the file ends [0-9]+ bytes before"):
+        save_model(model, source, target)
+
+
 def test_ranks_that_name_other_updates(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     (tmp_path / "out").mkdir()

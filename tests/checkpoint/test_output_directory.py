@@ -16,9 +16,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from distprune.checkpoint import output_directory, output_lock, writing
-from distprune.collectives import Communicator, communicator, slow, together
+from distprune.collectives import Alone, Communicator, communicator, slow, together
 from tests.sampling import only_whole
 from tests.worlds import run_threads
 
@@ -113,15 +114,35 @@ def test_filled_by_another_job_meanwhile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_one_rank_fails_outside_of_any_exchange(tmp_path: Path, failing_rank: int) -> None:
+@pytest.mark.parametrize("kind", [OSError, torch.OutOfMemoryError])
+def test_one_rank_fails_outside_of_any_exchange(tmp_path: Path, failing_rank: int, kind: type[Exception]) -> None:
     def write(rank: int) -> None:
         with writing(tmp_path / "out"):
             if rank == failing_rank:
-                raise OSError("disk full")
+                raise kind("none left")
 
     for error in run_threads(2, write, catch=True):
-        assert isinstance(error, OSError)
-        assert "disk full" in str(error)
+        assert isinstance(error, kind.__mro__[1] if kind is torch.OutOfMemoryError else kind)
+        assert "none left" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_lost_meanwhile_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, num_asked = Alone(), 0
+
+    def lost(*_: object) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        raise RuntimeError("Connection closed by peer")
+
+    def write() -> None:
+        with writing(tmp_path / "out", comm):
+            monkeypatch.setattr(comm, "_reduce_in_place", lost)
+            comm.sum(torch.ones(1, dtype=torch.int64))
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        write()
+    assert num_asked == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from distprune.cli.meeting import Meeting
 from distprune.jobs import PruneJob, run_prune_job
 from tests.cli.test_launches import finish
 from tests.started import be_rank, by_hand
@@ -33,13 +34,19 @@ class Pair:
         self.outputs = folder / "outputs"
         self._places = {"model": model, "out": self.outputs / "out", "long": folder / "long.txt"}
         self.ranks: list[BaseProcess] = []
+        self._variables = by_hand(2)
 
     def start(self, first: list[str], second: list[str]) -> None:
-        for rank, (own, line) in enumerate(zip(by_hand(2), (first, second), strict=True)):
-            arguments = [word.format(**self._places) for word in line]
-            log = str(self.folder / f"log{rank}")
-            self.ranks.append(CONTEXT.Process(target=be_rank, args=(own, arguments, log)))
-            self.ranks[-1].start()
+        self._variables = by_hand(2)
+        for rank, line in enumerate((first, second)):
+            self.start_one(rank, line)
+
+    def start_one(self, rank: int, line: list[str], be: Callable[..., None] = be_rank) -> BaseProcess:
+        arguments = [word.format(**self._places) for word in line]
+        log = str(self.folder / f"log{rank}")
+        self.ranks.append(CONTEXT.Process(target=be, args=(self._variables[rank], arguments, log)))
+        self.ranks[-1].start()
+        return self.ranks[-1]
 
     def is_under_way(self) -> None:
         deadline = time.monotonic() + SECONDS
@@ -83,6 +90,27 @@ def test_a_rank_that_does_not_come_ends_the_other(
     assert not (pair.outputs / "out").exists()
 
 
+def test_a_rank_that_never_comes(pair: Pair) -> None:
+    process = pair.start_one(0, [*LINE[:-1], "5"])
+    process.join(30)  # it takes 5, and to start and to leave
+    assert process.exitcode == 1
+    assert "not all 2 ranks came within 5 seconds" in pair.said(0)
+
+
+def be_rank_that_is_lost_at_the_end(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    Meeting.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    be_rank(variables, arguments, log)
+
+
+def test_a_rank_lost_when_all_is_done_does_not_hold_up_the_first(pair: Pair) -> None:
+    first, second = pair.start_one(0, LINE), pair.start_one(1, LINE, be_rank_that_is_lost_at_the_end)
+    second.join(SECONDS)
+    assert second.exitcode == -signal.SIGKILL
+    first.join(30)  # it takes two silences
+    assert first.exitcode == 0
+    assert (pair.outputs / "out").exists()
+
+
 def test_a_mistake_of_all_ranks_is_one_line_from_the_first(pair: Pair) -> None:
     for number, line in enumerate(([*LINE, "--verbose"], ["prune", "nowhere", *LINE[2:]])):
         pair.start(line, line)
@@ -114,7 +142,10 @@ def test_a_killed_rank_ends_the_other(pair: Pair) -> None:
     pair.is_under_way()
     pair.ranks[1].kill()
     assert pair.code(0) == 1
-    assert "RuntimeError" in pair.said(0)  # gloo's: the connection is gone
+    said = [line for line in pair.said(0).splitlines() if line.startswith("error: ")]
+    assert said
+    assert all("another rank has ended" in line for line in said)
+    assert "Traceback" not in pair.said(0)
     assert list(pair.outputs.iterdir()) == []
 
 
@@ -124,12 +155,12 @@ def test_sigterm_does_not_hold_up_a_rank_that_leaves(pair: Pair) -> None:
     pair.start([*LINE, *LONG], [*LINE, *LONG])
     pair.is_under_way()
     pair.ranks[1].kill()
-    while "Traceback" not in pair.said(0):
+    while "another rank has ended" not in pair.said(0):
         assert pair.ranks[0].is_alive(), pair.said(0)
         time.sleep(0.02)
     pair.ranks[0].terminate()
     assert pair.code(0) == 1
-    assert pair.said(0).count("Traceback") == 1
+    assert "Traceback" not in pair.said(0)
 
 
 def on_a_lost_terminal(kind: str, arguments: list[str]) -> None:

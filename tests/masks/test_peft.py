@@ -55,6 +55,6 @@ def test_into_held_zeros() -> None:
     merged = adapted(model).merge_and_unload()
     assert prune.sparsity(merged) < 0.5
     hold.apply_to(merged)
-    assert prune.Masks.of(merged) == masks
+    assert prune.Masks.of(merged).equal(masks)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(merged.get_parameter(name) != 0, masks[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from typing_extensions import override
 
 from distprune import Unstructured, prune_model
 from distprune.collectives import Alone
+from distprune.patterns import Choice, Pattern, Ranked
 from tests.decoder import decoder
 from tests.worlds import drawing, run_threads
 
@@ -123,6 +126,48 @@ def test_wrong_on_one_rank_only() -> None:
     errors = failing(3, lambda rank, _: {"include": [3]} if rank == 1 else {})
     assert [type(error) for error in errors] == [TypeError] * 3
     assert "rank 1 of 3" in str(errors[0])
+
+
+@dataclass(frozen=True)
+class Failing(Pattern):
+    """Half of all elements; fails on the last rank, while the others communicate."""
+
+    when: str = ""
+    needs_matrix = False
+
+    @override
+    def __str__(self) -> str:
+        return "failing"
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        self._fail(ranked, "at once")
+        assert int(ranked.comm.sum(torch.ones(1, dtype=torch.int64))) == ranked.comm.size
+        self._fail(ranked, "after a round")
+        choice = Unstructured(0.5).choose(ranked)
+        self._fail(ranked, "at the end")
+        return choice
+
+    def _fail(self, ranked: Ranked, when: str) -> None:
+        if when == self.when and ranked.comm.rank == ranked.comm.size - 1:
+            raise KeyError(when)
+
+
+@pytest.mark.parametrize("when", ["at once", "after a round", "at the end"])
+def test_a_users_pattern_fails_on_one_rank(when: str) -> None:
+    errors = failing(3, lambda *_: {"sparsity": None, "pattern": Failing(when)})
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError, KeyError]
+    assert f"rank 2 of 3: KeyError('{when}')" in str(errors[0])
+
+
+def test_a_users_pattern_does_what_it_calls() -> None:
+    def on_rank(_: int) -> bool:
+        one, other = decoder(), decoder()
+        prune_model(one, 0.5)
+        prune_model(other, pattern=Failing())
+        return all(map(torch.equal, one.parameters(), other.parameters()))
+
+    assert run_threads(2, on_rank) == [True, True]
 
 
 def test_ranks_with_different_models() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
+from distprune.collectives import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
 
@@ -64,7 +66,8 @@ def test_what_is_computed_is_what_pruning_does(make: Callable[[], Decoder]) -> N
         assert list(masks) == BLOCK_WEIGHTS
         assert all(torch.equal(weight(model, name), weight(dense, name)) for name in masks)
         report = prune.prune_model(model, 0.5)
-        assert report.masks == masks == prune.Masks.of(model)
+        assert report.masks.equal(masks)
+        assert masks.equal(prune.Masks.of(model))
         assert report.sparsity == masks.sparsity() == prune.sparsity(model) == 0.5
         for name, mask in masks.items():
             parameter = model.get_parameter(name)
@@ -88,7 +91,7 @@ def test_fsdp1_has_local_parts() -> None:
         with pytest.raises(NotImplementedError, match="FSDP1"):
             masks.reparametrize()
         masks.apply_()
-        assert prune.Masks.of(model) == masks
+        assert prune.Masks.of(model).equal(masks)
         return sum(int(mask.sum()) for mask in masks.values())
 
     assert sum(run_threads(2, on_rank)) == sum(int(mask.sum()) for mask in ALONE.values())
@@ -104,7 +107,7 @@ def test_apply_to_what_is_there_now(make: Callable[[], Decoder]) -> None:
             change(model)
             masks.apply_()
             assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
-            assert prune.Masks.of(model) == masks
+            assert prune.Masks.of(model).equal(masks)
 
     run_threads(2, on_rank)
 
@@ -117,7 +120,7 @@ def test_reparametrize(make: Callable[[], Decoder]) -> None:
         prune.prune_model(zeroed, 0.5)
         masks.reparametrize()
         assert prune.sparsity(model) == 0.5
-        assert prune.Masks.of(model) == masks
+        assert prune.Masks.of(model).equal(masks)
         torch.testing.assert_close(whole(model(TOKENS)), zeroed(TOKENS))
         prune.compute_masks(model, 0.75).reparametrize()
         assert prune.sparsity(model) == 0.75
@@ -148,7 +151,7 @@ def test_pipeline_stages() -> None:
         assert masks.sparsity() == 0.5
         masks.reparametrize()
         assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
-        assert prune.Masks.of(model) == masks
+        assert prune.Masks.of(model).equal(masks)
 
     run_threads(2, on_rank)
 
@@ -159,19 +162,23 @@ def test_together_and_alike() -> None:
         first, second = (prune.compute_masks(model, 0.5, score=score, seed=1) for score in ("magnitude", "random"))
         both = first & second
         assert all(torch.equal(whole(both[n]), whole(first[n]) & whole(second[n])) for n in both)
-        assert first != second
-        assert both == second & first
+        assert not first.equal(second)
+        assert both.equal(second & first)
         assert first.sparsity() < both.sparsity() < 1
         other = prune.compute_masks(model, 0.5, include="*.up.weight")
-        assert first != other
+        assert not first.equal(other)
         assert first != "masks"
+        with pytest.raises(TypeError, match=re.escape("masks.equal(other)")):
+            assert first == second
+        some = other if rank else first  # of another model on one rank alone
+        assert not first.equal(some)
         with pytest.raises(ValueError, match="different parameters"):
-            first & other
+            first & some
         again = prune.compute_masks(model, 0.5)
-        assert first == again
+        assert first.equal(again)
         if rank == 1:
             again[BLOCK_WEIGHTS[0]]._local_tensor[0, 0] ^= True  # type: ignore[attr-defined]
-        assert first != again
+        assert not first.equal(again)
 
     run_threads(2, on_rank)
 
@@ -187,13 +194,29 @@ def test_layouts_of_one_local_shape() -> None:
             with pytest.raises(ValueError, match=r"'0' .*laid out otherwise"):
                 wrong()
         columns = prune.Masks.of(model, include="*")
-        assert rows != columns
+        assert not rows.equal(columns)
         with pytest.raises(ValueError, match="laid out differently"):
             rows & columns
         with pytest.raises(ValueError, match="must be a DTensor"):
             rows.load_state_dict(columns.state_dict())
 
     run_threads(2, on_rank)
+
+
+def test_the_sparsity_of_a_plain_model_can_be_asked_for_on_one_rank() -> None:
+    def on_rank(rank: int) -> tuple[float, float]:
+        model = decoder()
+        if rank == 1:
+            prune.prune_model(model, 0.5, group=Alone())
+            alone = prune.sparsity(model)  # nobody waits for the others
+        else:
+            alone = 0.5
+        stages = nn.ModuleDict({str(rank): nn.Linear(4, 4, device="meta").to_empty(device="cpu")})
+        for parameter in stages.parameters():
+            nn.init.constant_(parameter, 1 - rank)
+        return alone, prune.sparsity(stages, group=torch.distributed.group.WORLD)
+
+    assert run_threads(2, on_rank) == [(0.5, 0.5)] * 2
 
 
 def save(_: int, folder: Path) -> None:
@@ -247,7 +270,7 @@ def test_nothing_is_taken_over_from_another_state(spoil: Callable[[dict[str, Any
             spoil(state)
         with pytest.raises(ValueError, match=message):
             masks.load_state_dict(state)
-        assert masks == before
+        assert masks.equal(before)
 
     run_threads(2, on_rank)
 

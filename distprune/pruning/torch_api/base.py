@@ -124,7 +124,7 @@ class Selecting(BasePruningMethod):
         if pattern.has_scope or scope == "global":
             pattern = pattern.within(scope)
         ranked = Ranked(agreed.comm, agreed.roster, agreed.score, make_scores, of_left=True)
-        choice = pattern.choose(ranked)
+        choice = ranked.choose(pattern)
         return lambda: choice.masks(ranked.scores)
 
     @override

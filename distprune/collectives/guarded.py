@@ -1,0 +1,71 @@
+"""Ranks that run a user's code, which may raise on one of them while the others communicate."""
+
+from __future__ import annotations
+
+from typing import NoReturn, final
+
+import torch
+from typing_extensions import override
+
+from distprune.collectives.agree import agree
+from distprune.collectives.base import Communicator
+
+
+@final
+class Guarded(Communicator):
+    """The ranks of another communicator. Before each collective they say that they have come to it (64 bytes).
+
+    A rank on which the code raises calls :meth:`fail` in the place of its next collective, and one that is done
+    :meth:`meet`: so what raises on one rank is raised on all.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._comm, self.traffic = comm, comm.traffic
+        self._raised: Exception | None = None
+
+    def meet(self) -> None:
+        """Wait for the other ranks. Every rank must call it, or :meth:`fail`: a round of 64 bytes."""
+        self._agree(None)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise ``error`` on every rank. Every rank must call it, or :meth:`meet`; three rounds."""
+        self._agree(error)
+        raise error
+
+    def _agree(self, error: Exception | None) -> None:
+        if self._raised is not None:  # the ranks met for the last time
+            raise self._raised
+        try:
+            agree(self._comm, {}, error)
+        except Exception as raised:
+            self._raised = raised
+            raise
+
+    @override
+    def global_rank(self, rank: int) -> int:
+        return self._comm.global_rank(rank)
+
+    @override
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        self.meet()
+        self._comm._reduce_in_place(values, op)
+
+    @override
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        self.meet()
+        self._comm._broadcast_in_place(buffer, source)
+
+    @override
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        self.meet()
+        return self._comm._gather_bytes(buffer)
+
+    @override
+    def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        self.meet()
+        return self._comm._swap_bytes(sent, sent_sizes, sizes)
+
+    @override
+    def abort(self, code: int) -> None:
+        self._comm.abort(code)
