@@ -164,7 +164,8 @@ def _has_lost_ranks(error: Exception) -> bool:
 def _text(error: Exception) -> str:
     """Return one line for what a user can mend, or for a lost rank; anything else is ours, and gets a traceback."""
     if _has_lost_ranks(error):
-        return f"error: another rank has ended or cannot be reached: {str(error).splitlines()[0][:200]}\n"
+        said = (str(error) or repr(error)).splitlines()[0][:200]
+        return f"error: another rank has ended or cannot be reached: {said}\n"
     if isinstance(error, _USERS_MISTAKES):
         return f"error: {' '.join(str(error).split())}\n"
     return "".join(traceback.format_exception(error))

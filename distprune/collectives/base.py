@@ -66,7 +66,7 @@ class Communicator(ABC):
         values = values.detach().to("cpu", copy=True).contiguous()
         self._count(values.numel() * values.element_size())
         if values.numel():
-            with _communicating():
+            with communicating():
                 self._reduce_in_place(values, op)
         return values
 
@@ -78,7 +78,7 @@ class Communicator(ABC):
         """
         buffer = self._padded(json.dumps(value) if self.rank == source else "")
         self._count(len(buffer))
-        with _communicating():
+        with communicating():
             self._broadcast_in_place(buffer, source)
         return json.loads(bytes(buffer.numpy()))
 
@@ -90,7 +90,7 @@ class Communicator(ABC):
         """
         buffer = self._padded(json.dumps(value))
         self._count(len(buffer) * self.size)
-        with _communicating():
+        with communicating():
             texts = self._gather_bytes(buffer)
         return [json.loads(text) for text in texts]
 
@@ -107,12 +107,12 @@ class Communicator(ABC):
         ``sent`` (uint8, on the CPU) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come.
         """
         self._count(max(sum(sent_sizes), sum(sizes)))
-        with _communicating():
+        with communicating():
             received = self._swap_bytes(sent, list(sent_sizes), list(sizes))
         return list(torch.split(received, list(sizes)))
 
-    @final
     def _count(self, num_bytes: int) -> None:
+        """Count a round, before it begins."""
         self.traffic.num_rounds += 1
         self.traffic.num_bytes += num_bytes
 
@@ -137,7 +137,7 @@ class Communicator(ABC):
 
 
 @contextmanager
-def _communicating() -> Iterator[None]:
+def communicating() -> Iterator[None]:
     """Mark what the body raises: the ranks may no longer meet."""
     try:
         yield

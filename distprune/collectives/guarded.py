@@ -43,27 +43,28 @@ class Guarded(Communicator):
             raise
 
     @override
+    def _count(self, num_bytes: int) -> None:
+        self.meet()
+        super()._count(num_bytes)
+
+    @override
     def global_rank(self, rank: int) -> int:
         return self._comm.global_rank(rank)
 
     @override
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        self.meet()
         self._comm._reduce_in_place(values, op)
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
-        self.meet()
         self._comm._broadcast_in_place(buffer, source)
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
-        self.meet()
         return self._comm._gather_bytes(buffer)
 
     @override
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
-        self.meet()
         return self._comm._swap_bytes(sent, sent_sizes, sizes)
 
     @override

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives.agree import swap_known
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, communicating
 from distprune.collectives.process_group import staging_device
 
 
@@ -58,7 +58,8 @@ def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> t
     buffer = values.view(-1).view(torch.uint8)
     comm._count(buffer.numel())
     if buffer.numel():
-        comm._broadcast_in_place(buffer, source)
+        with communicating():
+            comm._broadcast_in_place(buffer, source)
     return values
 
 
@@ -105,7 +106,8 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     parts = [torch.empty_like(staged) for _ in range(num_ranks)]
     comm._count(staged.numel() * num_ranks)
     if staged.numel():
-        dist.all_gather(parts, staged, group=group)
+        with communicating():
+            dist.all_gather(parts, staged, group=group)
     # Only the last chunks are shorter, so that what they are padded with is at the end.
     return torch.cat(parts, dim=1).to(local.device).view(local.dtype)[:, :num_in]
 
@@ -120,11 +122,12 @@ def gather_pairwise(group: dist.ProcessGroup, wholes: Sequence[torch.Tensor]) ->
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     segments = [whole.chunk(num_ranks) for whole in wholes if whole.numel()]
     others = [other for other in range(num_ranks) if other != rank]
-    under_way = [dist.irecv(of[other], group=group, group_src=other) for other in others for of in segments]
-    under_way += [dist.isend(of[rank], group=group, group_dst=other) for other in others for of in segments]
-    for message in under_way:
-        if message is not None:
-            message.wait()
+    with communicating():
+        under_way = [dist.irecv(of[other], group=group, group_src=other) for other in others for of in segments]
+        under_way += [dist.isend(of[rank], group=group, group_dst=other) for other in others for of in segments]
+        for message in under_way:
+            if message is not None:
+                message.wait()
 
 
 def lookup_rows(
@@ -175,5 +178,6 @@ def _swap(
     """Return what the ranks of ``group`` have for this one, ``sizes[r]`` rows each; rank r gets ``sent_sizes[r]``."""
     received = sent.new_empty((sum(sizes), *sent.shape[1:]))
     comm._count(max(sent.nbytes, received.nbytes))
-    dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
+    with communicating():
+        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
     return received

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from typing_extensions import override
 
 from distprune import Unstructured, prune_model
-from distprune.collectives import Alone
+from distprune.collectives import Alone, has_lost_ranks
 from distprune.patterns import Choice, Pattern, Ranked
 from tests.decoder import decoder
 from tests.worlds import drawing, run_threads
@@ -158,6 +158,7 @@ def test_a_users_pattern_fails_on_one_rank(when: str) -> None:
     errors = failing(3, lambda *_: {"sparsity": None, "pattern": Failing(when)})
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError, KeyError]
     assert f"rank 2 of 3: KeyError('{when}')" in str(errors[0])
+    assert not any(map(has_lost_ranks, errors))  # else what comes next would not be told
 
 
 def test_a_users_pattern_does_what_it_calls() -> None:
