@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 
@@ -30,7 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for rows in rows_of.values():
         marker = rows[0].get_closest_marker("sampled")
         assert marker is not None
-        # Spread over the table, and in step with no axis of it.
-        left_out.update(set(rows).difference(rows[int(len(rows) * (i * _GOLDEN % 1))] for i in range(marker.args[0])))
+        taken: set[pytest.Item] = set()
+        for i in itertools.count():  # spread over the table, and in step with no axis of it
+            if len(taken) == min(marker.args[0], len(rows)):
+                break
+            taken.add(rows[int(len(rows) * (i * _GOLDEN % 1))])
+        left_out.update(set(rows) - taken)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

@@ -1,4 +1,4 @@
-"""What the default run takes of a product of axes: every pair of their values. ``--whole`` runs the product.
+"""What the default run may take of a product of axes: every pair of their values. ``--whole`` runs the product.
 
 What bears the marker ``whole`` is collected with ``--whole`` alone; of a test marked ``sampled`` so many rows are
 collected by default (conftest.py).

@@ -94,7 +94,6 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any
 
 
 @pytest.mark.parametrize(("layout", "world_size", "combinations"), over_layouts(SCORES, SCOPES, DTYPES, KINDS))
-@pytest.mark.sampled(20)
 def test_equals_single_process(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     cases = []
     for score, scope, dtype, (kind, sparsity) in combinations:

@@ -107,7 +107,7 @@ def hold_on_rank(_: int, layout: str, name: str) -> int:
 WITHOUT_MOMENTS = ("Adafactor", "SGD8bit", "LBFGS", "SGD")
 
 
-# By default every optimizer on a plain model, those that differ in kind on FSDP2, and SGD in others.
+# By default some of these: every optimizer on a plain model, those that differ in kind on FSDP2, and SGD in others.
 SAMPLED = {
     **dict.fromkeys(NUM_RANKS, ("SGD", "ZeRO")),
     "plain": (*TORCHS, *OTHERS),

@@ -78,8 +78,8 @@ def alone(pool: ProcessPool, kind: str, clips: bool) -> tuple[list[float], list[
     return pool.run(1, train_on_rank, "plain", kind, clips)[0]  # type: ignore[no-any-return]
 
 
-# What runs by default: every layout, and every kind in one of them. What grows has no gradient yet, though FSDP1's
-# are masked at the step alone.
+# Some of these run by default: every layout, and every kind in one of them. What grows has no gradient yet, though
+# FSDP1's are masked at the step alone.
 LAYOUTS = {
     ("ddp", 2): ("cubic",),
     ("fsdp2", 1): (),
