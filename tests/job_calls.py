@@ -62,7 +62,7 @@ def restored(_: int, folder: Path) -> Called:
     with together(writer.comm):
         writer.write()
     _name, block = decoder_blocks(model)[0]
-    unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "journal", {}, writes=False))
+    unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "none", {}, writes=False))
     unfinished.record(Item(BLOCK, {}, digest_of(writer.comm, block)))
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
     journal = BlockJournal(run, unfinished, model, [0], updates=False)

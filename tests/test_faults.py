@@ -167,10 +167,10 @@ def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, t
         return directory, stored, tensors
 
 
-def streamed(_: int, folder: Path) -> Called:
+def streamed(rank: int, folder: Path) -> Called:
     """The weights of a checkpoint, pruned from file to file."""
     directory, stored, tensors = checkpoint(folder)
-    unfinished = Unfinished(communicator(), folder / "streamed", Journal(folder / "journal", {}))
+    unfinished = Unfinished(communicator(), folder / "streamed", Journal(folder / "journal", {}, writes=rank == 0))
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:
