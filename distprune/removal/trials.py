@@ -274,6 +274,6 @@ def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tenso
 def _shards(readers: Iterable[Asked]) -> Iterator[LocalShard]:
     """Yield this rank's part of each reader's weight and bias."""
     for of in readers:
-        for parameter in (of.linear.parameter, of.bias):
+        for parameter in (of.linear.parameter, of.linear.bias):
             if parameter is not None:
                 yield local_shard(of.linear.name, parameter.detach())
