@@ -18,8 +18,8 @@ NUM_SAMPLES, LENGTH, NUM_IN = 6, 40, 130
 def inputs(mean: float) -> torch.Tensor:
     """Return samples (samples, length, in), features of which are correlated, and one is always the same."""
     generator = torch.Generator().manual_seed(0)
-    mixed = torch.randn(NUM_IN, NUM_IN, generator=generator) / NUM_IN**0.5
-    x = torch.randn(NUM_SAMPLES, LENGTH, NUM_IN, generator=generator) @ mixed
+    mixed = torch.randn(NUM_IN, NUM_IN, generator=generator) / float(NUM_IN) ** 0.5
+    x: torch.Tensor = torch.randn(NUM_SAMPLES, LENGTH, NUM_IN, generator=generator) @ mixed
     x += torch.randn(NUM_SAMPLES, 1, NUM_IN, generator=generator) / 4 + mean  # each sample has a mean of its own
     x[..., 3] = mean + 0.1
     return x
