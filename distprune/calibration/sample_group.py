@@ -79,7 +79,7 @@ class SampleGroup:
         """
         local = flat_local(x)
         # Of one feature the first rank's share is all: it cannot tell that there is none on the others.
-        if local.shape[1] == num_in and (num_in > 1 or self.size == 1):
+        if local.shape[1] == num_in and (num_in > 1 or self.group is None):
             return local
         assert self.group is not None  # a sample group of one holds all features
         return gather_features(comm, self.group, local, num_in)

@@ -109,7 +109,8 @@ class InputStatistics:
         What the body raises is kept, for :meth:`reduce` to raise on all ranks.
         """
         try:
-            with listening(self.linears, self, None if self.targets is None else self.targets.adding):
+            targets = self.targets
+            with listening(self.linears, self) if targets is None else targets.listening(self.linears, self):
                 yield
         except Exception as error:
             self._error = self._error or error

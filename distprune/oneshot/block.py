@@ -23,7 +23,6 @@ from distprune.calibration import (
     Targets,
     Walk,
     learn_order,
-    listening,
     walking,
 )
 from distprune.collectives import Communicator, max_together, together
@@ -230,7 +229,7 @@ class _BlockPruner:
         walk = self.walk
         self._advance_dense(index)
         targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
-        with listening(linears, targets, targets.adding):
+        with targets.listening(linears, targets):
             walk.advance(index, self.comm, dense=True, begin=targets.begin_sample)
         self.num_dense = index + 1
         self._advance_dense(self._next(index))
