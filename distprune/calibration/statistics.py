@@ -170,7 +170,7 @@ class InputStatistics:
         if len(x) not in self._signs:
             number = self.sample_group.number + self.sample_group.num_groups * (self._num_begun - 1)
             generator = torch.Generator().manual_seed(number)
-            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator)
+            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator, device="cpu")
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
@@ -217,7 +217,8 @@ class InputStatistics:
         """Return the moments of an input; without the ``sums`` over all ranks, which are on its owner, empty ones."""
         device = self.linears[of.names[0]].parameter.device
         if sums is None:
-            return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
+            nothing = torch.empty((0, of.num_in), dtype=torch.float32, device=device)
+            return Moments(of.names, of.num_tokens, nothing, owner=owner)
         products = sums.pop(_PRODUCTS)
         if self.of == "features":
             values = products.float().to(device)
@@ -292,7 +293,7 @@ class InputStatistics:
 
     def _addend(self, of_owner: Sequence[Sequence[SharedInput]], rank: int) -> torch.Tensor:
         """Return this rank's addends to what goes to ``rank``, packed."""
-        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64)
+        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64, device="cpu")
         self._pack(of_owner[rank], packed)
         return packed
 

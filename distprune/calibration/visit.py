@@ -85,7 +85,7 @@ def visit_blocks(
 
 
 def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor) -> torch.Tensor:
-    total = torch.zeros(visitor.num_words, dtype=torch.float64)
+    total = torch.zeros(visitor.num_words, dtype=torch.float64, device="cpu")
 
     def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
         found = visitor.measure(given, output).double().cpu()
