@@ -39,7 +39,7 @@ from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
-from distprune.shards import all_finite
+from distprune.shards import all_finite, own_settings
 
 FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
@@ -108,6 +108,7 @@ class InputStatistics:
         finally:
             self._inputs.clear()
 
+    @own_settings()
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         """Count the input ``x`` (..., in) of layer ``name``, once for all layers that share it; ``first`` is one."""
         if not self._counts:
@@ -145,6 +146,7 @@ class InputStatistics:
         if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
             self._add(name, _SHIFT, self._dense.shift(name, own, tokens).t() @ whole.float())
 
+    @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:

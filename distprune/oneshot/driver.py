@@ -36,7 +36,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
 from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
-from distprune.shards import all_finite
+from distprune.shards import all_finite, own_settings
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], 
 Clock = Callable[[str], AbstractContextManager[None]]
 
 
+@own_settings()
 def prune_rows(
     comm: Communicator,
     rows: Mapping[str, Rows],

@@ -185,7 +185,7 @@ def test_what_torch_func_transforms_is_left_alone(transformed: Callable[..., dic
     for _ in range(2):
         found = transformed(model, weights)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-        loss_of(model)(dict(model.named_parameters()), X, Y).backward()
+        loss_of(model)(dict(model.named_parameters()), X, Y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert all(
             torch.equal(weight == 0, zeros[name]) for name, weight in model.named_parameters() if weight.ndim > 1
