@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +17,15 @@ from torch import nn
 from typing_extensions import override
 
 import distprune as prune
+from distprune.checkpoint import load_model
+from distprune.jobs import StreamedJob, run_streamed_job
 from distprune.removal import choose_units, order_layers
 from distprune.scores import Elements
 from tests import test_contract, test_contract_reparametrized as reparametrized
 from tests.ambient import STATES, ambient, of_process, of_thread
 from tests.contract import SCRIPTS
+from tests.hf_models import make_model
+from tests.jobs.test_prune import contents
 from tests.layouts import LAYOUTS, Layout
 from tests.oneshot.alike import sharded
 from tests.sampling import Combination, over_layouts
@@ -170,3 +176,54 @@ def test_calibrated(request: pytest.FixtureRequest, state: str, name: str, num_r
         check_calibrated(0, name, state)
     else:
         request.getfixturevalue("pool").run(num_ranks, check_calibrated, name, state)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_held(state: str) -> None:
+    """Training comes to what masking by hand comes to, both under the state."""
+    torch.manual_seed(0)
+    model = Decoder()
+    by_hand = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9) for of in (model, by_hand)]
+    with ambient(state):
+        masks = prune.compute_masks(model, 0.6, pattern="row")
+        prune.prune_model(model, 0.6, pattern="row")
+        hold = prune.hold_zeros(model, optimizers[0])
+        own = dict(by_hand.named_parameters())
+        for step in range(4):
+            for name, mask in masks.items():
+                own[name].data.masked_fill_(~mask, 0)
+                if step:
+                    cast(torch.Tensor, own[name].grad).masked_fill_(~mask, 0)
+            for of, optimizer in zip((model, by_hand), optimizers, strict=True):
+                if step:
+                    optimizer.step()
+                torch.clear_autocast_cache()
+                optimizer.zero_grad()
+                of(TOKENS[step : step + 1]).logits.float().square().mean().backward()
+        hold.finish()
+    for name, mask in masks.items():
+        own[name].data.masked_fill_(~mask, 0)
+    assert all(torch.equal(weight, own[name]) for name, weight in model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("dense") / "model", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.sampled(3)
+def test_files(folder: Path, tmp_path: Path, state: str) -> None:
+    """Models are loaded, with the buffers that are in no file, and files pruned, as ever."""
+    expected = load_model(folder)
+    run_streamed_job(StreamedJob(model=str(folder), output=str(tmp_path / "expected"), sparsity=0.4))
+    with ambient(state):
+        model = load_model(folder)
+        run_streamed_job(StreamedJob(model=str(folder), output=str(tmp_path / "found"), sparsity=0.4))
+        prune.prune_model(model, 0.4)
+    for (name, tensor), (_, wanted) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(tensor, wanted), name
+    prune.prune_model(expected, 0.4)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
