@@ -119,7 +119,7 @@ class Hold:
         def fill(words: torch.Tensor) -> None:
             owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
 
         words = sum_together(self._comm, (len(place), 2), fill)
         dead = [
