@@ -8,6 +8,7 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -293,15 +294,28 @@ class Hold:
             held.expect_others()
 
     def counts(self) -> Counts:
-        """Return how many weights are held, over all ranks. Every rank must call it: two rounds, of 64 and 24 bytes."""
+        """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""
+        counts = self.counts_by_name().values()
+        return Counts(sum(each.num_held for each in counts), sum(each.num_elements for each in counts))
+
+    def counts_by_name(self) -> dict[str, Counts]:
+        """Return how many weights of each parameter are held, over all ranks.
+
+        Every rank must call it: two rounds, of 64 bytes and of 8 a parameter; on pipelines up to four more.
+        """
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
+        place, members = agreed.roster.index(), agreed.roster.members
 
-        def fill(words: torch.Tensor) -> None:
-            owned = [shard.local for shard in agreed.shards() if shard.owned]
-            words[0] = sum(count_zeros([bits_of(local) for local in owned]))
-            words[1] = sum(local.numel() for local in owned)
+        def fill(num_held: torch.Tensor) -> None:
+            owned = [shard for shard in agreed.shards() if shard.owned]
+            for shard, num in zip(owned, count_zeros([bits_of(shard.local) for shard in owned]), strict=True):
+                num_held[place[shard.name]] = num
 
-        return Counts(*sum_together(self._comm, (2,), fill).tolist())
+        num_held = sum_together(self._comm, (len(members),), fill).tolist()
+        return {
+            member.name: Counts(num, math.prod(member.global_shape))
+            for member, num in zip(members, num_held, strict=True)
+        }
 
     def apply_to(self, other: nn.Module) -> None:
         """Write zeros into ``other`` where weights are held, as of the last step: an average of weights, for example.
@@ -322,7 +336,7 @@ class Hold:
                     raise ValueError(
                         f"{held.shard.name!r} is missing, or laid out differently; pass a copy of the held model"
                     )
-                work.append((shard.local, held.kept))
+                work.append((shard.local, held.kept.to(shard.local.device)))
         for local, kept in work:
             zero_where_pruned(local, kept)
 

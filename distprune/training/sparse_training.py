@@ -88,6 +88,7 @@ class SparseTraining:
     ) -> None:
         self._step = 0
         self.updates: list[Update] = []
+        self.sparsities: dict[str, float] = {}  # by parameter, as of the last time that the model was pruned
         self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
         self._comm = communicator(group)
         self._level: list[float] = []  # what was pruned to last, if anything
@@ -200,6 +201,7 @@ class SparseTraining:
         request = dataclasses.replace(self._request, sparsity=None if says_how_much else asked, local_evidence=evidence)
         report = prune_requested(self._comm, request)
         self._level = now
+        self.sparsities = {each.name: each.sparsity for each in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
     def _makes_state(self, optimizer: Optimizer) -> bool:

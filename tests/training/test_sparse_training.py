@@ -131,6 +131,22 @@ def test_equals_reparametrized() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_a_step_that_is_set() -> None:
+    """As a trainer does that goes on from a dense checkpoint: to move weights, all gradients are needed."""
+    wrapped, optimizer, training = started("plain", "rigl")
+    step(optimizer, wrapped, batches(1)[0], clips=False)
+    for number, moves in ((2, True), (3, False), (4, True)):
+        training.step = number
+        wrapped.step(batches(1)[0])
+        masked = []
+        for module, name in pairs_of(wrapped.model):
+            weight = module.get_parameter(name)
+            assert weight.grad is not None
+            masked.append(not weight.grad[weight.view(torch.int32) == 0].any())
+        assert not any(masked) if moves else all(masked)
+        wrapped.model.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["taylor", "rigl"])
 def test_gradients_of_a_closure(kind: str) -> None:
     """A step that computes its gradients within, as Lightning's steps do, is one that is given them."""
