@@ -22,7 +22,7 @@ from distprune.collectives import ProcessGroup
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
 from distprune.training.regrowth import Counts, GrowBy
 from tests.sampling import only_whole
-from tests.training.optimizers import INCLUDE, check_moments
+from tests.training.optimizers import INCLUDE, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "taylor": {"schedule": cubic(0.8, stop=4, every=2), "score": "taylor"},
     "movement": {"schedule": one_shot(0.5, step=2), "score": "movement", "scope": "tensor"},
     "2:4": {"schedule": one_shot(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
-    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2)},
+    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="gradient")},
     "set": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="random")},
 }
 # Torch clips the norm of parameters that are all laid out alike; FSDP1's own clipping sees dense gradients.
@@ -198,7 +198,7 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     with hold.dense_gradients():
         model(x).square().sum().backward()
     before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
-    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
+    moved = hold.regrow(0.3, None, by=by, seed=0 if by == "random" else None)
 
     num_kept, num_dropped = 180, 54
     order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)
@@ -214,6 +214,44 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     assert torch.equal(after, torch.where(kept, before, 0.0))
     assert moved == Counts(720, 900, int((kept & (before == 0)).sum()))
     assert 0 < moved.num_moved < num_dropped  # both kinds are there
+
+
+def _several(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("name", ["several", *(each for each in [*TORCHS, *OTHERS] if each not in UNABLE["plain"])])
+@pytest.mark.sampled(12)
+def test_no_step_where_gradients_choose(name: str, scales: bool) -> None:
+    """Whatever the optimizer, and its moments: what does not move stays as it is, and gradients are left."""
+    model, regrow = transformer(), Regrow(stop=10, every=2, by="gradient")
+    wrapped = Wrapped(model, 0, 1)
+    optimizers = _several(model) if name == "several" else [make_optimizer(name, model)]
+    training = SparseTraining(model, optimizers, schedule=constant(0.5), regrow=regrow, include=INCLUDE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for number, tokens in enumerate(batches(4)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if isinstance(optimizers[0], torch.optim.LBFGS):
+            optimizers[0].step(lambda tokens=tokens: float(wrapped.step(tokens)))  # type: ignore[no-untyped-call]
+        else:
+            wrapped.step(tokens, scale=scaler.get_scale() if scales else 1.0)
+            for optimizer in optimizers:
+                scaler.step(optimizer) if scales else optimizer.step()
+        scaler.update() if scales and name != "LBFGS" else None
+        stay = [
+            torch.equal(now[both], then[both])
+            for now, then in zip(model.parameters(), before, strict=True)
+            for both in [(now != 0) & (then != 0)]
+        ]
+        assert all(stay) if number == 2 else not all(stay)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert [update.num_moved > 0 for update in training.updates] == [False, True]
 
 
 def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
