@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import textwrap
 import time
 from collections.abc import Sequence
@@ -153,8 +154,8 @@ def main() -> None:
         for way, measured in sorted(ways.items(), key=lambda item: _mean(item[1]))
     ]
     notes = (
-        f"A Llama of bytes ({arguments.layers} layers of width {WIDTH}, MLP {HIDDEN}) on the State of the Union speeches but "
-        f"every tenth, which is evaluated on ({NUM_EVALUATED:,} windows of {LENGTH} bytes). All ways take "
+        f"A Llama of bytes ({arguments.layers} layers of width {WIDTH}, MLP {HIDDEN}) on the State of the Union "
+        f"speeches but every tenth, which is evaluated on ({NUM_EVALUATED:,} windows of {LENGTH} bytes). All ways take "
         f"{arguments.steps:,} steps of {NUM_SAMPLES} x {LENGTH} bytes, the same for a seed; AdamW at {RATE}, warmed "
         f"up for {WARM_UP} steps, then a cosine to a hundredth, clipped to 1; nothing was tuned for one of them. The "
         f"sparse ones end with {SPARSITY:.0%} zeros in the layers; embeddings stay. Gradual: cubic, from a tenth to "
@@ -163,6 +164,8 @@ def main() -> None:
         "50 steps until three quarters of them."
     )
     options = f"--layers {arguments.layers} --steps {arguments.steps} --seeds {arguments.seeds}"
+    if tuple(arguments.ways) != WAYS:
+        options += f" --ways {shlex.join(arguments.ways)}"
     text = heading("Sparse training on real text", f"python -m benchmarks.bench_recipes {options}")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
     text += table(("way", "weights that are not zero", "bits per byte, by seed", "mean"), rows)
