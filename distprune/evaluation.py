@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from distprune.calibration import check_fit, find_sample_group, first_tokens, shared_axis
-from distprune.collectives import Group, communicator, sum_together, together
+from distprune.collectives import Group, communicator, together
 from distprune.models import cross_entropy, evaluating, keeping_weights
-from distprune.shards import reset_forward
+from distprune.shards import in_step, reset_forward
 
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
 
@@ -124,7 +124,7 @@ def log_likelihoods(
     divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
     needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
     call it, with the same continuations. Rounds beyond the model's own: one of 64 bytes, two of 8 for each rank of
-    a tensor-parallel group, and one of 16 bytes for each of ``asked``.
+    a tensor-parallel group, those of :func:`in_step`, and one of 16 bytes for each of ``asked``.
 
     Args:
         progress: called with (continuations done on all ranks, number of ``asked``).
@@ -134,7 +134,8 @@ def log_likelihoods(
             the model's vocabulary.
         NotImplementedError: on every rank: a layout of which it is not known who runs the same batches.
         RuntimeError: on every rank: a forward that changes the model's own weights.
-        Exception: on every rank: what a forward, or ``progress``, raised on one.
+        Exception: on every rank: what a forward, or ``progress``, raised on one; but for those of which
+            :func:`in_step` says that the others cannot be told.
     """
     comm = communicator(group)
     with together(comm, num_asked=len(asked)):
@@ -147,28 +148,21 @@ def log_likelihoods(
     batches = _batches(asked, batch_tokens, sample_group.num_groups)
     num_rounds = -(-len(batches) // sample_group.num_groups)
 
-    def run(scored: torch.Tensor) -> None:
-        """Run all rounds, also behind an error: other ranks' forwards may need this one's."""
-        error: Exception | None = None
-        with evaluating(model), keeping_weights(model):
-            for i in range(num_rounds):
-                index = i * sample_group.num_groups + sample_group.number
-                counts = index < len(batches) and sample_group.rank == 0
-                batch = batches[index] if index < len(batches) else batches[-1][-1:]
-                try:
-                    rows = [asked[member].inputs for member in batch]
-                    inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-                    logits = model(input_ids=inputs, use_cache=False).logits
-                    for member, row in zip(batch if counts else (), logits, strict=False):
-                        scored[member] = _score(row[: len(asked[member].inputs)], asked[member].targets.to(device))
-                    if progress is not None and error is None:
-                        progress(sum(map(len, batches[: (i + 1) * sample_group.num_groups])), len(asked))
-                except Exception as caught:
-                    error = error or caught
-            if error is not None:
-                raise error
-
-    return sum_together(comm, (len(asked), 2), run, torch.float64)
+    several = in_step(comm, model, layers_communicate=sample_group.size > 1)
+    with several as run, evaluating(model), keeping_weights(model):
+        scored = torch.zeros(len(asked), 2, dtype=torch.float64)
+        for i in range(num_rounds):
+            index = i * sample_group.num_groups + sample_group.number
+            counts = index < len(batches) and sample_group.rank == 0
+            batch = batches[index] if index < len(batches) else batches[-1][-1:]
+            rows = [asked[member].inputs for member in batch]
+            inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+            logits = run(model, input_ids=inputs, use_cache=False).logits
+            for member, row in zip(batch if counts else (), logits, strict=False):
+                scored[member] = _score(row[: len(asked[member].inputs)], asked[member].targets.to(device))
+            if progress is not None:
+                progress(sum(map(len, batches[: (i + 1) * sample_group.num_groups])), len(asked))
+    return comm.sum(scored)
 
 
 def _batches(asked: Sequence[Continuation], batch_tokens: int, num_groups: int) -> list[list[int]]:

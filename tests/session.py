@@ -15,7 +15,7 @@ import torch
 
 from distprune import host_loops
 from distprune.cli.ranks import schedule_as_batch
-from tests.worlds import ProcessPool, process_pool
+from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _process_wide_settings() -> Iterator[None]:
-    """Fail the test that leaves another default dtype behind, not the ones after it."""
+    """Draw the same whichever tests ran before; fail the test that leaves another default dtype behind."""
+    torch.manual_seed(NOBODYS_SEED)
     yield
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -25,7 +25,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
-_NOBODYS_SEED = 0x5EED
+NOBODYS_SEED = 0x5EED
 
 
 class RankError(Exception):
@@ -78,7 +78,7 @@ def run_threads(
                 dist.destroy_process_group()
 
     if world_size > 1 and not draws:
-        torch.manual_seed(_NOBODYS_SEED)  # what seeds itself the same each time would be seen the first time alone
+        torch.manual_seed(NOBODYS_SEED)  # what seeds itself the same each time would be seen the first time alone
     before = torch.get_rng_state()
     c10d: Any = torch._C._distributed_c10d
     c10d._set_thread_isolation_mode(True)
@@ -157,6 +157,7 @@ def _serve(pipe: Connection) -> None:
             store = torch._C._distributed_c10d.FileStore(store_path, world_size)
             timeout = timedelta(seconds=120)
             dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timeout)
+            torch.manual_seed(NOBODYS_SEED + rank)  # a test that fails, fails again
             pipe.send((True, fn(rank, *args), ""))
         except Exception as error:
             _send_error(pipe, error)

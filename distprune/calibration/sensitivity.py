@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import own_samples
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, flat_local
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives import Communicator, sum_together, together
 from distprune.models import (
     LinearLayer,
     bare_model,
@@ -39,7 +39,7 @@ from distprune.models import (
     keeping_weights,
     replacing_forwards,
 )
-from distprune.shards import reset_forward
+from distprune.shards import in_step
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 
@@ -64,15 +64,16 @@ def measure_sensitivities(
     """Return the sensitivity of each of ``linears``, which are those of each decoder block, by its name in ``model``.
 
     ``samples`` (num_samples, length) are the same on every rank. ``model`` is run in evaluation mode and left as is:
-    weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: 1 for each
-    block, of 8 bytes for each input and output of its layers.
+    weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: those of
+    :func:`in_step`, and 1 for each block, of 8 bytes for each input and output of its layers.
 
     Raises:
         ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the layer.
         NotImplementedError: on every rank: inputs or outputs that are cut otherwise than evenly along their features;
             experts that are called otherwise than transformers 5 calls them; logits that are cut.
         RuntimeError: on every rank: a forward that changes the model's own weights.
-        Exception: on every rank: what a forward, or ``progress``, raised on one.
+        Exception: on every rank: what a pass, or ``progress``, raised on one; but for those of which
+            :func:`in_step` says that the others cannot be told.
     """
     bare, blocks = bare_model(model), decoder_blocks(model)
     by_block = [
@@ -80,40 +81,35 @@ def measure_sensitivities(
         for (prefix, _), of_block in zip(blocks, linears, strict=True)
     ]
     device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-    listener = _BackwardListener(sample_group, {n: of for of_block in by_block for n, of in of_block.items()}, device)
-    error: Exception | None = None
-    try:
+    with together(comm):
+        of_all = {name: linear for of_block in by_block for name, linear in of_block.items()}
+        listener = _BackwardListener(sample_group, of_all, device)
         mine = own_samples(sample_group, model, samples)
-        # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
-        forwards = replacing_forwards(
-            [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
-        )
-        with _without_traces(bare, device), forwards, listener.listening():
-            for index, batch in enumerate(mine.batches):
-                try:  # go on behind an error: other ranks' forwards may need this one's
-                    number = sample_group.number + index * sample_group.num_groups
-                    listener.run(bare, batch, number if index < mine.num_counted else None)
-                    if progress is not None and error is None:
-                        progress(index + 1, len(mine.batches))
-                except Exception as caught:
-                    error = error or caught
-                    reset_forward(model)
-    except Exception as caught:
-        error = error or caught
+    # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
+    forwards = replacing_forwards(
+        [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
+    )
+    several = in_step(comm, bare, layers_communicate=sample_group.size > 1)
+    with several as run, _without_traces(bare, device), forwards, listener.listening():
+        for index, batch in enumerate(mine.batches):
+            number = sample_group.number + index * sample_group.num_groups if index < mine.num_counted else None
+            loss = run(listener.run, bare, batch, counts=number is not None)
+            if number is not None:
+                listener.check(loss, number)
+            if progress is not None:
+                progress(index + 1, len(mine.batches))
     found: dict[str, Sensitivity] = {}
     for of_block in by_block:
-        found |= _summed(comm, listener, of_block, error)
+        found |= _summed(comm, listener, of_block)
     return found
 
 
 def _summed(
-    comm: Communicator, listener: _BackwardListener, linears: Mapping[str, LinearLayer], error: Exception | None
+    comm: Communicator, listener: _BackwardListener, linears: Mapping[str, LinearLayer]
 ) -> dict[str, Sensitivity]:
     sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
 
     def fill(words: torch.Tensor) -> None:
-        if error is not None:
-            raise error
         parts = iter(torch.split(words, sizes))
         for name in linears:
             for own in listener.sums[name]:
@@ -147,9 +143,9 @@ class _BackwardListener:
                 stack.callback(module.register_forward_hook(partial(self._put_out, name), with_kwargs=True).remove)
             yield
 
-    def run(self, model: nn.Module, batch: Mapping[str, Any], number: int | None) -> None:
-        """Run a sample forward and backward. ``number``: among all samples; ``None``: it does not count."""
-        self._takes = number is not None
+    def run(self, model: nn.Module, batch: Mapping[str, Any], counts: bool) -> float:
+        """Run a sample forward and backward, and return its loss; take in what it says, if it ``counts``."""
+        self._takes = counts
         try:
             logits = model(**batch).logits[0, :-1]
         finally:
@@ -162,8 +158,14 @@ class _BackwardListener:
         gradient = torch.empty_like(logits)
         loss = cross_entropy(logits.detach(), targets, gradient)
         torch.autograd.backward(logits, gradient)
-        if number is None:
-            return
+        return loss
+
+    def check(self, loss: float, number: int) -> None:
+        """Check what sample ``number`` of all came to. Local.
+
+        Raises:
+            ValueError: NaN or Inf.
+        """
         if not math.isfinite(loss):
             raise ValueError(f"the loss of calibration sample {number} is {loss}")
         pairs = [self.sums[name] for name in self._linears]

@@ -16,7 +16,7 @@ from pathlib import Path
 from distprune.checkpoint.output_files import sync_file
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Communicator, Group, agree, communicator, has_lost_ranks, together, work_together
+from distprune.collectives import Communicator, Group, agree, cannot_meet, communicator, together, work_together
 
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -49,7 +49,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         try:
             yield staging
         except Exception as error:
-            if has_lost_ranks(error):
+            if cannot_meet(error):
                 raise
             failed = error
         agree(comm, {}, failed)

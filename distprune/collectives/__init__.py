@@ -17,7 +17,7 @@ from distprune.collectives.agree import (
     together,
 )
 from distprune.collectives.alone import Alone
-from distprune.collectives.base import Communicator, Traffic, has_lost_ranks
+from distprune.collectives.base import Communicator, Traffic, cannot_meet, has_lost_ranks, out_of_step
 from distprune.collectives.guarded import Guarded
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
@@ -51,6 +51,7 @@ __all__ = [
     "agree",
     "as_bytes",
     "broadcast_tensor",
+    "cannot_meet",
     "communicator",
     "exchange",
     "from_bytes",
@@ -60,6 +61,7 @@ __all__ = [
     "lookup_rows",
     "max_together",
     "natural_order",
+    "out_of_step",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

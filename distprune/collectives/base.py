@@ -146,6 +146,21 @@ def communicating() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def out_of_step() -> Iterator[None]:
+    """Mark what the body raises: the other ranks may be waiting in a collective that this one has left."""
+    try:
+        yield
+    except Exception as error:
+        error._is_out_of_step = True  # type: ignore[attr-defined]
+        raise
+
+
 def has_lost_ranks(error: Exception) -> bool:
-    """Return whether a communicator raised ``error``: to ask the other ranks would be to wait for them once more."""
+    """Return whether a communicator raised ``error``."""
     return getattr(error, "_failed_to_communicate", False)
+
+
+def cannot_meet(error: Exception) -> bool:
+    """Return whether to tell the other ranks of ``error`` would be to wait for them in vain."""
+    return has_lost_ranks(error) or getattr(error, "_is_out_of_step", False)

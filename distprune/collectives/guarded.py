@@ -22,7 +22,7 @@ class Guarded(Communicator):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm.rank, comm.size)
         self._comm, self.traffic = comm, comm.traffic
-        self._raised: Exception | None = None
+        self.raised: Exception | None = None  # what the ranks raised together, the last time they met
 
     def meet(self) -> None:
         """Wait for the other ranks. Every rank must call it, or :meth:`fail`: a round of 64 bytes."""
@@ -34,12 +34,12 @@ class Guarded(Communicator):
         raise error
 
     def _agree(self, error: Exception | None) -> None:
-        if self._raised is not None:  # the ranks met for the last time
-            raise self._raised
+        if self.raised is not None:  # the ranks met for the last time
+            raise self.raised
         try:
             agree(self._comm, {}, error)
         except Exception as raised:
-            self._raised = raised
+            self.raised = raised
             raise
 
     @override

@@ -87,6 +87,8 @@ def run_finetune_job(
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job, a
             model or the text, or a loss that is no number; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
+        Exception: what a step raises, out of memory first of all, at once on its rank alone. The others raise when its
+            process ends (over NCCL at the group's timeout); the command line ends them within seconds.
     """
     run = Run(job, group, device, watcher)
     teacher_directory = _find_teacher(job, run)

@@ -5,13 +5,14 @@ Nouns: the *state* is the weights and AdamW's two moments, in float32, which any
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from distprune.collectives import Communicator, sum_together, together
+from distprune.collectives import Communicator, out_of_step, sum_together, together
 from distprune.jobs.training_state import read_state, write_state
 from distprune.masks import bits_of, make_zeros_positive
 from distprune.models import evaluating
@@ -81,8 +82,13 @@ class MaskedTraining:
         """Add up the gradients of the batch (windows, tokens). Return this rank's part of two sums over ranks.
 
         They are the mean loss of a token, and the squared norm of the gradient. Every rank must call it, with the same
-        batch: it runs its part of it. Communicates what FSDP2 does.
+        batch: it runs its part of it. Communicates what FSDP2 does. What it raises it raises at once, on its rank: the
+        others may be in one of FSDP2's collectives, where they can be told only that the rank has ended.
         """
+        with out_of_step() if self._comm.size > 1 else nullcontext():
+            return self._backward(batch)
+
+    def _backward(self, batch: torch.Tensor) -> tuple[float, float]:
         rank, num_ranks = self._comm.rank, self._comm.size
         mine = batch[rank::num_ranks]
         # A rank without a window keeps the others company: a sharded forward needs every rank.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint import import_extra
-from distprune.collectives import Communicator, agree
+from distprune.collectives import Communicator, agree, cannot_meet
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
 _EXTRA = "tasks"
@@ -77,6 +77,8 @@ def run_tasks(
             numbers = {key: value for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
             found[name] = {_metric(key): float(value) for key, value in numbers.items()}
     except Exception as caught:
+        if cannot_meet(caught):
+            raise
         error = caught
     agree(comm, {} if error else {"results of tasks": found}, error)
     return found

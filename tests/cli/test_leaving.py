@@ -7,14 +7,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from distprune.cli.meeting import Meeting
 from distprune.jobs import PruneJob, run_prune_job
 from tests.cli.test_launches import finish
+from tests.sampling import only_whole
 from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
 
@@ -32,7 +36,13 @@ class Pair:
         self.folder = folder
         (folder / "long.txt").write_text(text.read_text() * 100)
         self.outputs = folder / "outputs"
-        self._places = {"model": model, "out": self.outputs / "out", "long": folder / "long.txt"}
+        self.places = {
+            "model": model,
+            "pruned": folder / "pruned",
+            "text": text,
+            "out": self.outputs / "out",
+            "long": folder / "long.txt",
+        }
         self.ranks: list[BaseProcess] = []
         self._variables = by_hand(2)
 
@@ -42,7 +52,7 @@ class Pair:
             self.start_one(rank, line)
 
     def start_one(self, rank: int, line: list[str], be: Callable[..., None] = be_rank) -> BaseProcess:
-        arguments = [word.format(**self._places) for word in line]
+        arguments = [word.format(**self.places) for word in line]
         log = str(self.folder / f"log{rank}")
         self.ranks.append(CONTEXT.Process(target=be, args=(self._variables[rank], arguments, log)))
         self.ranks[-1].start()
@@ -95,6 +105,58 @@ def test_a_rank_that_never_comes(pair: Pair) -> None:
     process.join(30)  # it takes 5, and to start and to leave
     assert process.exitcode == 1
     assert "not all 2 ranks came within 5 seconds" in pair.said(0)
+
+
+CALIBRATED = ["--calibration", "{text}", "--samples", "2", "--sequence-length", "16"]
+EVALUATED = ["--eval", "{text}", "--eval-tokens", "64", "--eval-length", "16"]
+TUNED = ["finetune", "{pruned}", "--data", "{text}", "--steps", "2", "--batch-size", "2", "--sequence-length", "16"]
+# By what fails: the command, and whether both ranks come to know why.
+FAILING: dict[str, tuple[list[str], bool]] = {
+    "evaluation": ([*LINE, *EVALUATED], True),
+    "training forward": ([*TUNED, "--output", "{out}", "--timeout", "300"], False),
+    "training backward": ([*TUNED, "--output", "{out}", "--timeout", "300"], False),
+    "evaluation of what is calibrated": ([*LINE, *CALIBRATED, *EVALUATED], True),
+    "allocation": ([*LINE, *CALIBRATED, "--allocation", "gradients"], True),
+    "evaluation of what is trained": ([*TUNED, "--output", "{out}", "--timeout", "300", *EVALUATED], True),
+    "layers by loss": (
+        ["shrink", "{model}", "--output", "{out}", "--layers", "1", *CALIBRATED, "--timeout", "300"],
+        True,
+    ),
+}
+
+
+def be_rank_that_fails(fails: str, variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be a rank with too little memory for the second MLP that it runs."""
+    forward, num_left = LlamaMLP.forward, 2
+
+    def failing(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_left
+        output: torch.Tensor = forward(self, x)
+        num_left -= output.requires_grad or not fails.startswith("training")
+        if num_left:
+            return output
+        if fails.endswith("backward"):
+            output.register_hook(lambda _: torch.empty(2**60, dtype=torch.uint8))  # type: ignore[no-untyped-call]
+            return output
+        return output + torch.empty(2**60)
+
+    LlamaMLP.forward = failing
+    be_rank(variables, arguments, log)
+
+
+@pytest.mark.parametrize("fails", [*list(FAILING)[:3], *map(only_whole, list(FAILING)[3:])])
+def test_a_rank_that_fails_in_a_forward_ends_the_other(pair: Pair, fails: str) -> None:
+    line, is_told = FAILING[fails]
+    if "{pruned}" in line:
+        model = str(pair.places["model"])
+        run_prune_job(PruneJob(model=model, output=str(pair.places["pruned"]), sparsity=0.3))
+    pair.start_one(0, line)
+    pair.start_one(1, line, partial(be_rank_that_fails, fails))
+    assert (pair.code(0), pair.code(1)) == (1, 1)
+    cause = "can't allocate memory"
+    assert cause in (pair.said(0) if is_told else pair.said(1))
+    assert is_told or "another rank has ended" in pair.said(0)
+    assert not (pair.outputs / "out").exists()
 
 
 def be_rank_that_is_lost_at_the_end(variables: dict[str, str], arguments: list[str], log: str) -> None:

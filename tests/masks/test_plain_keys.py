@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import distprune as prune
 from tests.contract import REPARAMETRIZED
-from tests.worlds import ProcessPool
+from tests.worlds import ProcessPool, drawing
 from tests.wrapped import WRAPPERS, Wrapped, batches, pairs_of, transformer, whole, wrap
 
 Parameters = dict[str, torch.Tensor]
@@ -148,7 +148,8 @@ def test_plain_keys_that_cannot_be_compared_with_a_mask() -> None:
 
 
 def sharded_by_itself_on_rank(_: int) -> None:
-    layer = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.25)
+    with drawing(0):
+        layer = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.25)
     fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     prune.shard_masks(layer)
     prune.l1_unstructured(layer, "weight", 0.25)

@@ -1,0 +1,161 @@
+"""What one rank raises in a pass over a sharded model, all raise, at once; or it is out of step, and says so alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import distprune as prune
+from distprune.collectives import cannot_meet
+from distprune.evaluation import log_likelihoods
+from distprune.models import decoder_blocks
+from distprune.removal import order_layers, shrink_model
+from tests.architectures import samples, tiny_model
+from tests.oneshot.test_tensor_parallel import parallelized
+from tests.test_evaluation import ragged
+from tests.worlds import ProcessPool
+
+TOKENS = samples(3)
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "perplexity": lambda model: prune.perplexity(model, TOKENS.flatten(), sequence_length=8, batch_tokens=8),
+    "log_likelihoods": lambda model: log_likelihoods(model, ragged(), batch_tokens=16).tolist(),
+    "allocate": lambda model: prune.allocate(model, TOKENS, 0.5),
+    "order_layers": lambda model: order_layers(model, TOKENS, 1),
+    "shrink_model": lambda model: shrink_model(model, TOKENS, layers=1),
+}
+# Where, and whether in the backward pass.
+PLACES = {
+    "the embedding": ("model.embed_tokens", False),
+    "attention": ("model.layers.1.self_attn.q_proj", False),  # before what FSDP2 gathers in the same block
+    "the MLP": ("model.layers.1.mlp.down_proj", False),
+    "the head": ("lm_head", False),
+    "backward of the head": ("lm_head", True),
+    "backward of the MLP": ("model.layers.1.mlp.down_proj", True),
+    "backward of attention": ("model.layers.1.self_attn.q_proj", True),
+}
+AT_ONCE = 10.0  # seconds; a group's timeout is 120
+
+
+def nested() -> nn.Module:
+    model = tiny_model("llama")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for _, block in decoder_blocks(model):
+        fully_shard(cast(nn.Module, block.mlp), mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def boom(*_: object) -> None:
+    raise OSError("boom")
+
+
+def fail_at(model: nn.Module, place: str) -> torch.utils.hooks.RemovableHandle:
+    name, is_backward = PLACES[place]
+    module = model.get_submodule(name)
+    if not is_backward:
+        return module.register_forward_pre_hook(boom)
+    return module.register_forward_hook(lambda _, __, output: output.register_hook(boom) and None)
+
+
+def raised_by(call: Callable[[nn.Module], object], model: nn.Module) -> tuple[str, bool, float]:
+    """Return what it raised, whether the ranks could not meet, and after how many seconds."""
+    started = time.perf_counter()
+    try:
+        call(model)
+    except Exception as error:
+        return str(error), cannot_meet(error), time.perf_counter() - started
+    return "nothing", False, 0.0
+
+
+def told_on_rank(rank: int, call: str, places: list[str]) -> list[tuple[str, bool, float]]:
+    model = nested()
+    before = CALLS["perplexity"](model)
+    found = []
+    for place in places:
+        handle = fail_at(model, place) if rank == 1 else None
+        found.append(raised_by(CALLS[call], model))
+        if handle is not None:
+            handle.remove()
+        assert CALLS["perplexity"](model) == before
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_all_raise_wherever_one_fails(pool: ProcessPool, call: str) -> None:
+    places = [place for place, (_, is_backward) in PLACES.items() if call == "allocate" or not is_backward]
+    first, second = pool.run(2, told_on_rank, call, places)
+    for place, (told, *_), (said, could_not_meet, seconds) in zip(places, first, second, strict=True):
+        assert (told, said, could_not_meet) == ("rank 1 of 2: boom", "boom", False), place
+        assert seconds < AT_ONCE
+
+
+def gathering_fails_on_rank(rank: int, call: str, name: str) -> tuple[str, bool, float]:
+    model = nested()
+    if rank == 1:
+        model.get_submodule(name).register_forward_pre_hook(boom, prepend=True)  # before FSDP2's
+    return raised_by(CALLS[call], model)
+
+
+def layers_fail_on_rank(rank: int, call: str, name: str) -> tuple[str, bool, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    _set_pg_timeout(timedelta(seconds=2))  # DTensor's caches would keep the group of the rank that fails
+    model = parallelized("llama", mesh)
+    if rank == 1:
+        model.get_submodule(name).register_forward_pre_hook(boom)
+    return raised_by(CALLS[call], model)
+
+
+@pytest.mark.parametrize("call", ["perplexity", "allocate"])
+@pytest.mark.parametrize(
+    ("fails", "name"),
+    [
+        (gathering_fails_on_rank, ""),
+        (gathering_fails_on_rank, "model.layers.1.mlp"),
+        (layers_fail_on_rank, "model.layers.1.self_attn.q_proj"),
+    ],
+    ids=["the root is gathered", "an MLP is gathered", "layers communicate"],
+)
+def test_what_is_out_of_step_is_raised_at_once(pool: ProcessPool, fails: Any, name: str, call: str) -> None:
+    """The rank that failed takes its group down with it, and that the other sees; or it has its timeout."""
+    (_, other_could_not, _), (said, could_not_meet, seconds) = pool.run(2, fails, call, name)
+    assert (said, could_not_meet) == ("boom", True)
+    assert other_could_not
+    assert seconds < AT_ONCE
+
+
+def callback_fails_on_rank(rank: int) -> tuple[str, bool, float]:
+    model = parallelized("llama", init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    progress = boom if rank == 1 else None
+    return raised_by(lambda model: prune.allocate(model, TOKENS, 0.5, progress=progress), model)
+
+
+def test_between_passes_all_are_told_though_layers_communicate(pool: ProcessPool) -> None:
+    (told, *of_first), (said, *of_second) = pool.run(2, callback_fails_on_rank)
+    assert (told, said, of_first[0], of_second[0]) == ("rank 1 of 2: boom", "boom", False, False)
+
+
+def fsdp1_on_rank(rank: int) -> tuple[str, bool, float]:
+    model = FullyShardedDataParallel(
+        tiny_model("llama"), auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}), device_id=torch.device("cpu")
+    )
+    if rank == 1:
+        model.get_submodule("_fsdp_wrapped_module.model.norm").register_forward_pre_hook(boom)
+    return raised_by(CALLS["perplexity"], model)
+
+
+def test_fsdp1(pool: ProcessPool) -> None:
+    (told, *_), (said, could_not_meet, seconds) = pool.run(2, fsdp1_on_rank)
+    assert (told, said, could_not_meet) == ("rank 1 of 2: boom", "boom", False)
+    assert seconds < AT_ONCE
