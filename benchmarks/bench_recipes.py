@@ -29,7 +29,7 @@ from launch.demo_inputs import joined, speech_files
 
 SPARSITY = 0.8
 WIDTH, HIDDEN, NUM_HEADS = 144, 384, 4
-NUM_SAMPLES, LENGTH, NUM_EVALUATED = 16, 128, 1024
+LENGTH, NUM_EVALUATED = 128, 1024
 RATE, WARM_UP = 3e-3, 100
 DENSE, SMALL = "dense", "dense, of as many parameters as are kept"
 LATE, GRADUAL = "one-shot at half of the steps", "gradual"
@@ -96,7 +96,7 @@ def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, nu
     return prune.SparseTraining(model, optimizer, **{"schedule": always, **schedules[way]})
 
 
-def train(_: int, way: str, seed: int, num_layers: int, num_steps: int) -> dict[str, Any]:
+def train(_: int, way: str, seed: int, num_layers: int, num_samples: int, num_steps: int) -> dict[str, Any]:
     """Train by one way, and return the bits per byte at the end, and what is not zero."""
     unpin()  # nothing is timed: whichever core is free
     text, held_out = speeches()
@@ -111,7 +111,7 @@ def train(_: int, way: str, seed: int, num_layers: int, num_steps: int) -> dict[
     generator = torch.Generator().manual_seed(seed)
     started = time.perf_counter()
     for step in range(num_steps):
-        starts = torch.randint(len(text) - LENGTH, (NUM_SAMPLES,), generator=generator)
+        starts = torch.randint(len(text) - LENGTH, (num_samples,), generator=generator)
         loss = loss_of(model, windows(text, starts))
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -137,6 +137,7 @@ def _num_kept(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=16, help="a step")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
@@ -145,7 +146,9 @@ def main() -> None:
     ways: dict[str, list[tuple[float, int]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [(way, seed) for seed in range(arguments.seeds) for way in arguments.ways]
-        for result in pool.map(lambda run: on_ranks(1, train, *run, arguments.layers, arguments.steps)[0], runs):
+        for result in pool.map(
+            lambda run: on_ranks(1, train, *run, arguments.layers, arguments.samples, arguments.steps)[0], runs
+        ):
             for way, measured in result["ways"].items():
                 ways.setdefault(way, []).append(measured)
                 print(f"{way}: {measured[0]:.3f} bits per byte, {result['seconds']:.0f} s", flush=True)
@@ -156,14 +159,15 @@ def main() -> None:
     notes = (
         f"A Llama of bytes ({arguments.layers} layers of width {WIDTH}, MLP {HIDDEN}) on the State of the Union "
         f"speeches but every tenth, which is evaluated on ({NUM_EVALUATED:,} windows of {LENGTH} bytes). All ways take "
-        f"{arguments.steps:,} steps of {NUM_SAMPLES} x {LENGTH} bytes, the same for a seed; AdamW at {RATE}, warmed "
-        f"up for {WARM_UP} steps, then a cosine to a hundredth, clipped to 1; nothing was tuned for one of them. The "
+        f"{arguments.steps:,} steps of {arguments.samples} x {LENGTH} bytes, the same for a seed; AdamW at {RATE}, "
+        f"warmed up for {WARM_UP} steps, then a cosine to a hundredth, clipped to 1; nothing was tuned for one. The "
         f"sparse ones end with {SPARSITY:.0%} zeros in the layers; embeddings stay. Gradual: cubic, from a tenth to "
         "seven tenths of the steps, all weights in competition. Those that are sparse from the start have their zeros "
         "shared by ERK; RigL (by gradient) and SET (by chance) move 30 % of the kept weights, falling to none, every "
         "50 steps until three quarters of them."
     )
-    options = f"--layers {arguments.layers} --steps {arguments.steps} --seeds {arguments.seeds}"
+    sizes = ("layers", "samples", "steps", "seeds")
+    options = " ".join(f"--{name} {getattr(arguments, name)}" for name in sizes)
     if tuple(arguments.ways) != WAYS:
         options += f" --ways {shlex.join(arguments.ways)}"
     text = heading("Sparse training on real text", f"python -m benchmarks.bench_recipes {options}")

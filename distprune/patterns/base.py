@@ -47,7 +47,7 @@ class Ranked:
     ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
     of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
     that the ranks' shards fit together. ``regrows``: of each tensor, group or row, as many are pruned as are gone, but
-    what is gone competes with the others.
+    what is gone competes with the others; no score is negative.
     """
 
     comm: Communicator

@@ -75,7 +75,7 @@ class WithinRows(Pattern):
 
         def keep(member: int, keys: torch.Tensor) -> torch.Tensor:
             if ranked.regrows:
-                return _keep_as_many(keys >> 1, keys & 1, keys.shape[1])
+                return _keep_as_many(torch.maximum(keys, ~keys), keys >= 0, keys.shape[1])
             return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
         if ranked.checks:
@@ -180,9 +180,9 @@ class _RowUnits:
         return part, self._sent_keys(sent(offsets, self.scores.device)) if shard.owned else None
 
     def _sent_keys(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the keys that a home is told; where weights regrow, their last bit says what was kept."""
+        """Return the keys that a home is told; where weights regrow, the bits of what is gone are inverted."""
         keys = self.scores.keys(self._order, offsets)
-        return (keys.to(torch.int64) << 1) + self._was_kept(offsets) if self.scores.regrows else keys
+        return torch.where(self._was_kept(offsets), keys, ~keys) if self.scores.regrows else keys
 
     def _was_kept(self, at: slice | torch.Tensor) -> torch.Tensor:
         gone, num = self.scores.is_gone(at), at.stop - at.start if isinstance(at, slice) else len(at)

@@ -185,6 +185,7 @@ class Hold:
         if self._optimizers is None or optimizer is self._optimizers[0]:
             if self._listeners and not self.leaves_gradients_dense:
                 self._mask_late(self._optimizers or [optimizer])
+            self._to_skip.clear()
             for listener in self._listeners:
                 listener(optimizer)
         self._hold_in(optimizer)

@@ -107,7 +107,7 @@ def made(
     shapes: Sequence[tuple[int, int]] = FITTING,
 ) -> Case:
     values = [whole_numbers(seed, dtype, 9, shapes) for seed in range(3)]
-    gradients = [whole_numbers(seed, dtype, 5, shapes) for seed in range(3, 6)]
+    gradients = [{n: of / 4 for n, of in whole_numbers(seed, dtype, 5, shapes).items()} for seed in range(3, 6)]
     model = Holder({**values[0]})
     prune.prune_model(model, pattern=pattern, include="*", group=prune.collectives.Alone())
     now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -163,7 +163,8 @@ def check(layout: Layout, world_size: int, cases: Sequence[Case]) -> None:
 @pytest.mark.parametrize(("layout", "world_size", "cases"), over_layouts(PATTERNS, BYS, DTYPES))
 @pytest.mark.sampled(10)
 def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Combination]) -> None:
-    check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in cases])
+    in_rows = prune.PerRow(0.55), "gradient", torch.float64  # rows are cut in most layouts
+    check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in [*cases, in_rows]])
 
 
 @functools.cache
