@@ -129,11 +129,14 @@ def state_of(module: nn.Module) -> FSDPState | None:
 def groups_of(state: Any) -> list[Any]:
     """Return the parameter groups of ``state``, whose names have been checked. Local."""
     FSDP2.check(state, state._state_ctx)
-    for group in state._fsdp_param_groups:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 knows one at most
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    for group in groups:
         FSDP2.check(group)
         for param in group.fsdp_params[:1]:
             FSDP2.check(param, param._module_info, param.sharded_param)
-    return list(state._fsdp_param_groups)
+    return list(groups)
 
 
 def _all_states() -> list[weakref.ReferenceType[Any]]:

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from distprune.shards.fsdp2 import Managed, groups_of, state_of
-from distprune.shards.torch_private import FSDPParam, private
+from distprune.shards.torch_private import FSDPParam, find_private
 
-_ShardPlacementResult = private("torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult")
+# torch 2.11 has none: the placement is all that it asks for.
+_ShardPlacementResult = find_private("torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult")
 
 
 def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tuple[int, int]:
@@ -64,7 +65,9 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
             shape=size,
             stride=stride,
         )
-    placement = _ShardPlacementResult(before.fsdp_placement, before.mesh_info)
+    placement = before.fsdp_placement
+    if _ShardPlacementResult is not None:
+        placement = _ShardPlacementResult(placement, before.mesh_info)
     before._post_load_hook_handle.remove()
     param: Any = FSDPParam(
         nn.Parameter(whole, requires_grad),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["FSDP1", "FSDP2", "FSDPParam", "FSDPState", "Inside", "StridedShard", "private"]
+__all__ = ["FSDP1", "FSDP2", "FSDPParam", "FSDPState", "Inside", "StridedShard", "find_private", "private"]
 
 
-def _find(module: str, name: str) -> Any:
+def find_private(module: str, name: str) -> Any:
+    """Return ``name`` of torch's ``module``, or ``None`` if torch has no such name."""
     try:
         return getattr(import_module(module), name, None)
     except ImportError:
@@ -30,7 +31,7 @@ def private(module: str, name: str) -> Any:
     def raises(*_: object, **__: object) -> None:
         raise _moved(f"{module}.{name}")
 
-    found = _find(module, name)
+    found = find_private(module, name)
     return type(name, (), {"__new__": raises}) if found is None else found
 
 
@@ -58,7 +59,7 @@ class Inside:
     @cached_property
     def missing(self) -> list[str]:
         """The names that this torch does not have."""
-        return [f"{module}.{name}" for module, name in self.names if _find(module, name) is None]
+        return [f"{module}.{name}" for module, name in self.names if find_private(module, name) is None]
 
     def check(self, *objects: object) -> None:
         """Check that this torch has all the names, and ``objects`` their attributes.
@@ -106,7 +107,6 @@ FSDP2 = Inside(
         ("torch.distributed._composable_state", "_module_state_mapping"),
         (_FSDP2 + "_fsdp_collectives", "DefaultAllGather"),
         (_FSDP2 + "_fsdp_common", "FSDPMeshInfo"),
-        (_FSDP2 + "_fsdp_common", "ShardPlacementResult"),
         (_FSDP2 + "_fsdp_common", "TrainingState"),
         (_FSDP2 + "_fsdp_param", "FSDPParam"),
         (_FSDP2 + "_fsdp_state", "FSDPState"),
@@ -114,7 +114,7 @@ FSDP2 = Inside(
     {
         "FSDPModule": ("_get_fsdp_state",),
         "FSDPState": (
-            "_fsdp_param_groups",
+            "_fsdp_param_group",
             "_lazy_init",
             "_modules",
             "_modules_to_run_forward",
@@ -149,7 +149,6 @@ FSDP2 = Inside(
             "_sharded_local_tensor",
             "_sharded_param_data",
             "_sharding_spec",
-            "_unsharded_dtensor_spec",
             "all_gather_inputs",
             "all_gather_outputs",
             "alloc_all_gather_outputs",
@@ -175,6 +174,6 @@ FSDP2 = Inside(
 
 def _moved(names: str, feature: str = "", advice: str = "") -> NotImplementedError:
     return NotImplementedError(
-        f"torch {torch.__version__} has no {names}, on which distprune relies{feature}; use torch 2.13, with which "
-        f"distprune is tested{advice}"
+        f"torch {torch.__version__} has no {names}, on which distprune relies{feature}; use torch 2.11 to 2.15, "
+        f"with which distprune is tested{advice}"
     )
