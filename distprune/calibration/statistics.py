@@ -43,7 +43,7 @@ from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
-from distprune.shards import all_finite
+from distprune.shards import all_finite, own_settings
 
 FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
@@ -117,6 +117,7 @@ class InputStatistics:
         finally:
             self._inputs.clear()
 
+    @own_settings()
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         """Count the input ``x`` (..., in) of layer ``name``, once for all layers that share it; ``first`` is one."""
         if not self._counts:
@@ -159,6 +160,7 @@ class InputStatistics:
         if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
             self._add(name, _SHIFT, self._dense.shift(name, own, tokens).t() @ whole.float())
 
+    @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:
@@ -184,7 +186,7 @@ class InputStatistics:
         if len(x) not in self._signs:
             number = self.sample_group.number + self.sample_group.num_groups * (self._num_begun - 1)
             generator = torch.Generator().manual_seed(number)
-            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator)
+            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator, device="cpu")
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
@@ -234,7 +236,8 @@ class InputStatistics:
         """Return the moments of an input; without the ``sums`` over all ranks, which are on its owner, empty ones."""
         device = self.linears[of.names[0]].parameter.device
         if sums is None:
-            return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
+            nothing = torch.empty((0, of.num_in), dtype=torch.float32, device=device)
+            return Moments(of.names, of.num_tokens, nothing, owner=owner)
         products = sums.pop(_PRODUCTS)
         if self.of == "features":
             values = products.float().to(device)
@@ -333,7 +336,7 @@ class InputStatistics:
 
     def _addend(self, of_owner: Sequence[Sequence[SharedInput]], rank: int) -> torch.Tensor:
         """Return this rank's addends to what goes to ``rank``, packed."""
-        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64)
+        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64, device="cpu")
         self._pack(of_owner[rank], packed)
         return packed
 

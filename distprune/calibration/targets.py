@@ -42,7 +42,7 @@ class DenseSample:
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
-        change = torch.zeros(x.shape, device=x.device)
+        change = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if name not in self.inputs:  # no token was routed there, or it is not known which
             return change
         dense, dense_tokens = self.inputs[name]

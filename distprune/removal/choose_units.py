@@ -170,7 +170,10 @@ def choose_units(
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in keep}
         if missing := some.keys() - stays.keys():
             raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
-        return {(block, of.units.kind, of.units.name): torch.tensor(stays[name]) for name, of in some.items()}
+        return {
+            (block, of.units.kind, of.units.name): torch.tensor(stays[name], dtype=torch.int64, device="cpu")
+            for name, of in some.items()
+        }
 
     def call_back(index: int, report: BlockReport) -> None:
         of_block = kept_of(report.name)
@@ -217,7 +220,7 @@ def _shift_biases(
     def fill(words: torch.Tensor) -> None:
         for name, part in zip(linears, torch.split(words, sizes), strict=True):
             if name in offsets and (rows := offsets[name][0]).owned:
-                places = torch.cat([torch.arange(start, stop) for start, stop in rows.runs])
+                places = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in rows.runs])
                 part[places] = offsets[name][1].double().cpu()
 
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)

@@ -84,7 +84,7 @@ class _Experts(Visitor):
         self._modules, self._criterion = [block.get_submodule(units.name) for units in places], criterion
         self._sizes = [units.num_units for units in places]
         self.num_words = sum(self._sizes)
-        self._scores = torch.zeros(self.num_words, dtype=torch.float64)
+        self._scores = torch.zeros(self.num_words, dtype=torch.float64, device="cpu")
 
     @contextmanager
     @override
@@ -127,5 +127,5 @@ def _highest(scores: torch.Tensor, units: Units, num_kept: int) -> torch.Tensor:
     """Return the units that stay, ascending: of each group the highest, of equals the last."""
     by_score = torch.sort(scores.view(units.num_groups, -1), dim=1, stable=True).indices
     num_gone = (units.num_units - num_kept) // units.num_groups
-    groups = torch.arange(units.num_units).view(units.num_groups, -1)
+    groups = torch.arange(units.num_units, device="cpu").view(units.num_groups, -1)
     return groups.gather(1, by_score[:, num_gone:].sort(dim=1).values).flatten()

@@ -120,7 +120,7 @@ class UnitRemover(Solver[Fitted]):
         num_gone = (asked.units.num_units - asked.num_kept) * asked.features.shape[1]
         shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
         stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
-        return Fitted(stays, *(torch.empty(shape, device="meta") for shape in shapes))
+        return Fitted(stays, *(torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes))
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:
@@ -149,7 +149,8 @@ class _Removing(Pruning):
                 error += float((gone @ fitted.lost).mul_(gone).sum(dtype=torch.float64))
                 offsets.append(gone @ fitted.means)
             if remover.shifts_bias(remover.asked[of.name]):
-                remover.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
+                nothing = torch.empty(0, dtype=torch.float32, device=of.weight.device)
+                remover.offsets[name] = of, torch.cat([nothing, *offsets])
             solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), DAMPING)
         return solved
 
@@ -192,6 +193,6 @@ def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) ->
                 left[unit // size] -= 1
                 chosen.append(unit)
         if criterion.rescored and any(left):
-            evidence.remove(torch.tensor(chosen, device=scores.device))
+            evidence.remove(torch.tensor(chosen, dtype=torch.int64, device=scores.device))
         evidence.alive[chosen] = False
     return ~evidence.alive

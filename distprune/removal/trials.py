@@ -154,7 +154,7 @@ def divide_budget(
 def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the windows that refits are given, and those that are held out: whole, and in pieces."""
     some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
-    is_held = torch.arange(len(some)) % _HELD_OUT == min(len(some), _HELD_OUT) - 1
+    is_held = torch.arange(len(some), device="cpu") % _HELD_OUT == min(len(some), _HELD_OUT) - 1
     fitted, whole = some[~is_held], some[is_held]
     num_pieces = whole.shape[1] // _PIECE
     pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
