@@ -232,6 +232,7 @@ class InputStatistics:
             if self._num_calls[name] != self._num_calls[first]:
                 raise NotImplementedError(f"{name!r} has the input of {first!r} in some calls and not in others")
 
+    @own_settings()
     def _moments(self, of: SharedInput, owner: OwnerRank, sums: dict[str, torch.Tensor] | None) -> Moments:
         """Return the moments of an input; without the ``sums`` over all ranks, which are on its owner, empty ones."""
         device = self.linears[of.names[0]].parameter.device
@@ -340,6 +341,7 @@ class InputStatistics:
         self._pack(of_owner[rank], packed)
         return packed
 
+    @own_settings()
     def _pack(self, inputs: Sequence[SharedInput], packed: torch.Tensor) -> None:
         """Write this rank's addends into ``packed``, which is zero, and let go of what they were made of."""
         for of, (first, parts) in zip(inputs, self._unpacked(inputs, packed).items(), strict=True):
