@@ -46,7 +46,8 @@ class Ranked:
 
     ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
     of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
-    that the ranks' shards fit together.
+    that the ranks' shards fit together. ``regrows``: of each tensor, group or row, as many are pruned as are gone, but
+    what is gone competes with the others; no score is negative.
     """
 
     comm: Communicator
@@ -55,11 +56,13 @@ class Ranked:
     make_scores: Callable[[], Sequence[LocalScores]]
     of_left: bool = False
     checks: bool = True
+    regrows: bool = False
 
     @cached_property
     def scores(self) -> Sequence[LocalScores]:
         """The scores of this rank's shards."""
-        return self.make_scores()
+        scores = self.make_scores()
+        return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
 
     @cached_property
     def owned(self) -> dict[int, LocalScores]:
@@ -219,6 +222,16 @@ class Pattern(ABC):
         if not self.has_scope:
             raise ValueError(f"{scope=} does not go with {self!r}: groups and rows are decided one by one")
         return dataclasses.replace(self, scope=scope)  # type: ignore[type-var]
+
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        """Return what drops ``share`` of what is kept, and then what chooses what is kept from now on.
+
+        The second is given what ``regrows``, of which what was not dropped has the highest scores.
+
+        Raises:
+            NotImplementedError: the pattern does not say how weights move within it.
+        """
+        raise NotImplementedError(f"{self!r} does not say how weights move within it: give it a method regrowth()")
 
     @abstractmethod
     def choose(self, ranked: Ranked) -> Choice:

@@ -77,6 +77,10 @@ class Block(Pattern):
         return self.size, self.size
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Block(self.size, share, "tensor"), Block(self.size, 0, "tensor")
+
+    @override
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.size or matrix.num_out % self.size:
             raise ValueError(
@@ -239,7 +243,8 @@ class _OwnBlocks:
     def _entry(self, member: int, ids: IntArray, table: torch.Tensor, *, owned: bool) -> Entry:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
+        is_gone = self._is_gone(table) & (not self._ranked.regrows)
+        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, is_gone)
         return self.competing.entry(member, keys, keys.geometry, owned=owned)
 
     def _is_gone(self, table: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,10 @@ class Channels(Pattern):
         return f"channels:{self.dim}"
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Channels(share, self.dim), Channels(0, self.dim)
+
+    @override
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) <= 1:
             raise ValueError(
@@ -117,10 +121,12 @@ class Channels(Pattern):
         for competing in Competing(ranked, self.scope, [len(of) for of in keys]).members:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
             names = [ranked.roster.members[i].name for i in competing]
-            candidates = stays.nonzero().view(-1)
-            num_gone, of_left = len(stays) - len(candidates), ranked.of_left
+            num_gone, of_left = int((~stays).sum()), ranked.of_left
             wanted = num_lowest(self.sparsity, names, len(stays), num_gone, " (channels)", of_left=of_left)
-            lowest = of_all[candidates].sort(stable=True).indices[: max(wanted - num_gone, 0)]
+            stays |= ranked.regrows
+            candidates = stays.nonzero().view(-1)
+            wanted -= len(stays) - len(candidates)
+            lowest = of_all[candidates].sort(stable=True).indices[: max(wanted, 0)]
             stays[candidates[lowest]] = False
             keep += torch.split(stays, [len(keys[i]) for i in competing])
         return keep

@@ -115,7 +115,7 @@ def choose_units(
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
         if targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
-        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.bias is None]):
+        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed)
@@ -226,8 +226,8 @@ def _shift_biases(
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)
     with together(comm):
         for (name, linear), gained in zip(linears.items(), torch.split(total, sizes), strict=True):
-            bias = linear.module.bias
-            assert isinstance(bias, nn.Parameter)
+            bias = linear.bias
+            assert bias is not None
             shard = local_shard(f"{name}.bias", bias.detach())
             own = cut(gained, shard.geometry).to(shard.local.device)
             shard.local.copy_((shard.local.double() + own).view_as(shard.local))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, jacrev, vmap
+from typing_extensions import override
 
 import distprune as prune
 from distprune.masks import zero_where_pruned
@@ -191,3 +192,73 @@ def test_what_torch_func_transforms_is_left_alone(transformed: Callable[..., dic
             torch.equal(weight == 0, zeros[name]) for name, weight in model.named_parameters() if weight.ndim > 1
         )
         expected = transformed(copy.deepcopy(model), weights)
+
+
+class Packed(torch.Tensor):
+    """A moment in eight bits, a subclass of tensor that packs and unpacks in ``copy_``, as torchao's."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        made.codes, made.scale = torch.zeros_like(values, dtype=torch.int8), torch.ones(())
+        return made
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert func is torch.ops.aten.copy_.default
+        to, of = args[:2]
+        if isinstance(to, Packed):
+            to.scale = of.abs().max() / 127
+            to.codes.copy_((of / to.scale).round())
+            return to
+        return to.copy_(of.codes * of.scale)
+
+
+def test_what_is_a_moment() -> None:
+    """Matrices of Shampoo have the shape of a square weight, and are none; packed moments are."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 12, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    packed = Packed(torch.zeros(12, 12)).copy_(torch.full((12, 12), 2.0))
+    optimizer.state[model.weight] = {name: torch.ones(12, 12) for name in ("exp_avg", "pre_cond_0", "inv_pre_cond_1")}
+    optimizer.state[model.weight]["packed"] = packed
+    prune.prune_model(model, 0.5)
+    hold_zeros(model, optimizer)
+    model(torch.randn(4, 12)).sum().backward()
+    optimizer.step()
+    kept = model.weight != 0
+    state = optimizer.state[model.weight]
+    assert torch.equal(state["exp_avg"], kept.float())
+    assert torch.equal(state["pre_cond_0"] + state["inv_pre_cond_1"], torch.full((12, 12), 2.0))
+    assert torch.equal(torch.zeros(12, 12).copy_(packed), 2.0 * kept)
+
+
+@pytest.mark.filterwarnings("default")  # of torch.compile, which torchao calls
+@pytest.mark.parametrize("bits", ["8", "4", "Fp8"])
+def test_moments_of_torchao(bits: str) -> None:
+    name = f"AdamW{bits}{'' if bits == 'Fp8' else 'bit'}"
+    make = getattr(pytest.importorskip("torchao.optim", reason="needs torchao; the row above packs as it does"), name)
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)  # smaller ones are not packed
+    optimizer = make(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.randn(8, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    prune.prune_model(model, 0.5)
+    hold_zeros(model, optimizer)
+    held = model.weight == 0
+    train()
+    assert torch.equal(model.weight == 0, held)
+    state = optimizer.state[model.weight]
+    assert not state["exp_avg"].dequantize().view(128, 128)[held].any()
+    if bits != "4":  # its squares have no zero
+        assert not state["exp_avg_sq"].dequantize().view(128, 128)[held].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
 from distprune.collectives import ProcessGroup
+from distprune.shards import local_of
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
 from distprune.training.regrowth import Counts, GrowBy
 from tests.sampling import only_whole
-from tests.training.optimizers import INCLUDE, check_moments
+from tests.training.optimizers import INCLUDE, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -32,9 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "fixed": {"schedule": constant(0.5)},
     "cubic": {"schedule": cubic(0.8, stop=4, every=2)},
     "taylor": {"schedule": cubic(0.8, stop=4, every=2), "score": "taylor"},
-    "movement": {"schedule": one_shot(0.5, step=2), "score": "movement", "scope": "tensor"},
+    "movement": {"schedule": one_shot(0.5, step=4), "score": "movement", "scope": "tensor"},
     "2:4": {"schedule": one_shot(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
-    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2)},
+    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="gradient")},
     "set": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="random")},
 }
 # Torch clips the norm of parameters that are all laid out alike; FSDP1's own clipping sees dense gradients.
@@ -129,6 +131,22 @@ def test_equals_reparametrized() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_a_step_that_is_set() -> None:
+    """As a trainer does that goes on from a dense checkpoint: to move weights, all gradients are needed."""
+    wrapped, optimizer, training = started("plain", "rigl")
+    step(optimizer, wrapped, batches(1)[0], clips=False)
+    for number, moves in ((2, True), (3, False), (4, True)):
+        training.step = number
+        wrapped.step(batches(1)[0])
+        masked = []
+        for module, name in pairs_of(wrapped.model):
+            weight = module.get_parameter(name)
+            assert weight.grad is not None
+            masked.append(not weight.grad[weight.view(torch.int32) == 0].any())
+        assert not any(masked) if moves else all(masked)
+        wrapped.model.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["taylor", "rigl"])
 def test_gradients_of_a_closure(kind: str) -> None:
     """A step that computes its gradients within, as Lightning's steps do, is one that is given them."""
@@ -177,7 +195,12 @@ def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[to
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("cubic", (2,)), ("rigl", (4,)), *(only_whole(kind, (1, 2, 4)) for kind in ("fixed", "cubic", "rigl"))],
+    [
+        ("cubic", (2,)),
+        ("rigl", (4,)),
+        ("movement", (4,)),  # its sums are taken along
+        *(only_whole(kind, (1, 2, 4)) for kind in ("fixed", "cubic", "rigl", "movement")),
+    ],
 )
 @pytest.mark.sampled(1)
 def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
@@ -188,8 +211,27 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int,
             assert all(map(torch.equal, masks, alone(pool, kind, True)[2]))
 
 
-@pytest.mark.parametrize("by", ["gradient", "random"])
-def test_regrow_by_hand(by: GrowBy) -> None:
+def other_sums_on_rank(_: int) -> None:
+    wrapped, optimizer, training = started("fsdp2", "movement")
+    step(optimizer, wrapped, batches(1)[0], clips=False)
+    state = training.state_dict()
+    training.load_state_dict(state)  # in place
+    with pytest.raises(ValueError, match="may be another rank's part of it"):
+        training.load_state_dict(copy.deepcopy(state))
+    with pytest.raises(ValueError, match="sums of movement of other parameters"):
+        training.load_state_dict({**state, "movement": {}})
+    assert all(bool(local_of(total).any()) for total in state["movement"].values())
+    with pytest.warns(UserWarning, match="no sums of movement: they begin anew"):
+        training.load_state_dict({"step": 1})
+    assert not any(bool(local_of(total).any()) for total in training.state_dict()["movement"].values())
+
+
+def test_sums_of_movement_that_are_missing_or_of_others(pool: ProcessPool) -> None:
+    pool.run(2, other_sums_on_rank)
+
+
+@pytest.mark.parametrize(("by", "is_finite"), [("gradient", True), ("gradient", False), ("random", True)])
+def test_regrow_by_hand(by: GrowBy, is_finite: bool) -> None:
     """The smallest go, those of largest gradient come; what is dropped and grows again keeps its value."""
     with drawing(0):
         model, x = nn.Linear(30, 30, bias=False), torch.randn(64, 30)
@@ -198,7 +240,8 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     with hold.dense_gradients():
         model(x).square().sum().backward()
     before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
-    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
+    gradient.masked_fill_(torch.tensor(not is_finite), torch.inf)
+    moved = hold.regrow(0.3, None, by=by, seed=0 if by == "random" else None)
 
     num_kept, num_dropped = 180, 54
     order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)
@@ -206,14 +249,52 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     left[order[num_dropped:num_kept]] = True
     after = model.weight.detach().flatten()
     kept = after.view(torch.int32) != 0
-    if by == "gradient":
+    if by == "gradient" and is_finite:
         grown = torch.where(left, -1, gradient.abs()).argsort(descending=True, stable=True)[:num_dropped]
         assert torch.equal(kept, left.index_fill(0, grown, True))
     assert kept[left].all()
     assert kept.sum() == num_kept
     assert torch.equal(after, torch.where(kept, before, 0.0))
     assert moved == Counts(720, 900, int((kept & (before == 0)).sum()))
-    assert 0 < moved.num_moved < num_dropped  # both kinds are there
+    assert 0 < moved.num_moved < num_dropped or not is_finite  # both kinds are there
+
+
+def _several(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("name", ["several", *(each for each in [*TORCHS, *OTHERS] if each not in UNABLE["plain"])])
+@pytest.mark.sampled(12)
+def test_no_step_where_gradients_choose(name: str, scales: bool) -> None:
+    """Whatever the optimizer, and its moments: what does not move stays as it is, and gradients are left."""
+    model, regrow = transformer(), Regrow(stop=10, every=2, by="gradient")
+    wrapped = Wrapped(model, 0, 1)
+    optimizers = _several(model) if name == "several" else [make_optimizer(name, model)]
+    training = SparseTraining(model, optimizers, schedule=constant(0.5), regrow=regrow, include=INCLUDE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for number, tokens in enumerate(batches(4)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if isinstance(optimizers[0], torch.optim.LBFGS):
+            optimizers[0].step(lambda tokens=tokens: float(wrapped.step(tokens)))  # type: ignore[no-untyped-call]
+        else:
+            wrapped.step(tokens, scale=scaler.get_scale() if scales else 1.0)
+            for optimizer in optimizers:
+                scaler.step(optimizer) if scales else optimizer.step()
+        scaler.update() if scales and name != "LBFGS" else None
+        stay = [
+            torch.equal(now[both], then[both])
+            for now, then in zip(model.parameters(), before, strict=True)
+            for both in [(now != 0) & (then != 0)]
+        ]
+        assert all(stay) if number == 2 else not all(stay)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert [update.num_moved > 0 for update in training.updates] == [False, True]
 
 
 def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
