@@ -150,7 +150,7 @@ def log_likelihoods(
 
     several = in_step(comm, model, layers_communicate=sample_group.size > 1)
     with several as run, evaluating(model), keeping_weights(model):
-        scored = torch.zeros(len(asked), 2, dtype=torch.float64)
+        scored = torch.zeros(len(asked), 2, dtype=torch.float64, device="cpu")
         for i in range(num_rounds):
             index = i * sample_group.num_groups + sample_group.number
             counts = index < len(batches) and sample_group.rank == 0

@@ -128,6 +128,8 @@ CALIBRATED: dict[str, Callable[[nn.Module], object]] = {
     "units": smaller,
     "units by gradients": lambda model: smaller(model, criterion="taylor"),
     "layers": lambda model: order_layers(model, TOKENS, 1, criterion="influence"),
+    "layers by loss": lambda model: order_layers(model, TOKENS, 1),
+    "perplexity": lambda model: prune.perplexity(model, TOKENS.flatten(), sequence_length=20),
 }
 
 

@@ -190,6 +190,7 @@ class InputStatistics:
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
+    @own_settings()
     def reduce(self, comm: Communicator, find_owners: FindOwners = find_owners) -> list[Moments]:
         """Return the moments over all ranks of ``comm``, those of each input once; every layer is in one of them.
 
