@@ -55,21 +55,30 @@ def hold_zeros(
     and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
     of about 100 of a parameter shows one that it does not count, such as through ``data``. So -0.0 counts as kept:
     masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does
-    not.
+    not. And every +0.0 that you write is held for good, pruned or not: ``weight.clamp_(min=0)`` after a step holds all
+    that were negative then. Write -0.0 where a zero is to go on learning.
+
+    If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
+    a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
+    the last step, and a warning names the parameter. Each rank judges its own part, so none waits for another.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
-        optimizer: one, several, a wrapper or a container of some. ``None``: whichever steps a parameter of the model.
+        optimizer: one, several, a wrapper or a container of some (Accelerate, SAM, Lookahead, PostLocalSGD, torchtitan,
+            layer-wise GaLore). ``None``: whichever steps a parameter of the model. Parameters may be added to it, also
+            of layers that the model has got since.
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
     Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 16 a parameter; on pipelines up to
-    four more. A rank keeps one byte a local weight. Steps do not communicate, but for one round of 64 bytes at the
-    first after a ``load_state_dict``.
+    four more. A rank keeps one byte a local weight. Steps do not communicate. So an error within a step or a hook of
+    the backward pass on one rank (out of memory, say) is raised there alone; the others wait in the next collective of
+    the model until its process ends (over NCCL until the group's timeout).
 
     Raises:
         ValueError: on every rank: a parameter that is all zeros, which could never learn; an optimizer without any of
-            the parameters; arguments that differ between ranks; a name pattern that matches nothing.
+            the parameters, or these are frozen (PEFT); arguments that differ between ranks; a name pattern that matches
+            nothing.
         TypeError: on every rank: ``optimizer`` is none.
         NotImplementedError: on every rank: a ``Partial`` placement.
     """
@@ -78,7 +87,11 @@ def hold_zeros(
 
 @final
 class Hold:
-    """The zeros of a model that stay zero. :func:`hold_zeros` makes it."""
+    """The zeros of a model that stay zero. :func:`hold_zeros` makes it.
+
+    A copy (``deepcopy``, pickle) that is made together with the model and the optimizers holds the copies; only that of
+    the default group can be pickled.
+    """
 
     def __init__(
         self,
