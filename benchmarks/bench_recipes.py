@@ -1,6 +1,6 @@
 """What sparse training gives on real text, at equal steps: bits per byte of speeches that were not trained on.
 
-A Llama of a million parameters reads bytes of State of the Union speeches. Every way trains for the same steps on the
+A small Llama reads bytes of State of the Union speeches. Every way trains for the same steps on the
 same windows; the model of equal parameters is dense, and as large as what the others keep.
 
     python -m benchmarks.bench_recipes --output benchmarks/results/recipes_HARDWARE_DATE.md
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import textwrap
 import time
 from collections.abc import Sequence
@@ -27,13 +28,14 @@ from benchmarks.measure import heading, on_ranks, show, table, unpin
 from launch.demo_inputs import joined, speech_files
 
 SPARSITY = 0.8
-WIDTH, HIDDEN, NUM_LAYERS, NUM_HEADS = 144, 384, 4, 4
-NUM_SAMPLES, LENGTH, NUM_EVALUATED = 16, 128, 1024
+WIDTH, HIDDEN, NUM_HEADS = 144, 384, 4
+LENGTH, NUM_EVALUATED = 128, 1024
 RATE, WARM_UP = 3e-3, 100
 DENSE, SMALL = "dense", "dense, of as many parameters as are kept"
-LATE, GRADUAL, RIGL, SET = "one-shot at half of the steps", "gradual", "RigL", "SET"
+LATE, GRADUAL = "one-shot at half of the steps", "gradual"
+STATIC, RIGL, SET = "from the start, never moved", "from the start, RigL", "from the start, SET"
 AT_END = "one-shot at the end"  # what the dense one becomes
-WAYS = (DENSE, SMALL, LATE, GRADUAL, RIGL, SET)
+WAYS = (DENSE, STATIC, SET, RIGL, GRADUAL, SMALL, LATE)
 
 
 def speeches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,18 +47,18 @@ def speeches() -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def build(way: str) -> nn.Module:
+def build(way: str, num_layers: int) -> nn.Module:
     """Return the Llama; the small one is half as wide, and as high in its MLP as parameters allow."""
     width, hidden = WIDTH, HIDDEN
     if way == SMALL:
         width = WIDTH // 2
-        kept = (1 - SPARSITY) * NUM_LAYERS * (4 * WIDTH**2 + 3 * WIDTH * HIDDEN) + 256 * (WIDTH - width)
-        hidden = round((kept / NUM_LAYERS - 4 * width**2) / (3 * width))
+        kept = (1 - SPARSITY) * num_layers * (4 * WIDTH**2 + 3 * WIDTH * HIDDEN) + 256 * (WIDTH - width)
+        hidden = round((kept / num_layers - 4 * width**2) / (3 * width))
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=width,
         intermediate_size=hidden,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=NUM_HEADS,
         max_position_embeddings=LENGTH,
         tie_word_embeddings=True,
@@ -84,8 +86,9 @@ def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, nu
     schedules: dict[str, dict[str, Any]] = {
         LATE: {"schedule": prune.one_shot(SPARSITY, step=num_steps // 2)},
         GRADUAL: {"schedule": prune.cubic(SPARSITY, start=num_steps // 10, stop=num_steps * 7 // 10, every=20)},
-        RIGL: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50)},
-        SET: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50, by="random")},
+        STATIC: {},
+        RIGL: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50, by="gradient")},
+        SET: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50)},
     }
     if way not in schedules:
         return None
@@ -93,12 +96,12 @@ def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, nu
     return prune.SparseTraining(model, optimizer, **{"schedule": always, **schedules[way]})
 
 
-def train(_: int, way: str, seed: int, num_steps: int) -> dict[str, Any]:
+def train(_: int, way: str, seed: int, num_layers: int, num_samples: int, num_steps: int) -> dict[str, Any]:
     """Train by one way, and return the bits per byte at the end, and what is not zero."""
     unpin()  # nothing is timed: whichever core is free
     text, held_out = speeches()
     torch.manual_seed(seed)
-    model = build(way)
+    model = build(way, num_layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -108,7 +111,7 @@ def train(_: int, way: str, seed: int, num_steps: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     started = time.perf_counter()
     for step in range(num_steps):
-        starts = torch.randint(len(text) - LENGTH, (NUM_SAMPLES,), generator=generator)
+        starts = torch.randint(len(text) - LENGTH, (num_samples,), generator=generator)
         loss = loss_of(model, windows(text, starts))
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,6 +136,8 @@ def _num_kept(model: nn.Module) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=16, help="a step")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
@@ -141,7 +146,9 @@ def main() -> None:
     ways: dict[str, list[tuple[float, int]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [(way, seed) for seed in range(arguments.seeds) for way in arguments.ways]
-        for result in pool.map(lambda run: on_ranks(1, train, *run, arguments.steps)[0], runs):
+        for result in pool.map(
+            lambda run: on_ranks(1, train, *run, arguments.layers, arguments.samples, arguments.steps)[0], runs
+        ):
             for way, measured in result["ways"].items():
                 ways.setdefault(way, []).append(measured)
                 print(f"{way}: {measured[0]:.3f} bits per byte, {result['seconds']:.0f} s", flush=True)
@@ -150,16 +157,20 @@ def main() -> None:
         for way, measured in sorted(ways.items(), key=lambda item: _mean(item[1]))
     ]
     notes = (
-        f"A Llama of bytes ({NUM_LAYERS} layers of width {WIDTH}, MLP {HIDDEN}) on the State of the Union speeches but "
-        f"every tenth, which is evaluated on ({NUM_EVALUATED:,} windows of {LENGTH} bytes). All ways take "
-        f"{arguments.steps:,} steps of {NUM_SAMPLES} x {LENGTH} bytes, the same for a seed; AdamW at {RATE}, warmed "
-        f"up for {WARM_UP} steps, then a cosine to a hundredth, clipped to 1; nothing was tuned for one of them. The "
+        f"A Llama of bytes ({arguments.layers} layers of width {WIDTH}, MLP {HIDDEN}) on the State of the Union "
+        f"speeches but every tenth, which is evaluated on ({NUM_EVALUATED:,} windows of {LENGTH} bytes). All ways take "
+        f"{arguments.steps:,} steps of {arguments.samples} x {LENGTH} bytes, the same for a seed; AdamW at {RATE}, "
+        f"warmed up for {WARM_UP} steps, then a cosine to a hundredth, clipped to 1; nothing was tuned for one. The "
         f"sparse ones end with {SPARSITY:.0%} zeros in the layers; embeddings stay. Gradual: cubic, from a tenth to "
-        "seven tenths of the steps, all weights in competition. RigL (by gradient) and SET (by chance) have their "
-        "zeros from the first step on, shared by ERK, and move 30 % of the kept weights, falling to none, every 50 "
-        "steps."
+        "seven tenths of the steps, all weights in competition. Those that are sparse from the start have their zeros "
+        "shared by ERK; RigL (by gradient) and SET (by chance) move 30 % of the kept weights, falling to none, every "
+        "50 steps until three quarters of them."
     )
-    text = heading("Sparse training on real text", "python -m benchmarks.bench_recipes")
+    sizes = ("layers", "samples", "steps", "seeds")
+    options = " ".join(f"--{name} {getattr(arguments, name)}" for name in sizes)
+    if tuple(arguments.ways) != WAYS:
+        options += f" --ways {shlex.join(arguments.ways)}"
+    text = heading("Sparse training on real text", f"python -m benchmarks.bench_recipes {options}")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
     text += table(("way", "weights that are not zero", "bits per byte, by seed", "mean"), rows)
     show(text, arguments.output)

@@ -251,7 +251,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "Hold.counts": (2, trained(lambda model, optimizer: prune.hold_zeros(model, optimizer, include="*").counts)),
     "Hold.regrow": (
         2,
-        trained(lambda model, optimizer: partial(prune.hold_zeros(model, optimizer, include="*").regrow, 0.3)),
+        trained(lambda model, optimizer: partial(prune.hold_zeros(model, optimizer, include="*").regrow, 0.3, "2:4")),
     ),
     "SparseTraining": (
         2,

@@ -100,7 +100,7 @@ class Communicator(ABC):
     def _padded(self, text: str) -> torch.Tensor:
         """Return ``text`` as bytes, as many on every rank (one round); JSON may end in blanks."""
         payload = text.encode()
-        length = int(self.max(torch.tensor([len(payload)]))[0])
+        length = int(self.max(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))[0])
         return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
 
     @final

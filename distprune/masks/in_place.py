@@ -66,7 +66,7 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``mask`` (bool) as zeros and ones of ``dtype``. Local, chunk by chunk."""
     if not on_host(mask.device) or dtype not in _FLOATS:
         return mask.to(dtype)
-    one = torch.ones((), dtype=dtype).view(_INTEGER_OF_SIZE[dtype.itemsize]).numpy()[()]
+    one = torch.ones((), dtype=dtype, device="cpu").view(_INTEGER_OF_SIZE[dtype.itemsize]).numpy()[()]
     # As bits, and in memory for which numpy asks huge pages: half of the time that torch takes.
     bits = torch.from_numpy(np.empty(tuple(mask.shape), one.dtype))
     for words, keep in _pieces(bits, mask):
@@ -122,7 +122,7 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
         if not np.array_equal(now, before):
             num_changed += int(np.count_nonzero(now != before))
             before[...] = now
-    return torch.tensor([num_changed, num_held, int(too_few_zeros)])
+    return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
 
 
 def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:

@@ -9,8 +9,9 @@ from distprune.patterns.base import Choice, Chosen, Pattern, Ranked, Scope, chec
 from distprune.patterns.block import Block
 from distprune.patterns.census import check_parts
 from distprune.patterns.channels import Channels
+from distprune.patterns.n_by_m import NByM
 from distprune.patterns.unstructured import Unstructured
-from distprune.patterns.within_rows import NByM, PerRow
+from distprune.patterns.within_rows import PerRow
 from distprune.selection import Put
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_parts",
     "check_share",
     "own_share",
+    "says_how_much",
 ]
 
 
@@ -61,6 +63,11 @@ def as_pattern(
     else:
         found = pattern
     return found if scope is None else found.within(scope)
+
+
+def says_how_much(pattern: Pattern | str | None) -> bool:
+    """Return whether ``pattern`` itself says how much is pruned, as ``"2:4"`` does. Local."""
+    return isinstance(pattern, Pattern) or (pattern or "")[:1].isdigit()
 
 
 def _from_text(text: str, sparsity: float | Mapping[str, float] | None) -> Pattern:

@@ -34,7 +34,7 @@ from distprune.selection import (
     common_order,
     select_lowest,
 )
-from distprune.shards import Geometry, Matrix, fetched
+from distprune.shards import Geometry, Matrix, fetched, own_settings
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
@@ -46,7 +46,8 @@ class Ranked:
 
     ``make_scores`` runs within the first round, so that an error in it is raised on all ranks. ``of_left``: shares are
     of what is left; otherwise they are of everything, and zero weights are gone. ``checks``: the pattern must check
-    that the ranks' shards fit together.
+    that the ranks' shards fit together. ``regrows``: of each tensor, group or row, as many are pruned as are gone, but
+    what is gone competes with the others; no score is negative.
     """
 
     comm: Communicator
@@ -55,11 +56,13 @@ class Ranked:
     make_scores: Callable[[], Sequence[LocalScores]]
     of_left: bool = False
     checks: bool = True
+    regrows: bool = False
 
     @cached_property
     def scores(self) -> Sequence[LocalScores]:
         """The scores of this rank's shards."""
-        return self.make_scores()
+        scores = self.make_scores()
+        return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
 
     @cached_property
     def owned(self) -> dict[int, LocalScores]:
@@ -80,13 +83,13 @@ class Ranked:
         """Return what ``pattern`` chooses. Every rank must call it; what raises on one rank is raised on all.
 
         Rounds are those of :meth:`Pattern.choose`, and, of a pattern that is not this library's, 64 bytes before each
-        and after the last.
+        and after the last. What it and the scores compute stands in ``own_settings``.
         """
         if type(pattern).__module__.startswith("distprune."):
-            return pattern.choose(self)
+            return _chosen(self, pattern)
         comm = Guarded(self.comm)
         try:
-            choice = pattern.choose(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores))
+            choice = _chosen(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores), pattern)
         except Exception as error:
             comm.fail(error)
         comm.meet()
@@ -134,6 +137,12 @@ class Choice:
         puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
         counts = fetched([self.decide(each, put) for each, put in zip(scores, puts, strict=True)])
         return [Chosen(put.mask, *of.tolist()) for put, of in zip(puts, counts, strict=True)]
+
+
+@own_settings()
+def _chosen(ranked: Ranked, pattern: Pattern) -> Choice:
+    choice = pattern.choose(ranked)
+    return dataclasses.replace(choice, decide=own_settings()(choice.decide))
 
 
 class Pattern(ABC):
@@ -213,6 +222,16 @@ class Pattern(ABC):
         if not self.has_scope:
             raise ValueError(f"{scope=} does not go with {self!r}: groups and rows are decided one by one")
         return dataclasses.replace(self, scope=scope)  # type: ignore[type-var]
+
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        """Return what drops ``share`` of what is kept, and then what chooses what is kept from now on.
+
+        The second is given what ``regrows``, of which what was not dropped has the highest scores.
+
+        Raises:
+            NotImplementedError: the pattern does not say how weights move within it.
+        """
+        raise NotImplementedError(f"{self!r} does not say how weights move within it: give it a method regrowth()")
 
     @abstractmethod
     def choose(self, ranked: Ranked) -> Choice:

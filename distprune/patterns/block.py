@@ -77,6 +77,10 @@ class Block(Pattern):
         return self.size, self.size
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Block(self.size, share, "tensor"), Block(self.size, 0, "tensor")
+
+    @override
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.size or matrix.num_out % self.size:
             raise ValueError(
@@ -204,7 +208,7 @@ class _OwnBlocks:
         """
         rows = np.concatenate([np.empty((0, 1 + NUM_COLUMNS), dtype=np.int64), *self._asked])
         ids, place = np.unique(rows[:, 0], return_inverse=True)
-        table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64)
+        table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64, device="cpu")
         table.index_add_(0, torch.from_numpy(place), torch.from_numpy(rows[:, 1:]))
         bounds = enumerate(itertools.pairwise(np.searchsorted(ids, self._firsts).tolist()))
         return {i: (ids[a:b] - self._firsts[i], table[a:b]) for i, (a, b) in bounds if a < b}, place
@@ -239,7 +243,8 @@ class _OwnBlocks:
     def _entry(self, member: int, ids: IntArray, table: torch.Tensor, *, owned: bool) -> Entry:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, self._is_gone(table))
+        is_gone = self._is_gone(table) & (not self._ranked.regrows)
+        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, is_gone)
         return self.competing.entry(member, keys, keys.geometry, owned=owned)
 
     def _is_gone(self, table: torch.Tensor) -> torch.Tensor:
@@ -276,7 +281,7 @@ def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]
         return local, None
     if matrix.transposed:
         return LocalMatrix(np.arange(matrix.num_rows), np.arange(matrix.num_in), matrix.num_out), 0
-    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
+    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1], dtype=torch.int64, device="cpu"))
     low, high = matrix.place(ends)[0].tolist()
     return LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), None), low * matrix.num_in
 

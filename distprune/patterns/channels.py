@@ -58,6 +58,10 @@ class Channels(Pattern):
         return f"channels:{self.dim}"
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Channels(share, self.dim), Channels(0, self.dim)
+
+    @override
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) <= 1:
             raise ValueError(
@@ -92,7 +96,8 @@ class Channels(Pattern):
         @cache
         def stays() -> list[torch.Tensor]:
             if score.scores_units:
-                values = [score.of_units(each.name, torch.arange(num)) for each, num in zip(members, nums, strict=True)]
+                every = [torch.arange(num, device="cpu") for num in nums]
+                values = [score.of_units(each.name, own) for each, own in zip(members, every, strict=True)]
             elif extremes is not None:
                 values = list(torch.split(extremes(), nums))
             else:
@@ -116,10 +121,12 @@ class Channels(Pattern):
         for competing in Competing(ranked, self.scope, [len(of) for of in keys]).members:
             of_all, stays = torch.cat([keys[i] for i in competing]), torch.cat([left[i] for i in competing])
             names = [ranked.roster.members[i].name for i in competing]
-            candidates = stays.nonzero().view(-1)
-            num_gone, of_left = len(stays) - len(candidates), ranked.of_left
+            num_gone, of_left = int((~stays).sum()), ranked.of_left
             wanted = num_lowest(self.sparsity, names, len(stays), num_gone, " (channels)", of_left=of_left)
-            lowest = of_all[candidates].sort(stable=True).indices[: max(wanted - num_gone, 0)]
+            stays |= ranked.regrows
+            candidates = stays.nonzero().view(-1)
+            wanted -= len(stays) - len(candidates)
+            lowest = of_all[candidates].sort(stable=True).indices[: max(wanted, 0)]
             stays[candidates[lowest]] = False
             keep += torch.split(stays, [len(keys[i]) for i in competing])
         return keep
@@ -170,8 +177,8 @@ def _channels(scores: LocalScores, dim: int) -> ShardUnits:
     shape, geometry, first = scores.shard.shape, scores.shard.geometry, None
     if len(geometry.global_shape) < len(shape):  # flattened
         geometry, first = Geometry.whole(shape), 0
-    runs = [torch.arange(start, stop) for start, stop in geometry.dim_runs[dim]]
-    channels = torch.cat([torch.arange(0), *runs])
+    runs = [torch.arange(start, stop, device="cpu") for start, stop in geometry.dim_runs[dim]]
+    channels = torch.cat([torch.arange(0, device="cpu"), *runs])
     later = dim % len(shape) + 1
     before, after = math.prod(geometry.local_shape[: later - 1]), math.prod(geometry.local_shape[later:])
     if after == 1:  # a line is along the dim

@@ -111,7 +111,7 @@ class ShardUnits:
         for at, units in self.tiles():
             flags = put.flags(at, scores.device)
             units.spread(stays, flags)
-            if (gone := scores.is_gone(at)) is not None:
+            if not scores.regrows and (gone := scores.is_gone(at)) is not None:
                 flags.logical_and_(~gone)
                 counts[1] += gone.sum()
             counts[0] += len(flags) - count_true(flags)
@@ -153,7 +153,7 @@ def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor 
     values, gone = scores.values(at).to(torch.float64), scores.is_gone(at)
     if scores.score.ordered_by == "magnitude":
         values = values.abs()
-    if gone is not None and not scores.counts_gone:
+    if gone is not None and not (scores.counts_gone or scores.regrows):
         values = values.masked_fill(gone, scores.score.of_zero)
     return values, gone
 

@@ -69,6 +69,10 @@ class Unstructured(Pattern):
         return Choice(thresholds, decide)
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Unstructured(share, "tensor"), Unstructured(0, "tensor")
+
+    @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
         return 1, 1
 

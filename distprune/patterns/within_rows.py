@@ -1,4 +1,4 @@
-"""N:M groups and rows, each decided by itself, wherever shard edges cut them."""
+"""Groups and rows, each decided by itself, wherever shard edges cut them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,7 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, decide_cut, find_units
 from distprune.scores import LocalScores
-from distprune.selection import (
-    MaskPut,
-    Order,
-    Put,
-    count_beyond,
-    keep_groups_of_bits,
-    keep_highest_per_group,
-    keep_highest_per_row,
-    put_size,
-)
+from distprune.selection import MaskPut, Order, Put, count_beyond, keep_highest_per_row, put_size
 from distprune.shards import Matrix, count_true, fetched, on_host, sent
 
 Array = npt.NDArray[Any]
@@ -36,7 +27,7 @@ BoolArray = npt.NDArray[np.bool_]
 _BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
-class _WithinRows(Pattern):
+class WithinRows(Pattern):
     """Units of some inputs of one row, each decided by itself. What is gone is pruned first."""
 
     is_by_row = True
@@ -83,6 +74,8 @@ class _WithinRows(Pattern):
             return part.units.num_cut
 
         def keep(member: int, keys: torch.Tensor) -> torch.Tensor:
+            if ranked.regrows:
+                return _keep_as_many(torch.maximum(keys, ~keys), keys >= 0, keys.shape[1])
             return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
         if ranked.checks:
@@ -108,54 +101,7 @@ class _WithinRows(Pattern):
 
 @final
 @dataclass(frozen=True)
-class NByM(_WithinRows):
-    """``n`` of every ``m`` consecutive inputs of a row are kept. What is gone counts as pruned.
-
-    Raises:
-        TypeError: ``n`` or ``m`` is not an int.
-        ValueError: not 0 < ``n`` < ``m``.
-    """
-
-    n: int
-    m: int
-
-    def __post_init__(self) -> None:
-        for name, number in (("n", self.n), ("m", self.m)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} must be an int, not {number!r}")
-        if not 0 < self.n < self.m:
-            raise ValueError(f"{self.n}:{self.m} is not a pattern: n of every m are kept, 0 < n < m")
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
-
-    @override
-    def check_fits(self, name: str, matrix: Matrix) -> None:
-        if matrix.num_in % self.m:
-            raise ValueError(f"{self} does not fit {name!r}: its {matrix.num_in} inputs are not a multiple of {self.m}")
-
-    @property
-    @override
-    def width(self) -> int:
-        return self.m
-
-    @override
-    def unit_length(self, matrix: Matrix) -> int:
-        return self.m
-
-    @override
-    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return keep_highest_per_group(scores, self.n, self.m, out)
-
-    @override
-    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:
-        return keep_groups_of_bits(bits, magnitude, self.n, self.m, out)
-
-
-@final
-@dataclass(frozen=True)
-class PerRow(_WithinRows):
+class PerRow(WithinRows):
     """The lowest ``sparsity``, a fraction, of the weights of every row (output), rounded by ``round()``.
 
     Each parameter may have a fraction of its own: ``PerRow({"0.weight": 0.5, "2.weight": 0.8})``. SparseGPT spreads
@@ -191,6 +137,10 @@ class PerRow(_WithinRows):
         return PerRow(num / max(stop - start, 1))
 
     @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return PerRow(share), PerRow(0.0)
+
+    @override
     def unit_length(self, matrix: Matrix) -> int:
         return max(matrix.num_in, 1)
 
@@ -208,7 +158,7 @@ class PerRow(_WithinRows):
 class _RowUnits:
     """The groups, or the rows, of one parameter on this rank."""
 
-    def __init__(self, scores: LocalScores, pattern: _WithinRows, order: Order, of_left: bool) -> None:
+    def __init__(self, scores: LocalScores, pattern: WithinRows, order: Order, of_left: bool) -> None:
         self.scores = scores
         self._pattern = pattern
         self._of_left = of_left
@@ -227,7 +177,16 @@ class _RowUnits:
         offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
         self._cut.append(offsets)
         part = CutElements(member, self._matrix, self._length, shard.geometry.flat_indices_at(offsets).numpy(), rows)
-        return part, self.scores.keys(self._order, sent(offsets, self.scores.device)) if shard.owned else None
+        return part, self._sent_keys(sent(offsets, self.scores.device)) if shard.owned else None
+
+    def _sent_keys(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the keys that a home is told; where weights regrow, the bits of what is gone are inverted."""
+        keys = self.scores.keys(self._order, offsets)
+        return torch.where(self._was_kept(offsets), keys, ~keys) if self.scores.regrows else keys
+
+    def _was_kept(self, at: slice | torch.Tensor) -> torch.Tensor:
+        gone, num = self.scores.is_gone(at), at.stop - at.start if isinstance(at, slice) else len(at)
+        return torch.ones(num, dtype=torch.bool, device=self.scores.device) if gone is None else ~gone
 
     def decide(self, put: Put) -> torch.Tensor:
         """Decide the whole units, take over what became of the cut ones, and ``put`` what stays: see ``Choice``."""
@@ -274,7 +233,7 @@ class _RowUnits:
             return False
         num_kept, lowest, highest = found
         num_nans, _ = count_beyond(self._order, bits, magnitude, lowest, highest)
-        counts += torch.tensor([len(out) - num_kept, 0, num_nans])
+        counts += torch.tensor([len(out) - num_kept, 0, num_nans], dtype=torch.int64, device="cpu")
         if left is None:
             put.stays(at, torch.from_numpy(out))
         else:
@@ -288,6 +247,8 @@ class _RowUnits:
         width = len(self.units.whole)
         keys = self.scores.keys(self._order, at, memory).view(-1, width)
         is_gone, out = self._count(keys, counts), None if out is None else out.view(-1, width)
+        if self.scores.regrows:
+            return _keep_as_many(keys, self._was_kept(at), self._length, out).view(-1)
         return self._pattern.keep_units(keys, is_gone, out, of_left=self._of_left).view(-1)
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
@@ -304,6 +265,15 @@ def _gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
     if on_host(keys.device) and (keys.numel() == 0 or keys.numpy().min() >= order.first):  # a quarter of torch's time
         return None
     return keys < order.first
+
+
+def _keep_as_many(
+    keys: torch.Tensor, was_kept: torch.Tensor, length: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what stays of ``keys`` (rows, inputs) of whole units: of each as many as ``was_kept``; or in ``out``."""
+    num_pruned = length - was_kept.reshape(-1, length).sum(1)
+    out = None if out is None else out.view(-1, length)
+    return keep_highest_per_row(keys.reshape(-1, length), num_pruned, out).view(keys.shape)
 
 
 def _cut_parts(parts: Mapping[int, _RowUnits], held: Sequence[tuple[int, int, int]]) -> list[CutElements]:

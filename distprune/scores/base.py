@@ -133,7 +133,7 @@ class LocalScores:
     """The scores of one shard, computed chunk by chunk on demand. No communication.
 
     ``gone``: of local shape, zero where an element was pruned before. ``counts_gone``: such an element still adds to
-    the score of its unit.
+    the score of its unit. ``regrows``: such an element competes with the others.
     """
 
     shard: LocalShard
@@ -141,6 +141,7 @@ class LocalScores:
     evidence: Evidence = field(default_factory=dict)
     gone: torch.Tensor | None = None
     counts_gone: bool = False
+    regrows: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -181,7 +182,7 @@ class LocalScores:
     def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""
         keys: torch.Tensor = order.keys(self.values(at), out)
-        if not order.zeros_gone and (gone := self.is_gone(at)) is not None:
+        if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
 
@@ -224,7 +225,7 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
     counts = []
     for each in scores:
-        counts.append(torch.zeros((), dtype=torch.int64))
+        counts.append(torch.zeros((), dtype=torch.int64, device="cpu"))
         reads = each.score.reads(each.shard, each.evidence)
         if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
             counts[-1] = sum((values.isnan().sum() for _, values in flat_chunks(each.shard.local)), counts[-1])

@@ -29,6 +29,7 @@ from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 
 _backward_task = private("torch._C", "_current_graph_task_id")
+_transform = private("torch._C._functorch", "peek_interpreter_stack")
 
 
 def in_backward() -> bool:
@@ -165,8 +166,8 @@ class _Weak:
         self._arguments = arguments
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # what is compiled is not replaced
+        if torch.compiler.is_compiling() or _transform() is not None:
+            return  # what is compiled is not replaced, and what torch.func transforms has no memory to read
         method = None if self._method is None else self._method()
         if method is not None:
             method(*self._arguments)

@@ -25,11 +25,12 @@ from typing_extensions import override
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.masks import bits_of, make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
+from distprune.patterns import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding
 from distprune.training.held import Held
-from distprune.training.optimizers import Optimizers, state_of, unwrapped
+from distprune.training.optimizers import Optimizers, parameters_of, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
 _outside_dynamo = private("torch", "_disable_dynamo")
@@ -107,6 +108,8 @@ class Hold:
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
         self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
+        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
+        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._handles: list[RemovableHandle] = []
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
@@ -148,7 +151,7 @@ class Hold:
         def fill(words: torch.Tensor) -> None:
             owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
 
         words = sum_together(self._comm, (len(place), 2), fill)
         dead = [
@@ -215,9 +218,15 @@ class Hold:
         if self._optimizers is None or optimizer is self._optimizers[0]:
             if self._listeners and not self.leaves_gradients_dense:
                 self._mask_late(self._optimizers or [optimizer])
+            self._to_skip.clear()
             for listener in self._listeners:
                 listener(optimizer)
         self._hold_in(optimizer)
+        if id(optimizer) in self._to_skip:
+            self._to_skip.remove(id(optimizer))
+            self._put_away[id(optimizer)] = there = [(each, each.grad) for each in parameters_of(optimizer)]
+            for parameter, _ in there:
+                parameter.grad = None
 
     def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
         """Mask FSDP1's gradients, which no hook has masked: what grows now has no gradient yet, as in other layouts."""
@@ -246,6 +255,8 @@ class Hold:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for held, _where in self._stepping.pop(id(optimizer), ()):
             held.write_zeros()
+        for parameter, gradient in self._put_away.pop(id(optimizer), ()):
+            parameter.grad = gradient
 
     def _read(self, held: Sequence[Held]) -> None:
         """Read which weights of ``held`` are zero now, and warn of those whose zeros were overwritten. Local."""
@@ -353,19 +364,30 @@ class Hold:
         for local, kept in work:
             zero_where_pruned(local, kept)
 
-    def regrow(self, share: float, *, by: GrowBy = "gradient", seed: int | None = None) -> Counts:
-        """Move ``share`` of the kept weights of each parameter. Every rank must call it.
+    def regrow(
+        self, share: float, pattern: Pattern | str | None, *, by: GrowBy = "random", seed: int | None = None
+    ) -> Counts:
+        """Move ``share`` of the kept weights of each parameter within ``pattern``. Every rank must call it.
 
-        The smallest are dropped; of what is not kept then, as many are kept from now on, those of largest gradient, or
-        any. What was dropped and grows again keeps its value. Compute the gradients within :meth:`dense_gradients`.
-        Rounds: twice those of :class:`distprune.Unstructured`, and one of 16 bytes.
+        ``pattern``: what the zeros follow, as :func:`distprune.prune_model` takes it, and ``None`` where they follow
+        none. See :class:`Regrow`. What was dropped and grows again keeps its value. By gradient: compute the gradients
+        within :meth:`dense_gradients`, and take no step with them.
+        Rounds: twice those of the pattern, and one of 16 bytes.
 
         Raises:
-            ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
+            ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, or a
+                parameter that the pattern does not fit.
+            NotImplementedError: on every rank: a pattern of your own that has no ``regrowth``.
         """
-        moved = regrow(self._comm, self._model, share, by=by, seed=seed, include=self._include, exclude=self._exclude)
+        include, exclude = self._include, self._exclude
+        moved = regrow(self._comm, self._model, share, pattern, by=by, seed=seed, include=include, exclude=exclude)
         self.expect_others()
         return moved
+
+    def skip_step(self) -> None:
+        """Let each optimizer that was given leave out its next step: it finds no gradients, which are there again after
+        it. What has a closure calls it once. Local."""
+        self._to_skip = {id(optimizer) for optimizer in self._optimizers or ()}
 
     @contextmanager
     def dense_gradients(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
-"""Drop the smallest of the kept weights and let as many others grow: the number of zeros stays, their places move."""
+"""Drop the smallest of the kept weights and let as many others grow: their number stays, their places move."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,22 +15,38 @@ from typing_extensions import override
 from distprune.collectives import Communicator, sum_together
 from distprune.masks import bits_of, zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
-from distprune.patterns import Ranked, Unstructured, check_share
-from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown
+from distprune.patterns import Pattern, Ranked, as_pattern, check_share, says_how_much
+from distprune.pruning.agreement import Facts, agree_on, all_shown
+from distprune.pruning.fitting import fitted
 from distprune.pruning.prune_model import choose_masks, gradients_there
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
 from distprune.shards import LocalShard, count_zeros
 
 GrowBy = Literal["gradient", "random"]
-_NUM_HASH_BITS = 1  # that make room for a value above all hashes
 
 
 @dataclass(frozen=True)
 class Regrow:
-    """Every so many steps before ``stop``, a share of the kept weights of each parameter moves.
+    """Every so many steps before ``stop``, a share of the kept weights of each parameter moves within the pattern.
 
-    The share begins at ``fraction`` and falls as a cosine to 0 at ``stop``. ``by="gradient"``: those grow whose
-    gradient is the largest (RigL, arXiv 1911.11134, section 3); ``"random"``: any (SET, arXiv 1707.04780).
+    The share begins at ``fraction`` and falls as a cosine to 0 at ``stop``. The kept weights of smallest magnitude are
+    dropped, and as many grow, from zero. What was dropped may grow again, and then keeps its value. Patterns hold:
+
+    - unstructured: both are chosen in the whole parameter;
+    - ``"2:4"``: the share is dropped in the whole parameter, and each group of four gets back as many as it lost;
+    - ``"row"``: the share of each row is dropped, and as many grow in that row;
+    - ``"block:16"``, ``"channels:0"``: the share counts blocks or channels, which move as a whole, by sums.
+
+    ``by="random"``: any grow (SET, arXiv 1707.04780). ``"gradient"``: those whose gradient is the largest (RigL, arXiv
+    1911.11134, section 3). As in RigL's code (google-research/rigl), the gradients that choose are not stepped on: at
+    such a step the optimizers find no gradients, so that weights, moments and weight decay stand still, and ``every``
+    is at least 2.
+
+    Measured on text, growth by gradient did worse than zeros that never move: it falls into a few rows and columns (see
+    ``benchmarks/bench_recipes.py``). Hence the default.
+
+    With ``"2:4"`` this is training with N:M masks that move. SR-STE (arXiv 2102.04010) is another way to it. It trains
+    the pruned weights too, so it needs a dense copy of the model, which in place does not exist.
 
     Raises:
         ValueError: on construction: a share out of range, or steps that are not positive.
@@ -38,13 +55,17 @@ class Regrow:
     stop: int
     every: int = 100
     fraction: float = 0.3
-    by: GrowBy = "gradient"
+    by: GrowBy = "random"
 
     def __post_init__(self) -> None:
         check_share(float(self.fraction), "fraction")
         if self.every < 1 or self.stop < 1:
             raise ValueError(f"regrowth needs every >= 1 and stop >= 1, not every={self.every}, stop={self.stop}")
         _check_by(self.by)
+        if self.by == "gradient" and self.every == 1:
+            raise ValueError(
+                "every=1 would leave no step to train: none is taken where gradients choose; use every=100"
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether weights move at ``step``."""
@@ -76,52 +97,63 @@ def regrow(
     comm: Communicator,
     model: nn.Module,
     share: float,
+    pattern: Pattern | str | None,
     *,
-    by: GrowBy = "gradient",
+    by: GrowBy = "random",
     seed: int | None = None,
     include: NamePattern | Sequence[NamePattern] = (),
     exclude: NamePattern | Sequence[NamePattern] = (),
 ) -> Counts:
-    """Move ``share`` of the kept weights of each parameter. Every rank must call it.
+    """Move ``share`` of the kept weights of each parameter within ``pattern``. Every rank must call it.
 
-    The kept weights of smallest magnitude are dropped. Of all that are not kept then, as many are kept from now on:
-    those of largest gradient, or any. What was dropped may be among them, and keeps its value; others start at zero,
-    written as -0.0. Two choices, each as by :class:`distprune.Unstructured` of each tensor, and a round of 16 bytes.
+    What the pattern drops of the kept weights is that of smallest magnitude. Of all that is not kept then, as much is
+    kept from now on, of each tensor, row or group: that of largest gradient, or any. What was dropped may be among it,
+    and keeps its value; others start at zero, written as -0.0. Two choices by the pattern, and a round of 16 bytes.
 
     Raises:
-        ValueError: on every rank, nothing changed: no gradient, NaN gradients, or arguments that differ.
+        ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, or a parameter
+            that the pattern does not fit.
+        NotImplementedError: on every rank: the pattern has no ``regrowth``.
     """
 
-    def look() -> tuple[Found, Facts, Score, None]:
+    def look() -> tuple[Found, Facts, Score, tuple[Pattern, Pattern]]:
         check_share(float(share), "share")
         _check_by(by)
-        facts = {"share": repr(share), "by": by, "include": all_shown(include), "exclude": all_shown(exclude)}
-        return find_shards(model, include, exclude), facts, Random(seed) if by == "random" else Magnitude(), None
+        within = as_pattern(pattern, None if says_how_much(pattern) else 0.0)
+        dropping, growing = within.regrowth(float(share))
+        found = find_shards(model, include, exclude)
+        found = dataclasses.replace(found, shards=[fitted(within, shard, shard.name) for shard in found.shards])
+        patterns = {"include": all_shown(include), "exclude": all_shown(exclude)}
+        facts = {"share": repr(share), "pattern": repr(within), "by": by, **patterns}
+        return found, facts, Random(seed) if by == "random" else Magnitude(), (dropping, growing)
 
-    agreed, _ = agree_on(comm, look)
+    agreed, (dropping, growing) = agree_on(comm, look)
     agreed.check_found()
     shards: list[LocalShard] = []
+    were_kept: list[torch.Tensor] = []
 
     def to_drop() -> list[LocalScores]:
         shards[:] = agreed.shards()
-        return [LocalScores(shard, Magnitude(), {}, bits_of(shard.local) != 0) for shard in shards]
+        were_kept[:] = [bits_of(shard.local) != 0 for shard in shards]
+        return [LocalScores(shard, Magnitude(), {}, kept) for shard, kept in zip(shards, were_kept, strict=True)]
 
-    left, counts = _chosen(agreed, Magnitude(), to_drop, share, of_left=True)
-    num_held = {m.name: before for m, (_, before) in zip(agreed.roster.members, counts, strict=True)}
+    ranked = Ranked(comm, agreed.roster, Magnitude(), to_drop, of_left=True)
+    left, _ = choose_masks(ranked, ranked.choose(dropping))
     score = _Growth(agreed.score)
 
     def to_grow() -> list[LocalScores]:
-        evidence: list[dict[str, torch.Tensor]] = [{"kept": of_left} for of_left in left]
+        evidence: list[dict[str, torch.Tensor]] = [{"left": of_left} for of_left in left]
         if by == "gradient":
             for own, gradient in zip(evidence, gradients_there(model, shards), strict=True):
                 own["gradient"] = gradient
-        return [LocalScores(shard, score, own) for shard, own in zip(shards, evidence, strict=True)]
+        return [LocalScores(s, score, own, kept) for s, own, kept in zip(shards, evidence, were_kept, strict=True)]
 
-    kept, _ = _chosen(agreed, score, to_grow, num_held)
+    ranked = Ranked(comm, agreed.roster, score, to_grow, of_left=True, regrows=True)
+    kept, counts = choose_masks(ranked, ranked.choose(growing))
     new: list[torch.Tensor] = []
 
     def find_new(num_moved: torch.Tensor) -> None:  # the last that can fail on one rank
-        new[:] = [of_kept & (bits_of(shard.local) == 0) for shard, of_kept in zip(shards, kept, strict=True)]
+        new[:] = [of_kept & ~before for of_kept, before in zip(kept, were_kept, strict=True)]
         owned = [of_new for of_new, shard in zip(new, shards, strict=True) if shard.owned]
         num_moved[0] = sum(of_new.numel() for of_new in owned) - sum(count_zeros(owned))
 
@@ -130,39 +162,28 @@ def regrow(
         zero_where_pruned(shard.local, of_kept)
         shard.local.masked_fill_(of_new, -0.0)
     num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
-    return Counts(sum(num_held.values()), num_elements, num_moved)
-
-
-def _chosen(
-    agreed: Agreed,
-    score: Score,
-    make_scores: Callable[[], list[LocalScores]],
-    share: float | Mapping[str, int],
-    *,
-    of_left: bool = False,
-) -> tuple[list[torch.Tensor], list[list[int]]]:
-    ranked = Ranked(agreed.comm, agreed.roster, score, make_scores, of_left=of_left)
-    return choose_masks(ranked, Unstructured(share, scope="tensor").choose(ranked))
+    return Counts(sum(num_held for num_held, _ in counts), num_elements, num_moved)
 
 
 @dataclass(frozen=True)
 class _Growth(Score):
-    """How much a weight that is zero wants to grow; what is kept already comes before all."""
+    """How much a weight wants to grow; what was not dropped comes before all, and so do the units that it is in."""
 
     by: Score
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        is_kept = elements["kept"]
         if isinstance(self.by, Random):
-            values = self.by.values(elements) >> _NUM_HASH_BITS
-            return values.masked_fill_(is_kept, torch.iinfo(values.dtype).max)
-        gradient = elements["gradient"]
-        return (gradient if gradient.dtype is torch.float64 else gradient.float()).abs().masked_fill(is_kept, torch.inf)
+            values = self.by.values(elements).double()
+        else:
+            gradient = elements["gradient"]
+            values = (gradient if gradient.dtype is torch.float64 else gradient.float()).abs()
+            values = values.clamp(max=torch.finfo(values.dtype).max)  # what is infinite comes after what is left
+        return values.masked_fill_(elements["left"], torch.inf)
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
-        return self.by.dtype(weight) if isinstance(self.by, Random) else super().dtype(weight)
+        return torch.float64 if isinstance(self.by, Random) else super().dtype(weight)
 
     @override
     def reads(self, shard: LocalShard, evidence: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from distprune.collectives import Group, agree, communicator, max_together, together
 from distprune.models import NamePattern
-from distprune.patterns import Pattern, Scope
+from distprune.patterns import Pattern, Scope, says_how_much
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores import Movement, ScoreLike, as_score
 from distprune.shards import LocalShard, dtensor_like, gradients_of, local_of
@@ -54,8 +54,9 @@ class SparseTraining:
             says when: at the first step where it is not 0.
         score: as in :func:`distprune.prune_model`, as are ``pattern``, ``scope``, ``seed``, ``include`` and
             ``exclude``. :class:`distprune.Movement` is summed up from the first step on.
-        regrow: a :class:`Regrow`. Gradients are dense in the backward passes before a step at which weights grow by
-            them, so what clips sees the norm of all.
+        regrow: a :class:`Regrow`. Weights move within ``pattern``. Gradients are dense in the backward passes before a
+            step at which weights grow by them, so what clips sees the norm of all, and the optimizers leave that step
+            out.
         group: the ranks that hold parts of the model; all of them step together.
 
     The state is the number of steps, the same on every rank, and with :class:`distprune.Movement` its sums
@@ -185,8 +186,10 @@ class SparseTraining:
         self._prune(step, self._asked(step))
         if how is not None and how.is_due(step):
             seed = self._seed + step if how.by == "random" else None
-            moved = self.hold.regrow(how.share(step), by=how.by, seed=seed)
+            moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
+            if how.by == "gradient":
+                self.hold.skip_step()
         self.step += 1
 
     def _prune(self, step: int, asked: float | dict[str, float]) -> None:
@@ -196,10 +199,10 @@ class SparseTraining:
         _check_all_rise(before, now)
         if before == now:
             return
-        pattern = self._request.pattern
-        says_how_much = isinstance(pattern, Pattern) or (pattern or "")[:1].isdigit()
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
-        request = dataclasses.replace(self._request, sparsity=None if says_how_much else asked, local_evidence=evidence)
+        request = dataclasses.replace(
+            self._request, sparsity=None if says_how_much(self._request.pattern) else asked, local_evidence=evidence
+        )
         report = prune_requested(self._comm, request)
         self._level = now
         self.sparsities = {each.name: each.sparsity for each in report.parameters}

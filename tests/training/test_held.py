@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
+from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, grad, jacrev, vmap
 from typing_extensions import override
 
 import distprune as prune
@@ -151,6 +153,45 @@ def by_hand_on_rank(_: int, is_sharded: bool) -> None:
 def test_zeros_written_by_hand(pool: ProcessPool, is_sharded: bool) -> None:
     """torch counts no write to ``data``, and of a large weight only a sample is looked at before a step."""
     pool.run(1 + is_sharded, by_hand_on_rank, is_sharded)
+
+
+X, Y = (torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+
+def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda weights, x, y: (functional_call(model, weights, (x,)) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda model, weights: {"out": functional_call(model, weights, (X,))},
+        lambda model, weights: grad(loss_of(model))(weights, X, Y),
+        lambda model, weights: vmap(grad(loss_of(model)), in_dims=(None, 0, 0))(weights, X, Y),  # by sample
+        lambda model, weights: jacrev(loss_of(model))(weights, X, Y),
+        lambda model, _: {"x": grad(lambda x: model(x).sum())(X)},
+    ],
+    ids=["functional_call", "grad", "per sample", "jacrev", "of inputs"],
+)
+def test_what_torch_func_transforms_is_left_alone(transformed: Callable[..., dict[str, Any]]) -> None:
+    """It comes to what it does without a hold, and the weights are held as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    prune.prune_model(model, 0.5)
+    weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    expected = transformed(copy.deepcopy(model), weights)
+    zeros = {name: weight == 0 for name, weight in weights.items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    hold_zeros(model, optimizer)
+    for _ in range(2):
+        found = transformed(model, weights)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        loss_of(model)(dict(model.named_parameters()), X, Y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert all(
+            torch.equal(weight == 0, zeros[name]) for name, weight in model.named_parameters() if weight.ndim > 1
+        )
+        expected = transformed(copy.deepcopy(model), weights)
 
 
 class Packed(torch.Tensor):

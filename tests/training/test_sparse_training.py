@@ -24,7 +24,7 @@ from distprune.shards import local_of
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
 from distprune.training.regrowth import Counts, GrowBy
 from tests.sampling import only_whole
-from tests.training.optimizers import INCLUDE, check_moments
+from tests.training.optimizers import INCLUDE, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer
 from tests.worlds import ProcessPool, drawing, run_threads
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "taylor": {"schedule": cubic(0.8, stop=4, every=2), "score": "taylor"},
     "movement": {"schedule": one_shot(0.5, step=4), "score": "movement", "scope": "tensor"},
     "2:4": {"schedule": one_shot(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
-    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2)},
+    "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="gradient")},
     "set": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="random")},
 }
 # Torch clips the norm of parameters that are all laid out alike; FSDP1's own clipping sees dense gradients.
@@ -230,8 +230,8 @@ def test_sums_of_movement_that_are_missing_or_of_others(pool: ProcessPool) -> No
     pool.run(2, other_sums_on_rank)
 
 
-@pytest.mark.parametrize("by", ["gradient", "random"])
-def test_regrow_by_hand(by: GrowBy) -> None:
+@pytest.mark.parametrize(("by", "is_finite"), [("gradient", True), ("gradient", False), ("random", True)])
+def test_regrow_by_hand(by: GrowBy, is_finite: bool) -> None:
     """The smallest go, those of largest gradient come; what is dropped and grows again keeps its value."""
     with drawing(0):
         model, x = nn.Linear(30, 30, bias=False), torch.randn(64, 30)
@@ -240,7 +240,8 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     with hold.dense_gradients():
         model(x).square().sum().backward()
     before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
-    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
+    gradient.masked_fill_(torch.tensor(not is_finite), torch.inf)
+    moved = hold.regrow(0.3, None, by=by, seed=0 if by == "random" else None)
 
     num_kept, num_dropped = 180, 54
     order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)
@@ -248,14 +249,52 @@ def test_regrow_by_hand(by: GrowBy) -> None:
     left[order[num_dropped:num_kept]] = True
     after = model.weight.detach().flatten()
     kept = after.view(torch.int32) != 0
-    if by == "gradient":
+    if by == "gradient" and is_finite:
         grown = torch.where(left, -1, gradient.abs()).argsort(descending=True, stable=True)[:num_dropped]
         assert torch.equal(kept, left.index_fill(0, grown, True))
     assert kept[left].all()
     assert kept.sum() == num_kept
     assert torch.equal(after, torch.where(kept, before, 0.0))
     assert moved == Counts(720, 900, int((kept & (before == 0)).sum()))
-    assert 0 < moved.num_moved < num_dropped  # both kinds are there
+    assert 0 < moved.num_moved < num_dropped or not is_finite  # both kinds are there
+
+
+def _several(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2, fused=True)]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("name", ["several", *(each for each in [*TORCHS, *OTHERS] if each not in UNABLE["plain"])])
+@pytest.mark.sampled(12)
+def test_no_step_where_gradients_choose(name: str, scales: bool) -> None:
+    """Whatever the optimizer, and its moments: what does not move stays as it is, and gradients are left."""
+    model, regrow = transformer(), Regrow(stop=10, every=2, by="gradient")
+    wrapped = Wrapped(model, 0, 1)
+    optimizers = _several(model) if name == "several" else [make_optimizer(name, model)]
+    training = SparseTraining(model, optimizers, schedule=constant(0.5), regrow=regrow, include=INCLUDE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for number, tokens in enumerate(batches(4)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if isinstance(optimizers[0], torch.optim.LBFGS):
+            optimizers[0].step(lambda tokens=tokens: float(wrapped.step(tokens)))  # type: ignore[no-untyped-call]
+        else:
+            wrapped.step(tokens, scale=scaler.get_scale() if scales else 1.0)
+            for optimizer in optimizers:
+                scaler.step(optimizer) if scales else optimizer.step()
+        scaler.update() if scales and name != "LBFGS" else None
+        stay = [
+            torch.equal(now[both], then[both])
+            for now, then in zip(model.parameters(), before, strict=True)
+            for both in [(now != 0) & (then != 0)]
+        ]
+        assert all(stay) if number == 2 else not all(stay)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert [update.num_moved > 0 for update in training.updates] == [False, True]
 
 
 def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:

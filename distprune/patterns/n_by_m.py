@@ -1,0 +1,69 @@
+"""N:M groups, each decided by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from distprune.patterns.base import Pattern
+from distprune.patterns.unstructured import Unstructured
+from distprune.patterns.within_rows import WithinRows
+from distprune.selection import keep_groups_of_bits, keep_highest_per_group
+from distprune.shards import Matrix
+
+Array = npt.NDArray[Any]
+
+
+@final
+@dataclass(frozen=True)
+class NByM(WithinRows):
+    """``n`` of every ``m`` consecutive inputs of a row are kept. What is gone counts as pruned.
+
+    Raises:
+        TypeError: ``n`` or ``m`` is not an int.
+        ValueError: not 0 < ``n`` < ``m``.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("n", self.n), ("m", self.m)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an int, not {number!r}")
+        if not 0 < self.n < self.m:
+            raise ValueError(f"{self.n}:{self.m} is not a pattern: n of every m are kept, 0 < n < m")
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @override
+    def check_fits(self, name: str, matrix: Matrix) -> None:
+        if matrix.num_in % self.m:
+            raise ValueError(f"{self} does not fit {name!r}: its {matrix.num_in} inputs are not a multiple of {self.m}")
+
+    @property
+    @override
+    def width(self) -> int:
+        return self.m
+
+    @override
+    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
+        return Unstructured(share, "tensor"), self
+
+    @override
+    def unit_length(self, matrix: Matrix) -> int:
+        return self.m
+
+    @override
+    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return keep_highest_per_group(scores, self.n, self.m, out)
+
+    @override
+    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:
+        return keep_groups_of_bits(bits, magnitude, self.n, self.m, out)

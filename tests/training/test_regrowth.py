@@ -1,0 +1,214 @@
+"""Weights move within their pattern: in every layout those that the plain answer moves, however often."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.patterns import Pattern
+from distprune.training.regrowth import Counts, GrowBy
+from tests.contract import FITTING, Below
+from tests.layouts import LAYOUTS, Layout
+from tests.oracle import random_scores
+from tests.sampling import Combination, over_layouts
+from tests.test_contract import Holder, local
+from tests.worlds import drawing, run_threads
+
+SHARE, NUM_MOVES = 0.4, 200
+PATTERNS: tuple[Pattern, ...] = (
+    prune.Unstructured(0.6, "tensor"),
+    prune.NByM(2, 4),
+    prune.NByM(1, 2),
+    prune.PerRow(0.55),
+    prune.Block(2, 0.5, "tensor"),
+    prune.Channels(0.5, 0),
+    prune.Channels(0.5, -1),
+)
+BYS: tuple[GrowBy, ...] = ("gradient", "random")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+Wholes = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; ``after``: what it is after each move."""
+
+    pattern: Pattern
+    bys: Sequence[GrowBy]  # of move i, i modulo their number, as of what follows
+    start: Wholes
+    values: list[Wholes]  # what training has made of it
+    gradients: list[Wholes]
+    after: list[Wholes]
+
+
+def whole_numbers(seed: int, dtype: torch.dtype, largest: int, shapes: Sequence[tuple[int, int]] = FITTING) -> Wholes:
+    """Return parameters of whole numbers, whose sums are exact, with zeros and ties among them."""
+    with drawing(seed):
+        return {f"p{i}": torch.randint(-largest, largest + 1, shape).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def cells_of(pattern: Pattern, shape: Sequence[int]) -> tuple[torch.Tensor, Callable[[int], int]]:
+    """Return the number of the cell that each weight is in, which moves as a whole, and what a cell competes in."""
+    rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])[None]
+    single = rows * shape[1] + columns
+    if isinstance(pattern, prune.Block):
+        return rows // pattern.size * (shape[1] // pattern.size) + columns // pattern.size, lambda _: 0
+    if isinstance(pattern, prune.Channels):
+        return (rows if pattern.dim == 0 else columns).expand(*shape), lambda _: 0
+    if isinstance(pattern, prune.NByM):
+        return single, lambda cell: cell // pattern.m
+    return single, (lambda cell: cell // shape[1]) if isinstance(pattern, prune.PerRow) else lambda _: 0
+
+
+def kept_after(pattern: Pattern, weight: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
+    """Return what is kept after a move, written plainly."""
+    cell_of, group_of = cells_of(pattern, weight.shape)
+    num = int(cell_of.max()) + 1 if cell_of.numel() else 0
+
+    def summed(values: torch.Tensor) -> list[float]:
+        return torch.zeros(num, dtype=torch.float64).index_add(0, cell_of.flatten(), values.double().flatten()).tolist()
+
+    def by_group(cells: Sequence[int], of: Callable[[int], int]) -> Iterator[list[int]]:
+        for group in {of(cell) for cell in cells}:
+            yield [cell for cell in cells if of(cell) == group]
+
+    sizes, wants = summed(weight.abs()), summed(growth)
+    kept = [cell for cell, num_kept in enumerate(summed(~is_held(weight))) if num_kept]
+    left: list[int] = []
+    for cells in by_group(kept, group_of if isinstance(pattern, prune.PerRow) else lambda _: 0):
+        left += sorted(cells, key=lambda cell: (sizes[cell], cell))[round(SHARE * len(cells)) :]
+    after: list[int] = []
+    for cells in by_group(range(num), group_of):
+        order = sorted(cells, key=lambda cell: (cell in left, wants[cell], cell))
+        after += order[len(cells) - len({*cells}.intersection(kept)) :]
+    return torch.isin(cell_of, torch.tensor(after, dtype=torch.int64))
+
+
+def is_held(weight: torch.Tensor) -> torch.Tensor:
+    return (weight == 0) & ~weight.signbit()
+
+
+def trained(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return what steps may make of ``weight``: what is held stays, and others that become zero are -0.0."""
+    return torch.where(is_held(weight), weight, torch.where(values == 0, -0.0, values))
+
+
+def made(
+    pattern: Pattern,
+    bys: Sequence[GrowBy],
+    dtype: torch.dtype,
+    num_moves: int,
+    shapes: Sequence[tuple[int, int]] = FITTING,
+) -> Case:
+    values = [whole_numbers(seed, dtype, 9, shapes) for seed in range(3)]
+    gradients = [{n: of / 4 for n, of in whole_numbers(seed, dtype, 5, shapes).items()} for seed in range(3, 6)]
+    model = Holder({**values[0]})
+    prune.prune_model(model, pattern=pattern, include="*", group=prune.collectives.Alone())
+    now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    case = Case(pattern, bys, now, values, gradients, [])
+    for move in range(num_moves):
+        after = {}
+        for name, weight in now.items():
+            before, growth = trained(weight, values[move % 3][name]), gradients[move % 3][name].abs()
+            if bys[move % len(bys)] == "random":
+                growth = random_scores(name, growth.shape, move)
+            keep = kept_after(pattern, before, growth)
+            after[name] = before.masked_fill(~keep, 0.0).masked_fill(keep & (before == 0), -0.0)
+        now = after
+        case.after.append(now)
+    return case
+
+
+def check_rank(_: int, layout: Layout, world_size: int, cases: Sequence[Case]) -> list[Counts]:
+    make = layout.make(world_size)
+
+    def spread(wholes: Wholes) -> dict[str, torch.Tensor | None]:
+        return {name: make(i, whole) for i, (name, whole) in enumerate(wholes.items())}
+
+    counts = []
+    for case in cases:
+        model = Holder(spread(case.start))
+        hold = prune.hold_zeros(model, include="*")
+        values, gradients = [*map(spread, case.values)], [*map(spread, case.gradients)]
+        for move, after in enumerate(case.after):
+            for name, parameter in model.named_parameters():
+                value = values[move % 3][name]
+                assert value is not None
+                local(parameter).copy_(trained(local(parameter), local(value)))
+                parameter.grad = gradients[move % 3][name]
+            by = case.bys[move % len(case.bys)]
+            counts.append(hold.regrow(SHARE, case.pattern, by=by, seed=move))
+            for name, wanted in spread(after).items():
+                if wanted is not None:
+                    got, expected = local(model.get_parameter(name)), local(wanted)
+                    same = torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
+                    assert same, (layout.name, world_size, case.pattern, by, move, name)
+            assert counts[-1].num_held == sum(int(is_held(whole).sum()) for whole in after.values())
+        hold.remove()  # of all optimizers there are
+    return counts
+
+
+def check(layout: Layout, world_size: int, cases: Sequence[Case]) -> None:
+    all_counts = run_threads(world_size, check_rank, layout, world_size, cases)
+    assert all(counts == all_counts[0] for counts in all_counts)
+    assert any(of_move.num_moved for of_move in all_counts[0])
+
+
+@pytest.mark.parametrize(("layout", "world_size", "cases"), over_layouts(PATTERNS, BYS, DTYPES))
+@pytest.mark.sampled(10)
+def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Combination]) -> None:
+    in_rows = prune.PerRow(0.55), "gradient", torch.float64  # rows are cut in most layouts
+    check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in [*cases, in_rows]])
+
+
+@functools.cache
+def many_moves(pattern: Pattern) -> Case:
+    return made(pattern, BYS, torch.float32, NUM_MOVES, FITTING[1:2])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        pytest.param(layout, size, id=f"{layout.name}-{size}")
+        for layout in LAYOUTS
+        for size in ((1, 2, 4) if layout.name in ("shard0", "shard1") else layout.default_sizes[-1:])
+    ],
+)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_patterns_hold_after_many_moves(layout: Layout, world_size: int, pattern: Pattern) -> None:
+    """Whatever the layout and the number of ranks, it is the plain answer."""
+    check(layout, world_size, [many_moves(pattern)])
+
+
+def not_finite(model: nn.Module, hold: prune.Hold) -> None:
+    weight = model.get_parameter("p1")
+    weight.grad = torch.full_like(weight, torch.nan)
+    hold.regrow(SHARE, "2:4", by="gradient")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda _, hold: hold.regrow(SHARE, "5:8"), ValueError, "5:8 does not fit 'p1': its 12 inputs"),
+        (lambda _, hold: hold.regrow(SHARE, Below(0.5)), NotImplementedError, "give it a method regrowth"),
+        (lambda _, hold: hold.regrow(SHARE, "2:4", by="gradient"), ValueError, "'p1' has no gradient"),
+        (not_finite, ValueError, "scores are NaN in 'p1'"),
+        (lambda _, hold: hold.regrow(1.5, "2:4"), ValueError, "share=1.5 is outside"),
+        (lambda *_: prune.Regrow(stop=10, every=1, by="gradient"), ValueError, "every=1 would leave no step"),
+    ],
+)
+def test_bad_input(call: Callable[[nn.Module, prune.Hold], None], error: type[Exception], says: str) -> None:
+    model = Holder({"p1": whole_numbers(0, torch.float32, 9, FITTING[1:2])["p0"] + 0.5})
+    hold = prune.hold_zeros(model, include="*")
+    before = model.get_parameter("p1").detach().clone()
+    with pytest.raises(error, match=says):
+        call(model, hold)
+    hold.remove()
+    assert torch.equal(model.get_parameter("p1"), before)
