@@ -30,7 +30,7 @@ from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding
 from distprune.training.held import Held
-from distprune.training.optimizers import Optimizers, parameters_of, state_of, unwrapped
+from distprune.training.optimizers import Optimizers, inside, parameters_of, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
 _outside_dynamo = private("torch", "_disable_dynamo")
@@ -107,13 +107,9 @@ class Hold:
         self._include, self._exclude = include, exclude
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
-        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
-        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
-        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
-        self._handles: list[RemovableHandle] = []
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
-        self._binding = Binding(model, include, exclude, self._at_gradient)
+        self._start()
         agreed = self._agreed(optimizer)
         try:
             with together(self._comm):
@@ -127,6 +123,14 @@ class Hold:
             self.remove()
             raise
 
+    def _start(self) -> None:
+        """Begin with what no copy takes along."""
+        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
+        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
+        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
+        self._handles: list[RemovableHandle] = []
+        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
@@ -135,8 +139,8 @@ class Hold:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, holds = state.pop("held"), state.pop("holds")
-        vars(self).update(state, _stepping={}, _handles=[])
-        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+        vars(self).update(state)
+        self._start()
         self._binding.take([shard for shard in self._binding.find() if shard.name in names])
         if holds:
             self._attach()
@@ -174,7 +178,7 @@ class Hold:
             if not any(held.shard.tensor is None or held.shard.tensor.requires_grad for held in self._binding.held):
                 raise ValueError(
                     f"{none}: they are frozen (requires_grad=False), as under PEFT's adapters, so their zeros stay "
-                    "without this; merge adapters with distprune.merge_adapters(model)"
+                    "without this: prune first, and merge adapters with distprune.merge_adapters(model)"
                 )
             raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
 
@@ -386,8 +390,8 @@ class Hold:
 
     def skip_step(self) -> None:
         """Let each optimizer that was given leave out its next step: it finds no gradients, which are there again after
-        it. What has a closure calls it once. Local."""
-        self._to_skip = {id(optimizer) for optimizer in self._optimizers or ()}
+        it. What has a closure calls it once. What only wraps another has no step of its own. Local."""
+        self._to_skip = {id(optimizer) for optimizer in self._optimizers or () if inside(optimizer) is None}
 
     @contextmanager
     def dense_gradients(self) -> Iterator[None]:
