@@ -9,7 +9,6 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -29,7 +28,7 @@ from distprune.patterns import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding
-from distprune.training.held import Held
+from distprune.training.held import Held, warn_of_overwritten
 from distprune.training.optimizers import Optimizers, inside, parameters_of, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
@@ -268,14 +267,7 @@ class Hold:
         counts = fetched([each.read() for each in held])
         lost = [each for each, of_each in zip(held, counts, strict=True) if each.take(of_each)]
         if lost:
-            num_lost, names = sum(each.num_held for each in lost), ", ".join(repr(each.shard.name) for each in lost[:4])
-            warnings.warn(
-                f"{num_lost} weights that are held at zero were overwritten, in {names}"
-                f"{', ...' if len(lost) > 4 else ''} ({len(lost)} parameters): a dense checkpoint was loaded, an "
-                "adapter merged (see distprune.merge_adapters), or an optimizer such as Lookahead wrote weights that "
-                "it had kept. They become zero again; to train them, call remove(), and to hold others, prune first",
-                stacklevel=2,
-            )
+            warn_of_overwritten(lost)
 
     def _state_loaded(self, _: Optimizer) -> None:
         for held in self._binding.held:
