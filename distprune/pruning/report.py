@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import override
 
@@ -34,7 +34,10 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``."""
+    """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``.
+
+    It can be pickled, without the masks.
+    """
 
     score: str
     pattern: str  # its repr
@@ -47,8 +50,19 @@ class PruneReport:
 
     @cached_property
     def masks(self) -> Masks:
-        """The masks, False where a weight is zero: read from the weights when first asked for. Local."""
+        """The masks, False where a weight is zero: read from the weights when first asked for. Local.
+
+        Raises:
+            ValueError: the report was pickled, and the weights were not.
+        """
         return self._masks()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "_masks": _left_behind}
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # nothing in it changes
 
     @property
     def num_elements(self) -> int:
@@ -85,3 +99,7 @@ class PruneReport:
         }
         totals = {name: getattr(self, name) for name in ("num_elements", "num_pruned", "num_zeros", "sparsity")}
         return {**own, "parameters": [dataclasses.asdict(parameter) for parameter in self.parameters], **totals}
+
+
+def _left_behind() -> Masks:
+    raise ValueError("a report is pickled without its masks; save report.masks.state_dict(), or Masks.of(model)")

@@ -8,6 +8,7 @@ and after any wrapper, checkpoint or change of the number of ranks.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
@@ -155,3 +156,15 @@ class Held:
         # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
         is_counted = on_host(local.device) and self.shard.tensor is not None
         self._as_read = self._version() if is_counted else None
+
+
+def warn_of_overwritten(lost: Sequence[Held]) -> None:
+    """Warn that the zeros of ``lost`` were overwritten, and are held all the same."""
+    num_lost, names = sum(each.num_held for each in lost), ", ".join(repr(each.shard.name) for each in lost[:4])
+    warnings.warn(
+        f"{num_lost} weights that are held at zero were overwritten, in {names}{', ...' if len(lost) > 4 else ''} "
+        f"({len(lost)} parameters): a dense checkpoint was loaded, an adapter merged (see distprune.merge_adapters), "
+        "or an optimizer such as Lookahead wrote weights that it had kept. They become zero again; to train them, call "
+        "remove(), and to hold others, prune first",
+        stacklevel=3,
+    )

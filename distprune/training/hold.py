@@ -9,7 +9,6 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -29,8 +28,8 @@ from distprune.patterns import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding
-from distprune.training.held import Held
-from distprune.training.optimizers import Optimizers, parameters_of, state_of, unwrapped
+from distprune.training.held import Held, warn_of_overwritten
+from distprune.training.optimizers import Optimizers, inside, parameters_of, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
 _outside_dynamo = private("torch", "_disable_dynamo")
@@ -56,21 +55,30 @@ def hold_zeros(
     and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
     of about 100 of a parameter shows one that it does not count, such as through ``data``. So -0.0 counts as kept:
     masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does
-    not.
+    not. And every +0.0 that you write is held for good, pruned or not: ``weight.clamp_(min=0)`` after a step holds all
+    that were negative then. Write -0.0 where a zero is to go on learning.
+
+    If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
+    a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
+    the last step, and a warning names the parameter. Each rank judges its own part, so none waits for another.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
-        optimizer: one, several, a wrapper or a container of some. ``None``: whichever steps a parameter of the model.
+        optimizer: one, several, a wrapper or a container of some (Accelerate, SAM, Lookahead, PostLocalSGD, torchtitan,
+            layer-wise GaLore). ``None``: whichever steps a parameter of the model. Parameters may be added to it, also
+            of layers that the model has got since.
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
     Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 16 a parameter; on pipelines up to
-    four more. A rank keeps one byte a local weight. Steps do not communicate, but for one round of 64 bytes at the
-    first after a ``load_state_dict``.
+    four more. A rank keeps one byte a local weight. Steps do not communicate. So an error within a step or a hook of
+    the backward pass on one rank (out of memory, say) is raised there alone; the others wait in the next collective of
+    the model until its process ends (over NCCL until the group's timeout).
 
     Raises:
         ValueError: on every rank: a parameter that is all zeros, which could never learn; an optimizer without any of
-            the parameters; arguments that differ between ranks; a name pattern that matches nothing.
+            the parameters, or these are frozen (PEFT); arguments that differ between ranks; a name pattern that matches
+            nothing.
         TypeError: on every rank: ``optimizer`` is none.
         NotImplementedError: on every rank: a ``Partial`` placement.
     """
@@ -79,7 +87,11 @@ def hold_zeros(
 
 @final
 class Hold:
-    """The zeros of a model that stay zero. :func:`hold_zeros` makes it."""
+    """The zeros of a model that stay zero. :func:`hold_zeros` makes it.
+
+    A copy (``deepcopy``, pickle) that is made together with the model and the optimizers holds the copies; only that of
+    the default group can be pickled.
+    """
 
     def __init__(
         self,
@@ -94,13 +106,9 @@ class Hold:
         self._include, self._exclude = include, exclude
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
-        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
-        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
-        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
-        self._handles: list[RemovableHandle] = []
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
-        self._binding = Binding(model, include, exclude, self._at_gradient)
+        self._start()
         agreed = self._agreed(optimizer)
         try:
             with together(self._comm):
@@ -114,6 +122,14 @@ class Hold:
             self.remove()
             raise
 
+    def _start(self) -> None:
+        """Begin with what no copy takes along."""
+        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
+        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
+        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
+        self._handles: list[RemovableHandle] = []
+        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
@@ -122,8 +138,8 @@ class Hold:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, holds = state.pop("held"), state.pop("holds")
-        vars(self).update(state, _stepping={}, _handles=[])
-        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+        vars(self).update(state)
+        self._start()
         self._binding.take([shard for shard in self._binding.find() if shard.name in names])
         if holds:
             self._attach()
@@ -161,7 +177,7 @@ class Hold:
             if not any(held.shard.tensor is None or held.shard.tensor.requires_grad for held in self._binding.held):
                 raise ValueError(
                     f"{none}: they are frozen (requires_grad=False), as under PEFT's adapters, so their zeros stay "
-                    "without this; merge adapters with distprune.merge_adapters(model)"
+                    "without this: prune first, and merge adapters with distprune.merge_adapters(model)"
                 )
             raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
 
@@ -251,14 +267,7 @@ class Hold:
         counts = fetched([each.read() for each in held])
         lost = [each for each, of_each in zip(held, counts, strict=True) if each.take(of_each)]
         if lost:
-            num_lost, names = sum(each.num_held for each in lost), ", ".join(repr(each.shard.name) for each in lost[:4])
-            warnings.warn(
-                f"{num_lost} weights that are held at zero were overwritten, in {names}"
-                f"{', ...' if len(lost) > 4 else ''} ({len(lost)} parameters): a dense checkpoint was loaded, an "
-                "adapter merged (see distprune.merge_adapters), or an optimizer such as Lookahead wrote weights that "
-                "it had kept. They become zero again; to train them, call remove(), and to hold others, prune first",
-                stacklevel=2,
-            )
+            warn_of_overwritten(lost)
 
     def _state_loaded(self, _: Optimizer) -> None:
         for held in self._binding.held:
@@ -373,8 +382,8 @@ class Hold:
 
     def skip_step(self) -> None:
         """Let each optimizer that was given leave out its next step: it finds no gradients, which are there again after
-        it. What has a closure calls it once. Local."""
-        self._to_skip = {id(optimizer) for optimizer in self._optimizers or ()}
+        it. What has a closure calls it once. What only wraps another has no step of its own. Local."""
+        self._to_skip = {id(optimizer) for optimizer in self._optimizers or () if inside(optimizer) is None}
 
     @contextmanager
     def dense_gradients(self) -> Iterator[None]:

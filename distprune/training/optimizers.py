@@ -22,10 +22,9 @@ def unwrapped(optimizer: object) -> list[Optimizer]:
     Raises:
         TypeError: there is none.
     """
-    for name in ("optimizer", "base_optimizer", "optim"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, Optimizer) and _covers(inner, optimizer):
-            return [*unwrapped(inner), *([optimizer] if _runs_hooks(optimizer) else [])]
+    inner = inside(optimizer)
+    if inner is not None:
+        return [*unwrapped(inner), *([optimizer] if _runs_hooks(optimizer) else [])]
     several = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer_dict", None)
     if isinstance(several, list | tuple | dict) and several:
         return [one for each in _values(several) for one in unwrapped(each)]
@@ -36,6 +35,15 @@ def unwrapped(optimizer: object) -> list[Optimizer]:
         if found:
             return found
     raise TypeError(f"expected a torch.optim.Optimizer, or several, not {optimizer!r}")
+
+
+def inside(optimizer: object) -> Optimizer | None:
+    """Return the optimizer that ``optimizer`` wraps, if it does. Local."""
+    for name in ("optimizer", "base_optimizer", "optim"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer) and _covers(inner, optimizer):
+            return inner
+    return None
 
 
 def _covers(inner: Optimizer, optimizer: object) -> bool:

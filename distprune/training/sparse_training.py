@@ -42,7 +42,8 @@ class SparseTraining:
     0.5
 
     Before step t, counted from 0, the model is pruned in place to the share of zeros that ``schedule(t)`` says, exactly
-    as :func:`distprune.prune_model` does it, if that is more than before; :func:`distprune.hold_zeros` keeps the zeros.
+    as :func:`distprune.prune_model` does it, if that is more than before; :func:`distprune.hold_zeros` keeps the zeros,
+    also those that you write.
     With ``regrow`` some of them move. Gradients are there at that time, so scores may use them.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +71,12 @@ def test_the_report_counts_what_is_there() -> None:
     whole = report.to_dict()
     assert (whole["num_elements"], whole["num_zeros"], whole["num_pruned"]) == (768, 192, 184)
     assert len(whole["parameters"]) == 4
+    assert report.masks.sparsity() == 0.25
+    sent = pickle.loads(pickle.dumps(report))
+    assert sent == report
+    with pytest.raises(ValueError, match="pickled without its masks"):
+        _ = sent.masks
+    assert copy.deepcopy(report).masks.sparsity() == 0.25
 
 
 def test_a_report_shows_itself() -> None:

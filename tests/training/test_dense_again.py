@@ -84,12 +84,15 @@ class Lookahead(torch.optim.Optimizer):
         self._inside.step()
 
 
-class Averaging:
-    """Local SGD: what steps is under ``optim``, and no ``Optimizer.__init__`` was called (torch's PostLocalSGD)."""
+def post_local_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Torch's, which calls no ``Optimizer.__init__``, and averages weights over ranks after a step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.optim = torch.optim.AdamW(parameters, lr=1e-2)
-        self.step, self.zero_grad = self.optim.step, self.optim.zero_grad
+        averager = PeriodicModelAverager(period=2)
+        return PostLocalSGDOptimizer(torch.optim.AdamW(parameters, lr=1e-2), averager)
 
 
 def _two_steps(optimizer: SAM, wrapped: Wrapped, tokens: torch.Tensor) -> None:
@@ -114,7 +117,7 @@ WITH_INSIDE: dict[str, tuple[Callable[[list[nn.Parameter]], Any], Callable[..., 
     "SAM": (SAM, _two_steps),
     "SAM, closure": (SAM, _in_closure),
     "Lookahead": (Lookahead, train_usual),
-    "PostLocalSGD": (Averaging, train_usual),
+    "PostLocalSGD": (post_local_sgd, train_usual),
 }
 
 
@@ -135,8 +138,14 @@ def inside_on_rank(_: int, layout: str, name: str) -> None:
     assert check_moments(inner, wrapped.model) > 0
 
 
-@pytest.mark.parametrize("name", WITH_INSIDE)
-@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (layout, name)
+        for name in WITH_INSIDE
+        for layout in ("plain", "ddp" if name == "PostLocalSGD" else "fsdp2")  # it averages replicas
+    ],
+)
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("error")
 def test_an_optimizer_inside(pool: ProcessPool, layout: str, name: str) -> None:
@@ -214,6 +223,23 @@ def test_what_is_overwritten(way: str, when: str) -> None:
             train(third)
         hold.finish()
     assert all(map(torch.equal, held_bits(model), held))
+
+
+@pytest.mark.parametrize("make", [SAM, Lookahead])
+def test_a_step_that_moves_weights_is_left_out_once(make: Callable[[Iterable[nn.Parameter]], Any]) -> None:
+    model = transformer()
+    optimizer = make(model.parameters())
+    regrow = prune.Regrow(stop=6, every=2, by="gradient")
+    training = SparseTraining(model, optimizer, schedule=constant(0.5), regrow=regrow, include=INCLUDE)
+    wrapped = Wrapped(model, 0, 1)
+    for tokens in batches(6):
+        if isinstance(optimizer, SAM):
+            _in_closure(optimizer, wrapped, tokens)
+        else:
+            train_usual(optimizer, wrapped, tokens)
+    inner = optimizer.base_optimizer if isinstance(optimizer, SAM) else optimizer.optimizer
+    assert training.step == 6
+    assert inner.state[model.get_parameter("layers.0.up.weight")]["step"] == 4
 
 
 def one_rank_on_rank(rank: int, layout: str) -> None:
