@@ -4,7 +4,7 @@
 """
 
 from distprune.evaluation import perplexity
-from distprune.masks import dense_state_dict
+from distprune.masks import dense_state_dict, merge_adapters
 from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
@@ -119,6 +119,7 @@ __all__ = [
     "l1_pattern",
     "l1_unstructured",
     "ln_structured",
+    "merge_adapters",
     "one_shot",
     "perplexity",
     "prune_blocks",

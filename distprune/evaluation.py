@@ -43,7 +43,7 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
         raise ValueError(
             f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
         )
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def perplexity(
@@ -182,4 +182,4 @@ def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the log likelihood of ``targets`` (n,) by the last n rows of ``logits``, and 1 if they are most likely."""
     last = logits[len(logits) - len(targets) :]
     is_greedy = bool((last.argmax(dim=-1) == targets).all())
-    return torch.tensor([-cross_entropy(last, targets), float(is_greedy)], dtype=torch.float64)
+    return torch.tensor([-cross_entropy(last, targets), float(is_greedy)], dtype=torch.float64, device="cpu")

@@ -136,7 +136,7 @@ def identity() -> Step:
 
 
 def _checkered(whole: torch.Tensor) -> torch.Tensor:
-    return torch.arange(whole.numel()).view(whole.shape) % 3 != 1
+    return torch.arange(whole.numel(), device="cpu").view(whole.shape) % 3 != 1
 
 
 def custom() -> Step:
@@ -176,7 +176,7 @@ def scored(amount: float) -> Step:
     """By importance scores that are nothing like the weights, whole on every rank."""
 
     def scores_of(whole: torch.Tensor) -> torch.Tensor:
-        return ((torch.arange(whole.numel()).view(whole.shape) * 7919) % 13).to(torch.float32)
+        return ((torch.arange(whole.numel(), device="cpu").view(whole.shape) * 7919) % 13).to(torch.float32)
 
     def call(pairs: Pairs, values: Wholes) -> None:
         given = {(module, name): scores_of(values[name]) for module, name in pairs}
@@ -189,7 +189,7 @@ def in_pattern(pattern: Pattern, *, at_random: bool = False, by_scores: bool = F
     """By magnitude, by a hash, or by the magnitude of scores that are nothing like the weights."""
 
     def scores_of(whole: torch.Tensor) -> torch.Tensor:
-        return ((torch.arange(whole.numel()).view(whole.shape) * 7919) % 13 - 6).to(torch.float32)
+        return ((torch.arange(whole.numel(), device="cpu").view(whole.shape) * 7919) % 13 - 6).to(torch.float32)
 
     def call(pairs: Pairs, values: Wholes) -> None:
         if at_random:

@@ -24,7 +24,8 @@ from distprune.jobs.options import Job
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import Unfinished
 from distprune.models import decoder_blocks
-from distprune.removal import remove_units
+from distprune.removal import choose_experts, order_layers, remove_units
+from tests.architectures import samples, tiny_model
 from tests.worlds import drawing
 
 __all__ = ["JOBS", "JOB_CALLS", "LEFT_OUT", "STEPS", "Called", "Make"]
@@ -76,6 +77,16 @@ def cut_apart(_: int, folder: Path) -> Called:
     return nn.Module(), lambda: remove_units(model, {(name, "mlp", "mlp"): torch.arange(0, 28, 2)})
 
 
+def experts_chosen(*_: object) -> Called:
+    model = tiny_model("mixtral", num_hidden_layers=1)
+    return model, lambda: choose_experts(model, samples(2, 4), 2)
+
+
+def layers_ordered(*_: object) -> Called:
+    model = tiny_model("llama", num_hidden_layers=2)
+    return model, lambda: order_layers(model, samples(2, 4), 1, criterion="influence")
+
+
 def to_train(*_: object) -> Called:
     with drawing(0):
         model = nn.Linear(16, 8)
@@ -105,6 +116,8 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
     "Run.report": (2, reported),
     "Unfinished.restore": (2, restored),
     "remove_units": (2, cut_apart),
+    "choose_experts": (2, experts_chosen),
+    "order_layers by influence": (2, layers_ordered),
     "MaskedTraining": (2, to_train),
     "shrink": (
         2,

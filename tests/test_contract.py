@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -76,13 +77,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def check_rank(rank: int, layout: Layout, world_size: int, cases: list[tuple[Any, ...]]) -> list[PruneReport]:
+def check_rank(
+    rank: int,
+    layout: Layout,
+    world_size: int,
+    cases: list[tuple[Any, ...]],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[PruneReport]:
     spread = layout.make(world_size)
     reports = []
     for score, scope, sparsity, model, expected in cases:
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(model.items())})
         pattern = Unstructured(sparsity, scope)
-        report = prune_model(held, score=score, pattern=pattern, seed=SEED, include="*")
+        with around():
+            report = prune_model(held, score=score, pattern=pattern, seed=SEED, include="*")
         for i, (name, whole) in enumerate(expected.items()):
             wanted = spread(i, whole)
             if wanted is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -40,14 +42,21 @@ def made(script: Script, kind: str, dtype: torch.dtype, with_scalars: bool) -> C
     return script, values, expected
 
 
-def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Case]) -> None:
+def check_rank(
+    rank: int,
+    layout: Layout,
+    world_size: int,
+    cases: list[Case],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
     spread = layout.make(world_size)
     for script, values, expected in cases:
         held = Holder({name: spread(i, whole) for i, (name, whole) in enumerate(values.items())})
         before = dict(held.named_parameters())
         pairs: list[tuple[nn.Module, str]] = [(held, name) for name in values]
         for step, masks in zip(script.steps, expected, strict=True):
-            step.call(pairs, values)
+            with around():
+                step.call(pairs, values)
             for i, (name, whole) in enumerate(masks.items()):
                 where = f"{layout.name} {world_size=} {rank=} {script.name} {step.row} {name} {values[name].dtype}"
                 mask, wanted = held.get_buffer(name + "_mask"), spread(i, whole.to(torch.int8))
@@ -60,7 +69,8 @@ def check_rank(rank: int, layout: Layout, world_size: int, cases: list[Case]) ->
                 else:
                     assert mask.dtype is values[name].dtype, where
         for i, (name, whole) in enumerate(expected[-1].items()):
-            prune.remove(held, name)
+            with around():
+                prune.remove(held, name)
             wanted = spread(i, values[name].masked_fill(~whole, 0))
             assert wanted is not None
             kept = local(wanted) != 0  # what was infinite and is pruned is NaN on plain modules, as in PyTorch

@@ -51,6 +51,26 @@ COLLECTIVE_NAMES = {
     "scatter",
     "scatter_object_list",
 }
+# Of torch, without device= they follow torch.set_default_device, and without dtype= most set_default_dtype.
+COUNTING = {"arange", "randint", "randperm", "range", "tril_indices", "triu_indices"}  # int64, given integers
+FACTORIES = COUNTING | {
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [
     path
@@ -114,6 +134,22 @@ def test_private_names_of_torch_are_looked_up() -> None:
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
             wrong += [f"{path}: {name}" for name in names if name.startswith("torch") and "._" in name]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_factories_say_device_and_dtype() -> None:
+    """The process may have set defaults, which are the model's affair."""
+    wrong, num_seen = [], 0
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES:
+                num_seen += 1
+                needed = {"device"} if node.func.attr in COUNTING else {"device", "dtype"}
+                missing = needed - {keyword.arg for keyword in node.keywords}
+                wrong += [f"{path}:{node.lineno}: torch.{node.func.attr} without {name}=" for name in sorted(missing)]
+    assert num_seen > 100
     assert not wrong, "\n".join(wrong)
 
 

@@ -29,7 +29,7 @@ class Batches:
         with open_text(self._path, "text file") as file:
             if is_drawn_by_place(self._path, batch_size, length):
                 return
-            self._ids = torch.tensor(tokens_of(tokenizer, self._path, file), dtype=torch.int64)
+            self._ids = torch.tensor(tokens_of(tokenizer, self._path, file), dtype=torch.int64, device="cpu")
         if len(self._ids) < length:
             raise ValueError(
                 f"{path} holds {len(self._ids)} tokens, less than one window of {length}: give more text, or ask for "
@@ -43,9 +43,12 @@ class Batches:
         if self._ids is None:
             return draw_windows(self._tokenizer, self._path, self._batch_size, self._length, seed)
         starts = torch.randint(
-            len(self._ids) - self._length + 1, (self._batch_size, 1), generator=torch.Generator().manual_seed(seed)
+            len(self._ids) - self._length + 1,
+            (self._batch_size, 1),
+            generator=torch.Generator().manual_seed(seed),
+            device="cpu",
         )
-        return self._ids[starts + torch.arange(self._length)]
+        return self._ids[starts + torch.arange(self._length, device="cpu")]
 
     def digest(self) -> str:
         """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""

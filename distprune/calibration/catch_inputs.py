@@ -78,7 +78,8 @@ class _Learner:
         self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
         self._num_asked = 0
         self._first_hidden: torch.Tensor | None = None
-        self._put_out = torch.empty(0)  # a copy of what the block called last hands on
+        # A copy of what the block called last hands on.
+        self._put_out = torch.empty(0, dtype=torch.float32, device="cpu")
         self._calls: list[Call] = []
 
     def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:

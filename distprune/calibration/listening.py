@@ -8,7 +8,7 @@ factor comes in between (Gemma 2, Granite), they do not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -43,12 +43,19 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(
-    linears: Mapping[str, LinearLayer], listener: Listener, adding: Mapping[str, LinearLayer] | None = None
+    linears: Mapping[str, LinearLayer],
+    listener: Listener,
+    adding: Mapping[str, LinearLayer] | None = None,
+    *,
+    unseen: Collection[str] = (),
+    now: Callable[[], tuple[int, torch.Tensor]] | None = None,
 ) -> Iterator[None]:
     """Tell ``listener`` what ``linears`` are given while this lasts, and the sums that the layers in ``adding`` add to.
 
     Through forward hooks on their modules, and functions called in the body. ``adding`` must have all layers of the
-    block that add to hidden states, or a sum of two of them would not be told from one with hidden states. Local.
+    block that add to hidden states, or a sum of two of them would not be told from one with hidden states. Those in
+    ``unseen`` do it in a way that shows in no function of torch: their sum is made here, of what the block is given in
+    this run, which ``now`` returns with the run's number, and of the outputs in ``adding`` so far. Local.
     """
     with ExitStack() as stack:
         seen = _Seen()
@@ -59,7 +66,7 @@ def listening(
             hook = _hook(name, linears, listener, seen)
             stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
         if adding:
-            sums = stack.enter_context(_Sums(listener))
+            sums = stack.enter_context(_Sums(listener, unseen, now))
             for name, linear in adding.items():
                 stack.callback(linear.module.register_forward_hook(partial(sums.follow, name)).remove)
         yield
@@ -114,13 +121,23 @@ class _Sums(TorchFunctionMode):
     A sum of outputs alone (attention and MLP side by side) is followed into the next one.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(
+        self, listener: Listener, unseen: Collection[str], now: Callable[[], tuple[int, torch.Tensor]] | None
+    ) -> None:
         super().__init__()
-        self._listener = listener
+        self._listener, self._unseen, self._now = listener, unseen, now
         self._followed: dict[str, torch.Tensor] = {}
+        self._run = -1  # that is under way
+        self._total: torch.Tensor | None = None  # hidden states in it so far
 
     def follow(self, name: str, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if isinstance(output, torch.Tensor):
+        if self._unseen and self._now is not None:
+            run, given = self._now()
+            self._total = output + (given if run != self._run or self._total is None else self._total)
+            self._run = run
+        if name in self._unseen and self._total is not None:
+            self._listener.added(name, self._total)
+        elif isinstance(output, torch.Tensor):
             self._followed[name] = output
 
     @override

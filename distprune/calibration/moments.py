@@ -28,7 +28,8 @@ class Moments:
     ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by layer the sum of
     x^T (total_dense - total), (in, out).
 
-    ``sums`` (in, 2), float32, of the features and of their sizes, come with ``"pairs"`` where they are asked for;
+    Where they are asked for ``sums`` (in, 3), float64, come with ``"pairs"``: of the features, of their sizes, and of
+    their squares about the mean. So does, for layers with a bias, ``centered`` (in, in), float32: X^T X about the mean.
     ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``).
     """
 
@@ -40,6 +41,7 @@ class Moments:
     shift: torch.Tensor | None = None
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sums: torch.Tensor | None = None
+    centered: torch.Tensor | None = None
     gram: torch.Tensor | None = None
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distprune.calibration.addends import find_addends, keeping_outputs
 from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, together
@@ -23,8 +24,8 @@ class BlockOrder:
 
     ``stages`` are layers that can be pruned at once: those of a stage are not given what others of it put out, but
     where they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are
-    (see :mod:`distprune.calibration.listening`). ``shifted`` have a target for their
-    inputs' shift: all not in ``adding``, and those that share an input with one.
+    (see :mod:`distprune.calibration.listening`); of those in ``unseen`` only values tell so. ``shifted`` have a target
+    for their inputs' shift: all not in ``adding``, and those that share an input with one.
     ``called_once`` are those whose modules run once, on whatever sample.
     """
 
@@ -32,6 +33,7 @@ class BlockOrder:
     adding: frozenset[str]
     shifted: frozenset[str]
     called_once: frozenset[str]
+    unseen: frozenset[str] = frozenset()
 
     def of(self, linears: Collection[str]) -> BlockOrder:
         """Return the order of ``linears`` alone; all that add to hidden states are still named."""
@@ -75,10 +77,13 @@ def learn_order(comm: Communicator, walk: Walk, index: int, linears: Mapping[str
     Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other layers
     that no rank's sample reached come last. Every rank must call it: three rounds, two of the layers' names.
     """
-    heard = _Heard(walk.hidden[0].shape[-1], linears)
-    with together(comm), listening(linears, heard, heard.candidates()), walk.block(index) as run:
-        run(0)
-    told = [list(heard.inputs.values()), heard.adding, heard.num_calls]
+    heard, outputs = _Heard(walk.hidden[0].shape[-1], linears), dict[str, torch.Tensor]()
+    with together(comm):
+        candidates = heard.candidates()
+        with listening(linears, heard, candidates), keeping_outputs(candidates, outputs), walk.block(index) as run:
+            output = run(0)
+        found = find_addends(walk.hidden[0].to(output.device), output, outputs, heard.adding)
+    told = [list(heard.inputs.values()), heard.adding, heard.num_calls, sorted(found)]
     return _merged(linears, comm.gather(told))
 
 
@@ -87,7 +92,7 @@ def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrd
     stages: list[set[str]] = []  # of kinds
     sharing: list[set[str]] = []
     num_calls = Counter[str]()  # the most of any rank
-    for inputs, _, calls in told:
+    for inputs, _, calls, _ in told:
         for names in inputs:
             kinds = {_kind(name) for name in names}
             known = next((stage for stage in stages if stage & kinds), None)
@@ -98,13 +103,18 @@ def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrd
             sharing.append(set(names))
         num_calls |= Counter(calls)
     called_once = _called_once(linears, num_calls)
-    adding = called_once.intersection(*(added for _, added, _ in told))
+    seen = called_once.intersection(*(added for _, added, _, _ in told))
+    adding = called_once.intersection(*({*added, *found} for _, added, _, found in told))
     found = [tuple(name for name in linears if _kind(name) in stage) for stage in stages]
     unheard = tuple(name for name in linears if not any(name in stage for stage in found))
     others = linears.keys() - adding
     shifted = others.union(*(names for names in sharing if names & others))
     return BlockOrder(
-        tuple(found) + ((unheard,) if unheard else ()), adding, frozenset(shifted & linears.keys()), called_once
+        tuple(found) + ((unheard,) if unheard else ()),
+        adding,
+        frozenset(shifted & linears.keys()),
+        called_once,
+        adding - seen,
     )
 
 

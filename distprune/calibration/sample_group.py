@@ -11,6 +11,7 @@ mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +75,11 @@ class SampleGroup:
     def all_features(self, comm: Communicator, x: torch.Tensor, num_in: int) -> torch.Tensor:
         """Return all of ``x`` as (tokens, ``num_in``), where ``x`` (..., ``num_in``) may be cut.
 
-        If it is, every rank of the sample group must call it: one round, of the input's bytes.
+        If it is, or ``num_in`` is 1, every rank of the sample group must call it: one round, of the input's bytes.
         """
         local = flat_local(x)
-        if local.shape[1] == num_in:
+        # Of one feature the first rank's share is all: it cannot tell that there is none on the others.
+        if local.shape[1] == num_in and (num_in > 1 or self.group is None):
             return local
         assert self.group is not None  # a sample group of one holds all features
         return gather_features(comm, self.group, local, num_in)
@@ -86,7 +88,7 @@ class SampleGroup:
 def flat_local(x: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``x`` (..., features), as (tokens, features). Local."""
     local = local_of(x.detach())
-    return local.reshape(-1, local.shape[-1])
+    return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
 
 
 def shared_axis(model: nn.Module) -> Axis | None:

@@ -16,6 +16,10 @@ float64. Such a sum is exact, whatever the order, as long as the addends of an e
 of 2^29 / samples of each other (24 bits of 53 are the addend's own); what little is lost beyond that
 the result's own rounding to float32 hides. So N ranks with 1/N of the samples each come to what one
 rank comes to, bit by bit.
+
+X^T X about the mean is no difference of X^T X and n mean^2, of which nothing is left where the mean is large: each
+sample's products are taken about its own mean, and once the mean m of all is known, n_s (m_s - m) (m_s - m)^T of each
+sample s is added, which is again an addend of that sample alone (Chan, Golub, LeVeque 1979).
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
 from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owners
 from distprune.calibration.sample_group import SampleGroup
-from distprune.calibration.sums import add_products, square_sums
+from distprune.calibration.sums import add_products, feature_sums, in_float32, square_sums
 from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Alone, Communicator, max_together, sum_at_owners, sum_together
 from distprune.models import LinearLayer
-from distprune.shards import all_finite
+from distprune.shards import all_finite, own_settings
 
 FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 
@@ -70,13 +74,17 @@ class InputStatistics:
     comm: Communicator = field(default_factory=Alone)
     targets: Targets | None = None
     awaited: Collection[str] = ()
-    sums: bool = False  # of "pairs": those of features and of their sizes, too
+    sums: bool = False  # of "pairs": those of features, of their sizes, and about the mean, too
     _awaited: set[str] = field(default_factory=set)  # in this sample
     _dense: DenseSample | None = None  # of this sample
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of layers that add to them
     # By the first layer of those that share an input, and by what is summed; float64. Of this rank's features: sums of
     # squares and the sketch, or rows of X^T X, whose lower triangle is not all there, and those towards targets.
     _sums: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    # Where ``sums`` are asked for, products are about each sample's own mean until that of all is known. By the first
+    # layer: how many tokens and which mean (in,), float64, each sample has; the sums (in, 4) over all ranks.
+    _means: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    _totals: dict[str, torch.Tensor] = field(default_factory=dict)
     _num_tokens: Counter[str] = field(default_factory=Counter)  # by the first layer, too
     _first_of: dict[str, str] = field(default_factory=dict)  # layer -> the first of those that share its input
     _num_calls: Counter[str] = field(default_factory=Counter)
@@ -101,13 +109,15 @@ class InputStatistics:
         What the body raises is kept, for :meth:`reduce` to raise on all ranks.
         """
         try:
-            with listening(self.linears, self, None if self.targets is None else self.targets.adding):
+            targets = self.targets
+            with listening(self.linears, self) if targets is None else targets.listening(self.linears, self):
                 yield
         except Exception as error:
             self._error = self._error or error
         finally:
             self._inputs.clear()
 
+    @own_settings()
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         """Count the input ``x`` (..., in) of layer ``name``, once for all layers that share it; ``first`` is one."""
         if not self._counts:
@@ -138,13 +148,19 @@ class InputStatistics:
         sums = self._sums.setdefault(name, {})
         if _PRODUCTS not in sums:
             sums[_PRODUCTS] = torch.zeros((own.shape[1], num_in), dtype=torch.float64, device=own.device)
-        add_products(sums[_PRODUCTS], whole, self.sample_group.features(num_in)[0])
+        start, stop = self.sample_group.features(num_in)
+        x = whole.float()
         if self.sums:
-            values = own.double()
-            self._add(name, _SUMS, torch.stack([values.sum(dim=0), values.abs().sum(dim=0)], dim=1).float())
+            of_sample = feature_sums(whole)
+            mean = of_sample[:, 0] / max(len(whole), 1)
+            self._means.setdefault(name, []).append((len(whole), mean))
+            self._add(name, _SUMS, in_float32(of_sample[start:stop]))
+            x = x - mean.float()
+        add_products(sums[_PRODUCTS], x, start)
         if self._dense is not None and self.targets is not None and name in self.targets.order.shifted:
             self._add(name, _SHIFT, self._dense.shift(name, own, tokens).t() @ whole.float())
 
+    @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:
@@ -170,7 +186,7 @@ class InputStatistics:
         if len(x) not in self._signs:
             number = self.sample_group.number + self.sample_group.num_groups * (self._num_begun - 1)
             generator = torch.Generator().manual_seed(number)
-            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator)
+            bits = torch.randint(0, 2, (len(x), _NUM_PROJECTIONS), generator=generator, device="cpu")
             self._signs[len(x)] = bits.mul_(2).sub_(1).to(x.device, torch.float32)
         return self._signs[len(x)]
 
@@ -180,9 +196,10 @@ class InputStatistics:
         Those of ``"pairs"`` are for their owner alone, unless what that is for is spread over all ranks;
         ``find_owners`` says which, the same on every rank.
 
-        Every rank must call it. Rounds: 4 of little, to agree on which layers share and on what was found, and 1 for
-        all ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1
-        for each input that is spread and 1 for all others, more if over 64 MiB would arrive at a rank at once.
+        Every rank must call it. Rounds: 4 of little, to agree on which layers share and on what was found, with
+        ``sums`` 1 of 32 bytes a feature, and 1 for all ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4
+        bytes a pair: one triangle, in float64) 1 for each input that is spread and 1 for all others, more if over
+        64 MiB would arrive at a rank at once.
 
         Raises:
             ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
@@ -192,6 +209,8 @@ class InputStatistics:
         inputs = self._merge(comm)
         shapes = tuple((of.num_in, of.num_out) for of in inputs)
         owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(shapes, comm.size)
+        if self.sums:
+            self._sum_features(comm, inputs)
         totals = self._sum(comm, inputs, owners)
         found: list[Moments] = []
 
@@ -217,15 +236,23 @@ class InputStatistics:
         """Return the moments of an input; without the ``sums`` over all ranks, which are on its owner, empty ones."""
         device = self.linears[of.names[0]].parameter.device
         if sums is None:
-            return Moments(of.names, of.num_tokens, torch.empty((0, of.num_in), device=device), owner=owner)
+            nothing = torch.empty((0, of.num_in), dtype=torch.float32, device=device)
+            return Moments(of.names, of.num_tokens, nothing, owner=owner)
         products = sums.pop(_PRODUCTS)
         if self.of == "features":
             values = products.float().to(device)
             return Moments(of.names, of.num_tokens, values[:, 0].contiguous(), values[:, 1:].contiguous())
         values = unpack_triangle(products).to(device)
         towards = {key: part.float().to(device) for key, part in sums.items()}
-        shift, sizes = towards.pop(_SHIFT, None), towards.pop(_SUMS, None)
-        return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, sums=sizes)
+        shift, about_mean = towards.pop(_SHIFT, None), dict[str, torch.Tensor]()
+        if self.sums:
+            of_features = self._features_of(of).to(device)
+            about_mean["sums"] = torch.cat([of_features, values.diagonal()[:, None].double()], dim=1)
+            if any(self.linears[name].bias is not None for name in of.names):
+                about_mean["centered"] = values
+            scaled = (of_features[:, 0] / max(of.num_tokens, 1) ** 0.5).float()  # n mean^2 is its square
+            values = torch.addr(values, scaled, scaled)
+        return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, **about_mean)
 
     def _merge(self, comm: Communicator) -> list[SharedInput]:
         """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
@@ -243,12 +270,31 @@ class InputStatistics:
             names.setdefault(shared.get(name, name), []).append(name)
         # From here on an input goes by the first of its layers in their own order, whichever is called first.
         self._sums = {names[first][0]: sums for first, sums in self._sums.items()}
+        self._means = {names[first][0]: means for first, means in self._means.items()}
         return [
             SharedInput(
                 tuple(of), self.linears[first].num_in, sum(self.linears[n].num_out for n in of), num_tokens[first]
             )
             for first, of in names.items()
         ]
+
+    def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> None:
+        """Sum over ranks what there is of each feature of ``inputs``: one round."""
+        sizes = [4 * of.num_in for of in inputs]
+
+        def fill(words: torch.Tensor) -> None:
+            for of, part in zip(inputs, torch.split(words, sizes), strict=True):
+                own = self._sums.get(of.names[0], {}).pop(_SUMS, None)
+                if own is not None:
+                    part.copy_(self._among_all(own.cpu(), of.num_in).flatten())
+
+        total = sum_together(comm, (sum(sizes),), fill, torch.float64)
+        parts = zip(inputs, torch.split(total, sizes), strict=True)
+        self._totals = {of.names[0]: part.view(of.num_in, 4) for of, part in parts}
+
+    def _features_of(self, of: SharedInput) -> torch.Tensor:
+        """Return the sums of an input's features and of their sizes over all ranks, (in, 2) float64. Local."""
+        return self._totals[of.names[0]].view(of.num_in, 2, 2).sum(dim=2)
 
     def _sum(
         self, comm: Communicator, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank]
@@ -269,8 +315,6 @@ class InputStatistics:
         if self.of == "features":
             return {_PRODUCTS: (of.num_in, 1 + _NUM_PROJECTIONS)}
         shapes: dict[str, Sequence[int]] = {_PRODUCTS: triangle_shape(of.num_in)}
-        if self.sums:
-            shapes[_SUMS] = (of.num_in, 2)
         if self.targets is not None:
             if not self.targets.order.shifted.isdisjoint(of.names):
                 shapes[_SHIFT] = (of.num_in, of.num_in)
@@ -292,25 +336,34 @@ class InputStatistics:
 
     def _addend(self, of_owner: Sequence[Sequence[SharedInput]], rank: int) -> torch.Tensor:
         """Return this rank's addends to what goes to ``rank``, packed."""
-        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64)
+        packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64, device="cpu")
         self._pack(of_owner[rank], packed)
         return packed
 
     def _pack(self, inputs: Sequence[SharedInput], packed: torch.Tensor) -> None:
         """Write this rank's addends into ``packed``, which is zero, and let go of what they were made of."""
-        for first, parts in self._unpacked(inputs, packed).items():
+        for of, (first, parts) in zip(inputs, self._unpacked(inputs, packed).items(), strict=True):
             sums = self._sums.pop(first, {})
+            for num, mean in self._means.pop(first, ()):
+                change = mean - self._features_of(of)[:, 0].to(mean.device) / of.num_tokens
+                scaled = change.mul_(num**0.5).float()
+                add_products(sums[_PRODUCTS], scaled[None], self.sample_group.features(of.num_in)[0])
             for key, part in parts.items():
                 if key not in sums:
                     continue
                 own, is_triangle = sums.pop(key).cpu(), key == _PRODUCTS and self.of == "pairs"
-                if self.sample_group.size > 1:  # zero but for its own features or rows
-                    start, stop = self.sample_group.features(self.linears[first].num_in)
-                    own = nn.functional.pad(own, (0, 0, start, self.linears[first].num_in - stop))
+                own = self._among_all(own, of.num_in)
                 if is_triangle:
                     pack_triangle(own, out=part)
                 else:
                     part.copy_(own)
+
+    def _among_all(self, own: torch.Tensor, num_in: int) -> torch.Tensor:
+        """Return ``own``, of this rank's features, (features, ...), as (``num_in``, ...), which is zero elsewhere."""
+        if self.sample_group.size == 1:
+            return own
+        start, stop = self.sample_group.features(num_in)
+        return nn.functional.pad(own, (0, 0, start, num_in - stop))
 
     def _rounds_of(
         self, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank], num_ranks: int

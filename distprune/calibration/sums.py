@@ -16,6 +16,21 @@ def square_sums(x: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
+def feature_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums of every column of ``x`` (tokens, columns), and of its sizes, (columns, 2) float64."""
+    total = torch.zeros((x.shape[1], 2), dtype=torch.float64, device=x.device)
+    for rows in torch.split(x, _ROWS):
+        values = rows.double()
+        total += torch.stack([values.sum(dim=0), values.abs().sum(dim=0)], dim=1)
+    return total
+
+
+def in_float32(sums: torch.Tensor) -> torch.Tensor:
+    """Return ``sums`` (columns, n), float64, each as two float32 numbers of which it is the sum, (columns, 2 n)."""
+    high = sums.float()
+    return torch.stack([high, (sums - high).float()], dim=2).flatten(1)
+
+
 def add_products(total: torch.Tensor, x: torch.Tensor, start: int) -> None:
     """Add to ``total``, rows ``start`` on of X^T X, those of ``x`` (tokens, in), computed in float32.
 

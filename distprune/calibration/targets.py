@@ -13,10 +13,12 @@ block is pruned.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
+from distprune.calibration.listening import Listener, listening
 from distprune.calibration.order import BlockOrder
 from distprune.calibration.sample_group import flat_local
 from distprune.calibration.walk import Walk, fitting
@@ -40,7 +42,7 @@ class DenseSample:
 
         0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
         """
-        change = torch.zeros(x.shape, device=x.device)
+        change = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if name not in self.inputs:  # no token was routed there, or it is not known which
             return change
         dense, dense_tokens = self.inputs[name]
@@ -76,6 +78,14 @@ class Targets:
     def adding(self) -> dict[str, LinearLayer]:
         """The layers that add to hidden states."""
         return {name: linear for name, linear in self.linears.items() if name in self.order.adding}
+
+    def listening(self, linears: Mapping[str, LinearLayer], listener: Listener) -> AbstractContextManager[None]:
+        """Tell ``listener`` what ``linears`` are given and add to while this lasts, as :func:`listening` does."""
+        return listening(linears, listener, self.adding, unseen=self.order.unseen, now=self._now)
+
+    def _now(self) -> tuple[int, torch.Tensor]:
+        assert self.walk.given is not None  # a block runs
+        return self.walk.num_runs, self.walk.given
 
     def begin_sample(self) -> None:
         self.samples.append(DenseSample())

@@ -24,10 +24,10 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
         if num_windows is not None and is_drawn_by_place(path, num_windows, length):
             stretch = path.stat().st_size // num_windows
             # A window ends within its stretch: it begins in the first half.
-            begins = torch.randint(max(stretch // 2, 1), (num_windows,), generator=generator).tolist()
+            begins = torch.randint(max(stretch // 2, 1), (num_windows,), generator=generator, device="cpu").tolist()
             starts = [i * stretch + begin for i, begin in enumerate(begins)]
             rows = [_window_at(tokenizer, path, file, start, length) for start in starts]
-            return torch.tensor(rows, dtype=torch.int64)
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
         ids = tokens_of(tokenizer, path, file)
     there = len(ids) // length
     wanted = there if num_windows is None else num_windows
@@ -36,8 +36,8 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
             f"{path} holds {len(ids)} tokens; {max(wanted, 1)} samples of {length} tokens need "
             f"{max(wanted, 1) * length}: give more text, or ask for at most {there} samples"
         )
-    windows = torch.tensor(ids[: there * length], dtype=torch.int64).view(there, length)
-    return windows[torch.randperm(there, generator=generator)[:wanted].sort().values]
+    windows = torch.tensor(ids[: there * length], dtype=torch.int64, device="cpu").view(there, length)
+    return windows[torch.randperm(there, generator=generator, device="cpu")[:wanted].sort().values]
 
 
 def is_drawn_by_place(path: Path, num_windows: int, length: int) -> bool:

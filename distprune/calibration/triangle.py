@@ -29,7 +29,7 @@ def unpack_triangle(packed: torch.Tensor) -> torch.Tensor:
     """Return, rounded to float32, the symmetric matrix (d, d) that :func:`pack_triangle` packed."""
     num_rows, size = packed.shape
     num_rest = size - num_rows
-    whole = torch.empty(size, size, device=packed.device)
+    whole = torch.empty(size, size, dtype=torch.float32, device=packed.device)
     whole[:num_rows] = packed
     whole[num_rows:, num_rows:] = packed[1 : 1 + num_rest, :num_rest].t()
     # Tile by tile, the lower triangle from the upper: transposing all at once is ten times slower on a CPU.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -37,8 +37,9 @@ def walking(
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
         Exception: on every rank: what ``catch_inputs`` raises.
     """
-    with evaluating(model):
+    with ExitStack() as stack:
         with together(comm):
+            stack.enter_context(evaluating(model))
             mine = own_samples(sample_group, model, samples)
             walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
             walk.sample_group, walk.num_counted = sample_group, mine.num_counted
@@ -64,12 +65,18 @@ class Visitor(ABC):
 
 
 def visit_blocks(
-    comm: Communicator, model: nn.Module, samples: torch.Tensor, visitors: Sequence[Visitor], progress: Progress = None
+    comm: Communicator,
+    model: nn.Module,
+    samples: torch.Tensor,
+    visitors: Sequence[Visitor],
+    progress: Progress = None,
+    *,
+    offload: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Yield for each decoder block what its visitor measures, summed over all samples, (num_words,) float64.
 
     Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a word and that of its run.
-    ``progress`` is called with the number of blocks done, and of all.
+    ``progress`` is called with the number of blocks done, and of all; ``offload``: as of :func:`walking`.
 
     Raises:
         ValueError, NotImplementedError, Exception: on every rank: what the walk, or a visitor on one, raises.
@@ -77,7 +84,7 @@ def visit_blocks(
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
-    with walking(comm, sample_group, model, samples) as walk:
+    with walking(comm, sample_group, model, samples, offload=offload) as walk:
         for index, visitor in enumerate(visitors):
             yield _visited(comm, walk, index, visitor)
             if progress is not None:
@@ -85,13 +92,17 @@ def visit_blocks(
 
 
 def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor) -> torch.Tensor:
-    total = torch.zeros(visitor.num_words, dtype=torch.float64)
+    found: list[torch.Tensor] = []
 
     def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
-        found = visitor.measure(given, output).double().cpu()
+        of_sample = visitor.measure(given, output).double().cpu()
         if sample < walk.num_counted and walk.sample_group.rank == 0:
-            total.add_(found)
+            found.append(of_sample)
+
+    def fill(words: torch.Tensor) -> None:
+        for of_sample in found:
+            words.add_(of_sample)
 
     with visitor.listening():
         walk.advance(index, comm, end=take)
-    return sum_together(comm, total.shape, lambda words: words.copy_(total), torch.float64)
+    return sum_together(comm, (visitor.num_words,), fill, torch.float64)

@@ -63,6 +63,8 @@ class Walk:
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
     num_counted: int = 0  # the first ones; the others are padding: run, not counted
+    num_runs: int = 0  # of a block on a sample
+    given: torch.Tensor | None = None  # the hidden states that are run now
     _memory: FreeMemory = field(default_factory=FreeMemory)
 
     @property
@@ -105,8 +107,10 @@ class Walk:
         stream = self.dense if dense else self.hidden
 
         def run(sample: int) -> torch.Tensor:
+            self.given = stream[sample].to(device)
+            self.num_runs += 1
             with torch.no_grad():
-                return self.calls[sample][index].run(block, stream[sample].to(device))
+                return self.calls[sample][index].run(block, self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:
@@ -115,6 +119,7 @@ class Walk:
             with kept_gathered(block):
                 yield run
         finally:
+            self.given = None
             # Weights that stay gathered would hide what is written into the shards.
             if outer is not None:
                 outer.reshard()

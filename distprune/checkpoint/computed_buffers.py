@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from distprune.shards import own_settings
+
 
 def compute_buffers(model: Any) -> None:
     """Let transformers compute the non-persistent buffers of ``model``, and see that it did.
@@ -44,7 +46,8 @@ def _computed_over(model: Any, names: list[str], value: int) -> dict[str, torch.
         module._is_hf_initialized = prefix not in modules
     for name in names:
         model.get_buffer(name).fill_(value)
-    model.initialize_weights()
+    with own_settings(), torch.device("cpu"):
+        model.initialize_weights()
     for tensor in tensors:
         del tensor._is_hf_initialized
     return {name: model.get_buffer(name).clone().reshape(-1).view(torch.uint8) for name in names}

@@ -133,7 +133,8 @@ def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
 
 
 def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
-    return _split(tensor, [len(part) for part in torch.empty(tensor.shape[dim], device="meta").chunk(chunks)], dim)
+    whole = torch.empty(tensor.shape[dim], dtype=torch.uint8, device="meta")
+    return _split(tensor, [len(part) for part in whole.chunk(chunks)], dim)
 
 
 def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:

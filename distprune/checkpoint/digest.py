@@ -51,7 +51,7 @@ def file_digest(comm: Communicator, path: Path) -> str:
     """
 
     def own() -> torch.Tensor:
-        words = torch.zeros(NUM_WORDS, dtype=torch.int64)
+        words = torch.zeros(NUM_WORDS, dtype=torch.int64, device="cpu")
         with path.open("rb") as file:
             for number in range(comm.rank, -(-path.stat().st_size // _READ_BYTES), comm.size):
                 file.seek(number * _READ_BYTES)

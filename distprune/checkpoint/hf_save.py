@@ -187,7 +187,7 @@ def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int
     Raises:
         ValueError: a value is neither, or the file has become shorter.
     """
-    held, itemsize = torch.empty(len(values), dtype=entry.dtype), entry.dtype.itemsize
+    held, itemsize = torch.empty(len(values), dtype=entry.dtype, device="cpu"), entry.dtype.itemsize
     data = held.view(torch.uint8).numpy().data
     try:
         for flat_start, low, high in stretches:

@@ -13,6 +13,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import Regions, check_tensors, model_regions
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config, one_line_errors
+from distprune.shards import own_settings
 
 # transformers builds under a default dtype of the whole process: two threads at once would keep each other's.
 _building = threading.Lock()
@@ -69,7 +70,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
 def build_like(model: nn.Module, config: Any) -> nn.Module:
     """Return a model of the class of ``model``, made of ``config``, on the meta device, its weights tied. Local."""
     kind: Any = next(of for of in type(model).__mro__ if not issubclass(of, FSDPModule))
-    with _building, torch.device("meta"):
+    with _building, own_settings(), torch.device("meta"):
         built: nn.Module = kind(config)
     return built
 

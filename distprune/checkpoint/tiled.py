@@ -63,7 +63,7 @@ class Tiled(torch.Tensor):
     def _read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop``."""
         first, end = start // self._num_columns, -(-stop // self._num_columns)
-        rows = torch.empty(max(end - first, 0), self._num_columns, dtype=self.dtype)
+        rows = torch.empty(max(end - first, 0), self._num_columns, dtype=self.dtype, device="cpu")
         after = bisect.bisect_right(self._tiles, first - self._height, key=itemgetter(0))
         for row, column, tile in self._tiles[after : bisect.bisect_left(self._tiles, end, key=itemgetter(0))]:
             low, high = max(first, row), min(end, row + len(tile))
@@ -72,10 +72,11 @@ class Tiled(torch.Tensor):
         return rows.view(-1)[start - first * self._num_columns : stop - first * self._num_columns]
 
     def _taken(self, offsets: torch.Tensor) -> torch.Tensor:
-        values = torch.empty(len(offsets), dtype=self.dtype)
+        values = torch.empty(len(offsets), dtype=self.dtype, device="cpu")
         rows, order = (offsets // self._num_columns).sort()
         columns = offsets[order] % self._num_columns
-        bounds = torch.searchsorted(rows, torch.tensor([(row, row + len(tile)) for row, _, tile in self._tiles]))
+        ends = [(row, row + len(tile)) for row, _, tile in self._tiles]
+        bounds = torch.searchsorted(rows, torch.tensor(ends, dtype=torch.int64, device="cpu"))
         for (row, column, tile), (low, high) in zip(self._tiles, bounds.tolist(), strict=True):
             is_here = (columns[low:high] >= column) & (columns[low:high] < column + tile.shape[1])
             at = rows[low:high][is_here] - row, columns[low:high][is_here] - column

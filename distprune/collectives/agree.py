@@ -69,7 +69,8 @@ def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]])
     pieces, error = _made(make)
     sizes = [-1] * comm.size if error else [piece.numel() for piece in pieces]
     words = [_WORD] * comm.size
-    told = torch.cat(comm.swap(torch.tensor(sizes).view(torch.uint8), words, words)).view(torch.int64).tolist()
+    own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
+    told = torch.cat(comm.swap(own, words, words)).view(torch.int64).tolist()
     _raise_errors(comm, min(told) < 0, error)
     return comm.swap(torch.cat(pieces), sizes, told)
 
@@ -92,9 +93,9 @@ def swap_known(
     if error is None and made != list(to):
         error = ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
     if error:
-        pieces = [torch.empty(size, dtype=torch.uint8) for size in to]
+        pieces = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in to]
     # Whether it failed, as a whole word, so that what was aligned stays so.
-    word = torch.full((_WORD,), int(error is not None), dtype=torch.uint8)
+    word = torch.full((_WORD,), int(error is not None), dtype=torch.uint8, device="cpu")
     sent = torch.cat([part for piece in pieces for part in (word, piece)])
     received = comm.swap(sent, [_WORD + size for size in to], [_WORD + size for size in coming])
     _raise_errors(comm, any(int(piece[0]) for piece in received), error)
@@ -136,7 +137,8 @@ def same_everywhere(comm: Communicator, value: Any, error: Exception | None = No
 
     words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)
     # max(w) == -max(-w) on every word says that all ranks hold the same w.
-    largest, smallest = words[1:].view(2, _NUM_DIGEST_WORDS) * torch.tensor([[1], [-1]])
+    signs = torch.tensor([[1], [-1]], dtype=torch.int64, device="cpu")
+    largest, smallest = words[1:].view(2, _NUM_DIGEST_WORDS) * signs
     return torch.equal(largest, smallest), int(words[0])
 
 
@@ -162,7 +164,7 @@ def _reduce_together(
     fill: _Fill,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    message = torch.zeros(math.prod(shape) + 1, dtype=dtype)
+    message = torch.zeros(math.prod(shape) + 1, dtype=dtype, device="cpu")
     error: Exception | None = None
     try:
         fill(message[:-1].view(tuple(shape)))

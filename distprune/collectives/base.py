@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 
@@ -42,6 +42,9 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # the ranks are the same
 
     def global_rank(self, rank: int) -> int:
         """Return the number by which a device mesh knows rank ``rank`` of this group. Local."""
@@ -97,7 +100,7 @@ class Communicator(ABC):
     def _padded(self, text: str) -> torch.Tensor:
         """Return ``text`` as bytes, as many on every rank (one round); JSON may end in blanks."""
         payload = text.encode()
-        length = int(self.max(torch.tensor([len(payload)]))[0])
+        length = int(self.max(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))[0])
         return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
 
     @final

@@ -49,7 +49,7 @@ class MpiRanks(Communicator):
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
-        gathered = torch.empty((self.size, buffer.numel()), dtype=torch.uint8)
+        gathered = torch.empty((self.size, buffer.numel()), dtype=torch.uint8, device="cpu")
         self.comm.Allgather(buffer.numpy(), gathered.numpy())
         return [bytes(part.numpy()) for part in gathered]
 
@@ -57,7 +57,7 @@ class MpiRanks(Communicator):
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         from mpi4py import MPI
 
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         self.comm.Alltoallv([sent.numpy(), sent_sizes, MPI.BYTE], [received.numpy(), sizes, MPI.BYTE])
         return received
 

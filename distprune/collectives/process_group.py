@@ -31,6 +31,12 @@ class ProcessGroup(Communicator):
         self.device = staging_device(resolved)
 
     @override
+    def __reduce__(self) -> tuple[type[ProcessGroup], tuple[()]]:
+        if self.group is not dist.group.WORLD:
+            raise TypeError("a process group cannot be pickled, but for the default one; pickle what was made without")
+        return ProcessGroup, ()
+
+    @override
     def global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
 

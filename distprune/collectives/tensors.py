@@ -17,7 +17,7 @@ from distprune.collectives.process_group import staging_device
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return ``tensors`` joined as they travel, uint8 on the CPU. Local."""
     pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in tensors]
-    return torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *pieces])
 
 
 def from_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -36,7 +36,7 @@ def sum_at_owners(comm: Communicator, sizes: Sequence[int], make: Callable[[int]
     """
     others = [0 if rank == comm.rank else 8 * size for rank, size in enumerate(sizes)]
     coming = [0 if rank == comm.rank else 8 * sizes[comm.rank] for rank in range(comm.size)]
-    own = torch.empty(0, dtype=torch.float64)
+    own = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def pieces() -> list[torch.Tensor]:
         nonlocal own

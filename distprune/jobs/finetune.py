@@ -168,7 +168,8 @@ def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> tuple[in
         for written, trained in zip(find_shards(model, "*").shards, shards, strict=True):
             written.local.copy_(trained.local)
             if trained.owned:
-                words += torch.tensor([*count_zeros([written.local]), written.local.numel()])
+                counts = [*count_zeros([written.local]), written.local.numel()]
+                words += torch.tensor(counts, dtype=torch.int64, device="cpu")
 
     num_zeros, num_elements = sum_together(run.comm, (2,), fill).tolist()
     return num_zeros, num_elements
@@ -213,7 +214,7 @@ def _train(
     def fill(words: torch.Tensor, own: tuple[float, float]) -> None:
         now = time.perf_counter()
         clocks = [before + now - started, now - saved_at] if run.comm.rank == 0 else [0.0, 0.0]
-        words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64))
+        words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64, device="cpu"))
 
     unit, total = ("steps", job.steps or 0) if job.minutes is None else ("seconds", math.ceil(60 * job.minutes))
     with run.reporter.stage("training", unit) as progress:

@@ -36,7 +36,7 @@ def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) 
 def kept_of(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> Kept:
     """Return what stays, of what :func:`entries_of` returned."""
     return {
-        (block, of["kind"], of["place"]): torch.tensor(list(_from_text(of["units"])))
+        (block, of["kind"], of["place"]): torch.tensor(list(_from_text(of["units"])), dtype=torch.int64, device="cpu")
         for block, of_block in entries.items()
         for of in of_block
     }

@@ -51,7 +51,7 @@ class MaskedTraining:
                 make_zeros_positive(shard.local)  # what other tools prune may be -0.0
             owned = [shard for shard in self._shards if shard.owned]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
 
         counts: list[list[int]] = sum_together(comm, (len(place), 2), fill).tolist()
         dead = [name for name, i in place.items() if counts[i][0] == counts[i][1]]
@@ -74,7 +74,7 @@ class MaskedTraining:
         """Have the optimizer know that so many steps are done; its moments are zero. Local."""
         for tensor in self._trained:
             self._optimizer.state[tensor] = {
-                "step": torch.tensor(float(num_steps), device=local_of(tensor).device),
+                "step": torch.tensor(float(num_steps), dtype=torch.float32, device=local_of(tensor).device),
                 **{name: torch.zeros_like(tensor) for name in _MOMENTS},
             }
 

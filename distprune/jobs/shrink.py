@@ -196,7 +196,14 @@ class _Shrinking:
         def choose() -> dict[str, list[dict[str, Any]]]:
             num_before = num_units(model, ["experts"])
             with clock(run.seconds, "choose"):
-                chosen = choose_experts(model, self.samples, num, criterion=self.job.expert_criterion, group=run.comm)
+                chosen = choose_experts(
+                    model,
+                    self.samples,
+                    num,
+                    criterion=self.job.expert_criterion,
+                    group=run.comm,
+                    offload=self.job.offload,
+                )
             return entries_of(chosen, num_before)
 
         recorded = self.unfinished.recall(_EXPERTS, choose)
@@ -227,6 +234,7 @@ class _Shrinking:
             begun=Division(self.job.sizes, trials, gone),
             on_trial=on_trial,
             group=run.comm,
+            offload=self.job.offload,
         )
         run.reporter.say(f"sizes: {division.sizes}")
         return division
@@ -244,6 +252,7 @@ class _Shrinking:
                     criterion=self.job.layer_criterion,
                     known=division.layers_gone,
                     group=run.comm,
+                    offload=self.job.offload,
                     progress=progress,
                 )
             layers = [layer for layer in layers if layer not in gone]

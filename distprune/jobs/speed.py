@@ -118,7 +118,8 @@ def _measure(path: Path, device: torch.device) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, positions)
-    drawn = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(config.vocab_size, (1, length), generator=generator, device="cpu").to(device)
     prompt = drawn[:, : min(_PROMPT, length // 2)]
     num_new = min(_GENERATED, length - prompt.shape[1])
 

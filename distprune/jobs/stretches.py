@@ -245,7 +245,7 @@ class StretchWriter:
             before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
             if not torch.equal(before.local, _cut(values, before.geometry)):
                 raise different_values(self._source.path, first[0].stored, name)
-        whole = None if part.is_whole else torch.empty(piece.local_shape, dtype=part.entry.dtype)
+        whole = None if part.is_whole else torch.empty(piece.local_shape, dtype=part.entry.dtype, device="cpu")
 
         def put(start: int, left: npt.NDArray[Any]) -> None:
             stop = start + len(left)
@@ -294,7 +294,8 @@ class StretchWriter:
         def fill(words: torch.Tensor) -> None:
             words[:NUM_WORDS] = as_words(new_digest(f"{self._comm.rank}:".encode() + work()))
             if counts:
-                words[NUM_WORDS:] = torch.tensor([num for each in counts for num in each])
+                flat = [num for each in counts for num in each]
+                words[NUM_WORDS:] = torch.tensor(flat, dtype=torch.int64, device="cpu")
 
         words = sum_together(self._comm, (NUM_WORDS + _NUM_COUNTS * len(counts),), fill)
         digest = words[:NUM_WORDS].numpy().tobytes().hex()

@@ -102,7 +102,7 @@ def _harness_model(model: nn.Module, tokenizer: Any, comm: Communicator, progres
             asked = []
             for _, context, continuation in requests:
                 # Cut from the left to what the model has positions for, as the harness does.
-                ids = torch.tensor([*context, *continuation][-(self.max_length + 1) :], dtype=torch.int64)
+                ids = torch.tensor([*context, *continuation][-(self.max_length + 1) :], dtype=torch.int64, device="cpu")
                 asked.append(Continuation(ids[:-1], ids[1:][-len(continuation) :]))
             scored = log_likelihoods(model, asked, group=comm, progress=progress)
             return [(likelihood, bool(is_greedy)) for likelihood, is_greedy in scored.tolist()]

@@ -202,7 +202,7 @@ def _tidy(target: Path) -> None:
     """Remove what the job that has finished ``target`` needs no more; if it was killed, another may do that. Local."""
     own, beside = target / JOURNAL_NAME, _folder_of(target) / JOURNAL_NAME
     with suppress(FileNotFoundError, ValueError):  # it is done, or the file is none of ours
-        if Journal(own, {}).is_begun:
+        if Journal(own, {}).is_begun or own.stat().st_size == 0:  # the disk may have lost what nothing waited for
             if not beside.exists() or beside.read_bytes() == own.read_bytes():  # else the folder is another job's
                 _remove(beside.parent)
             own.unlink()

@@ -1,5 +1,6 @@
 """A mask on a parameter: in place, or reparametrized as ``torch.nn.utils.prune`` does it."""
 
+from distprune.masks.adapters import merge_adapters
 from distprune.masks.fsdp2 import is_masked
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
@@ -30,6 +31,7 @@ __all__ = [
     "is_masked",
     "make_zeros_positive",
     "mask_of",
+    "merge_adapters",
     "product",
     "product_of_hook",
     "pruning_hooks",

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from distprune.selection import Put, put_size
-from distprune.shards import as_array, chunk_size, flat_chunk, on_host
+from distprune.shards import as_array, chunk_size, count_zeros, flat_chunk, on_host
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
@@ -66,7 +66,7 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``mask`` (bool) as zeros and ones of ``dtype``. Local, chunk by chunk."""
     if not on_host(mask.device) or dtype not in _FLOATS:
         return mask.to(dtype)
-    one = torch.ones((), dtype=dtype).view(_INTEGER_OF_SIZE[dtype.itemsize]).numpy()[()]
+    one = torch.ones((), dtype=dtype, device="cpu").view(_INTEGER_OF_SIZE[dtype.itemsize]).numpy()[()]
     # As bits, and in memory for which numpy asks huge pages: half of the time that torch takes.
     bits = torch.from_numpy(np.empty(tuple(mask.shape), one.dtype))
     for words, keep in _pieces(bits, mask):
@@ -96,26 +96,33 @@ def bits_of(local: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_kept(local: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.Tensor:
     """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
 
-    Return how many places of ``kept`` changed, and how many are False now: int64, on the device. Local, chunk by chunk.
+    With fewer than ``least`` zeros in ``local``, ``kept`` stays as it is. Return how many places of ``kept`` changed,
+    how many are False now, and whether there were too few zeros: int64, on the device. Local, chunk by chunk.
     """
     if not on_host(local.device):
-        counts = torch.zeros(2, dtype=torch.int64, device=local.device)
+        num_zeros = torch.zeros((), dtype=torch.int64, device=local.device)
+        for (values,) in _pieces(bits_of(local)) if least else ():
+            num_zeros += (values == 0).sum()
+        too_few = num_zeros < least
+        counts = torch.zeros(3, dtype=torch.int64, device=local.device)
         for values, before in _pieces(bits_of(local), kept):
-            now = values != 0
-            counts += torch.stack([(now != before).sum(), (~now).sum()])
+            now = torch.where(too_few, before, values != 0)
+            counts += torch.stack([(now != before).sum(), (~now).sum(), torch.zeros_like(num_zeros)])
             before.copy_(now)
+        counts[2] = too_few
         return counts
+    too_few_zeros = least > 0 and count_zeros([bits_of(local)])[0] < least
     num_changed = num_held = 0
     for values, before in _pieces(bits_of(local), kept):
-        now = values != 0
+        now = before if too_few_zeros else values != 0
         num_held += int(now.size - np.count_nonzero(now))
         if not np.array_equal(now, before):
             num_changed += int(np.count_nonzero(now != before))
             before[...] = now
-    return torch.tensor([num_changed, num_held])
+    return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
 
 
 def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:

@@ -23,8 +23,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     rescaled = [
         (m, m.config.rescale_every) for m in model.modules() if isinstance(m, kind) and not m.layers_are_rescaled
     ]
-    model.eval()
     try:
+        model.eval()
         for module, _ in rescaled:
             module.config.rescale_every = 0
         yield

@@ -55,7 +55,7 @@ def expert_inputs(
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if "expert_size" in given:
         parts = given["inputs"].split(given["expert_size"])
-        unknown = torch.empty(0, dtype=torch.int64)
+        unknown = torch.empty(0, dtype=torch.int64, device="cpu")
         return {f"weight.{expert}": (unknown, part) for expert, part in enumerate(parts) if len(part)}
     *first_names, last_name = expert_weights(module)
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -128,9 +128,12 @@ def expert_matrix(module: Any, name: str, expert: int) -> torch.Tensor:
 
 
 def _activated(module: Any, inner: Sequence[torch.Tensor], names: Sequence[str]) -> torch.Tensor:
+    activated: torch.Tensor
     if names == ["up_proj"]:
-        return torch.as_tensor(module.act_fn(inner[0]))
-    if names == ["gate_up_proj"] and (apply_gate := getattr(module, "_apply_gate", None)) is not None:
-        return torch.as_tensor(apply_gate(inner[0]))
-    gate, up = inner if len(inner) == 2 else inner[0].chunk(2, dim=-1)
-    return torch.as_tensor(module.act_fn(gate) * up)
+        activated = module.act_fn(inner[0])
+    elif names == ["gate_up_proj"] and (apply_gate := getattr(module, "_apply_gate", None)) is not None:
+        activated = apply_gate(inner[0])
+    else:
+        gate, up = inner if len(inner) == 2 else inner[0].chunk(2, dim=-1)
+        activated = module.act_fn(gate) * up
+    return activated

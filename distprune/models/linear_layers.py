@@ -62,6 +62,12 @@ class LinearLayer:
             raise TypeError(f"{self.name!r} is held by a {type(parameter).__name__}, not a parameter")
         return parameter
 
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias that is added to what this matrix alone puts out, where there is one."""
+        bias = None if self.expert is not None else getattr(self.module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) else None
+
 
 def linear_layers(block: nn.Module) -> dict[str, LinearLayer]:
     """Return the linear layers of ``block`` by name, in the order of its modules, but routers, gates, adapters (above).

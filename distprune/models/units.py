@@ -138,7 +138,7 @@ def _channels(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> U
         return None
     if reader.expert is None and not _is_between_elementwise(path, module, linears):
         return None
-    channels = torch.arange(size)
+    channels = torch.arange(size, device="cpu")
     index = channels[:, None]
     if is_fused:
         index = torch.stack(_halves(reader.module, size), dim=1)
@@ -170,11 +170,11 @@ def _is_between_elementwise(path: str, module: nn.Module, linears: Sequence[Line
 
 def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of the gates and those of the ups in a fused projection; ``_apply_gate`` is tried out."""
-    channels = torch.arange(size)
+    channels = torch.arange(size, device="cpu")
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None or size == 1:
         return channels, channels + size
-    before = torch.ones(1, 2 * size)
+    before = torch.ones(1, 2 * size, dtype=torch.float32, device="cpu")
     is_changed = []
     with torch.no_grad():
         for other in (size, 1):  # the second row of channel 0: in the other half, or next to it
@@ -221,15 +221,15 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
             raise refused(f"its {name!r} of shape {tuple(parameter.shape)} belongs to all heads")
     of_kind = kind if num_kv < num_heads else "kv_groups"
     num_units = num_heads if of_kind == "heads" else num_kv
-    read = torch.arange(rows[0]).view(num_units, -1)
-    keys = torch.arange(rows[1]).view(num_kv, -1)
+    read = torch.arange(rows[0], device="cpu").view(num_units, -1)
+    keys = torch.arange(rows[1], device="cpu").view(num_kv, -1)
     index = [read, keys, keys] if of_kind == "kv_groups" else [read]
     if len(makers) == 1:
         starts = (0, rows[0], rows[0] + rows[1])
         index = [torch.cat([start + part for start, part in zip(starts, index, strict=False)], dim=1)]
     cuts = [cut for maker, part in zip(makers, index, strict=False) for cut in _row_cuts(maker, part)]
     if getattr(module, _SINKS, None) is not None:
-        cuts.append(Cut(f"{path}.{_SINKS}", 0, torch.arange(num_heads).view(num_units, -1)))
+        cuts.append(Cut(f"{path}.{_SINKS}", 0, torch.arange(num_heads, device="cpu").view(num_units, -1)))
     return _units(kind, path, num_kv if of_kind == "heads" else 1, cuts, reader, read)
 
 
@@ -247,11 +247,11 @@ def _experts(block: nn.Module) -> Iterator[Units]:
             raise refused("its router is not known")
         (router,) = found
         sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
-        cuts = [Cut(name, 0, torch.arange(num)[:, None]) for name in sliced]
+        cuts = [Cut(name, 0, torch.arange(num, device="cpu")[:, None]) for name in sliced]
         for name, tensor in [*parent.named_parameters(parent_path), *parent.named_buffers(parent_path)]:
             is_row = any(tensor is own for own in router.parameters(recurse=False)) and tensor.shape[0] == num
             if is_row or (tensor.numel() == num and not name.startswith(f"{path}.")):  # a correction of its scores
-                cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num)[:, None]))
+                cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num, device="cpu")[:, None]))
         num_groups = _number((router, parent), ("n_group", "num_group"), 1)
         min_kept = _number((router, parent, module), ("top_k", "num_experts_per_tok"), 1)
         yield Units("experts", path, num, num_groups, tuple(cuts), None, None, min_kept)

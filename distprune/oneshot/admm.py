@@ -57,7 +57,7 @@ class ADMM(Solver["_Inputs"]):
     def prepare(self, moments: Moments) -> _Inputs:
         products = moments.values
         if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
-            products = torch.eye(len(products), device=products.device)
+            products = torch.eye(len(products), dtype=torch.float32, device=products.device)
         scale = products.diagonal().sqrt() + _SMALLEST_NORM
         damped = torch.outer(scale, scale)  # so that both are symmetric to the last bit
         a = products.div_(damped)
@@ -67,7 +67,7 @@ class ADMM(Solver["_Inputs"]):
 
     @override
     def sent_like(self, rows: Rows) -> _Inputs:
-        square = torch.empty((rows.num_in, rows.num_in), device="meta")
+        square = torch.empty((rows.num_in, rows.num_in), dtype=torch.float32, device="meta")
         return _Inputs(square, square, square[0], self.damping)
 
     @override

@@ -212,7 +212,7 @@ def _num_lowest(comm: Communicator, layers: Mapping[str, _Layer], names: Sequenc
     some = [layers[name] for name in names]
     roster = roster_of_one(comm, [of.member() for of in some])
     ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in some], checks=False)
-    choice = Unstructured(num).choose(ranked)
+    choice = ranked.choose(Unstructured(num))
 
     def count(words: torch.Tensor) -> None:
         for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.masks(ranked.scores), strict=True)):

@@ -23,7 +23,6 @@ from distprune.calibration import (
     Targets,
     Walk,
     learn_order,
-    listening,
     walking,
 )
 from distprune.collectives import Communicator, max_together, together
@@ -33,7 +32,7 @@ from distprune.oneshot.driver import Clock, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.shards import LocalShard
+from distprune.shards import LocalShard, local_of
 
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
@@ -180,20 +179,36 @@ class _BlockPruner:
     def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:
         """Let ``restore`` bring block ``index`` to what it was pruned to before, and advance behind it if it does.
 
-        Returns whether it did. The dense stream runs before, while the block is dense. Every rank must call it.
+        Returns whether it did. With a dense stream, this rank's shards of the block are kept twice more meanwhile:
+        whether it is restored shows only when it is not dense any more. Every rank must call it.
         """
-        comm, walk = self.comm, self.walk
+        comm, walk, block = self.comm, self.walk, self.walk.blocks[index][1]
         with together(comm):
-            before, num_before = [hidden.clone() for hidden in walk.dense], self.num_dense
-        self._advance_dense(self._next(index))
+            dense = _copies(block) if self.options.has_targets else {}
         with together(comm):
             is_done = restore()
         if not is_done:
-            walk.dense, self.num_dense = before, num_before
             return False
+        if dense:
+            with self._standing_in(block, dense):
+                self._advance_dense(self._next(index))
         if self._next(index) < len(walk.blocks):
             walk.advance(index, comm)
         return True
+
+    @contextmanager
+    def _standing_in(self, block: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let ``weights``, of this rank, stand in ``block`` for its own while this lasts. Every rank: two rounds."""
+        with together(self.comm):
+            own = _copies(block)
+            _write(block, weights)
+        try:
+            yield
+        except BaseException:
+            _write(block, own)
+            raise
+        with together(self.comm):
+            _write(block, own)
 
     def _next(self, index: int) -> int:
         """Return the block after block ``index`` that is not skipped, or how many blocks there are."""
@@ -214,7 +229,7 @@ class _BlockPruner:
         walk = self.walk
         self._advance_dense(index)
         targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
-        with listening(linears, targets, targets.adding):
+        with targets.listening(linears, targets):
             walk.advance(index, self.comm, dense=True, begin=targets.begin_sample)
         self.num_dense = index + 1
         self._advance_dense(self._next(index))
@@ -256,6 +271,15 @@ class _BlockPruner:
                 with suppress(StageDone):
                     run(sample)
         return statistics
+
+
+def _copies(block: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_of(parameter.detach()).clone() for name, parameter in block.named_parameters()}
+
+
+def _write(block: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in block.named_parameters():
+        local_of(parameter.detach()).copy_(weights[name])
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
 from distprune.patterns import Chosen, Pattern, Ranked
 from distprune.scores import LocalScores
-from distprune.shards import all_finite
+from distprune.shards import all_finite, own_settings
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], 
 
     def fill(words: torch.Tensor) -> None:
         for row, name in zip(words, names, strict=True):
-            row.copy_(torch.tensor(dataclasses.astuple(of(name)), dtype=torch.float64))
+            row.copy_(torch.tensor(dataclasses.astuple(of(name)), dtype=torch.float64, device="cpu"))
 
     words = sum_together(comm, (len(names), len(dataclasses.fields(Outcome))), fill, torch.float64)
     return {
@@ -75,6 +75,7 @@ def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], 
 Clock = Callable[[str], AbstractContextManager[None]]
 
 
+@own_settings()
 def prune_rows(
     comm: Communicator,
     rows: Mapping[str, Rows],
@@ -194,7 +195,7 @@ class _Work:
                     packed.append(as_bytes(self.solver.pack(task.prepared)))
                 else:
                     num_bytes = sum(of.nbytes for of in self.solver.pack(likes[-1]))
-                    packed.append(torch.empty(num_bytes, dtype=torch.uint8))
+                    packed.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
         agree(comm, {}, self.error)
         for i, task in enumerate(tasks):
             packed[i] = broadcast_tensor(comm, packed[i], task.owner)
@@ -214,7 +215,8 @@ class _Work:
         def make() -> torch.Tensor:
             if self.error is not None:
                 raise self.error
-            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [torch.empty(0)])
+            nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [nothing])
 
         return dataclasses.replace(m, gram=sum_gram(comm, sum(of.num_out for of in rows), rows[0].num_in, make))
 

@@ -41,8 +41,8 @@ def sum_gram(comm: Communicator, num_rows: int, num_in: int, make: Callable[[], 
 
     def fill(total: torch.Tensor) -> None:
         for rows in torch.split(made[0], max(1, _CHUNK // max(num_in, 1))) if made[0].numel() else ():
-            whole = torch.ldexp(rows.double(), torch.tensor(exponent)).round()
+            whole = torch.ldexp(rows.double(), torch.tensor(exponent, dtype=torch.float64, device="cpu")).round()
             total += (whole.t() @ whole).cpu()
 
     total = sum_together(comm, (num_in, num_in), fill, torch.float64)
-    return torch.ldexp(total, torch.tensor(-2 * exponent))
+    return torch.ldexp(total, torch.tensor(-2 * exponent, dtype=torch.float64, device="cpu"))

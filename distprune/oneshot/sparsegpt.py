@@ -56,7 +56,7 @@ def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
     mean = float(h.diagonal().mean())
     upper, num_raised = damped_factor(h, DAMPING * mean, name, factorize=_inverse_factor)
     numbers = [num_raised, DAMPING * 10**num_raised * mean, max(num_tokens, 1) / 2]
-    return Factor(upper, dead, torch.tensor(numbers, dtype=torch.float64))
+    return Factor(upper, dead, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
 def _inverse_factor(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ class SparseGPT(Solver[Factor]):
     def sent_like(self, rows: Rows) -> Factor:
         dead = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
         numbers = torch.empty(3, dtype=torch.float64, device="meta")
-        return Factor(torch.empty((rows.num_in, rows.num_in), device="meta"), dead, numbers)
+        return Factor(torch.empty((rows.num_in, rows.num_in), dtype=torch.float32, device="meta"), dead, numbers)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Factor, pattern: Pattern) -> Pruning:
@@ -133,7 +133,7 @@ class _Sweep(Pruning):
         num_in = next(iter(rows.values())).num_in
         self._columns = _columns(num_in, pattern)
         device = next(iter(rows.values())).weight.device
-        self.weight = torch.empty((num_in, ends[-1]), device=device)
+        self.weight = torch.empty((num_in, ends[-1]), dtype=torch.float32, device=device)
         for name, of_layer in rows.items():
             self.weight[:, self.part[name]] = of_layer.weight.t()
         self.weight[factor.dead] = 0

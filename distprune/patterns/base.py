@@ -34,7 +34,7 @@ from distprune.selection import (
     common_order,
     select_lowest,
 )
-from distprune.shards import Geometry, Matrix, fetched
+from distprune.shards import Geometry, Matrix, fetched, own_settings
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
@@ -83,13 +83,13 @@ class Ranked:
         """Return what ``pattern`` chooses. Every rank must call it; what raises on one rank is raised on all.
 
         Rounds are those of :meth:`Pattern.choose`, and, of a pattern that is not this library's, 64 bytes before each
-        and after the last.
+        and after the last. What it and the scores compute stands in ``own_settings``.
         """
         if type(pattern).__module__.startswith("distprune."):
-            return pattern.choose(self)
+            return _chosen(self, pattern)
         comm = Guarded(self.comm)
         try:
-            choice = pattern.choose(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores))
+            choice = _chosen(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores), pattern)
         except Exception as error:
             comm.fail(error)
         comm.meet()
@@ -137,6 +137,12 @@ class Choice:
         puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
         counts = fetched([self.decide(each, put) for each, put in zip(scores, puts, strict=True)])
         return [Chosen(put.mask, *of.tolist()) for put, of in zip(puts, counts, strict=True)]
+
+
+@own_settings()
+def _chosen(ranked: Ranked, pattern: Pattern) -> Choice:
+    choice = pattern.choose(ranked)
+    return dataclasses.replace(choice, decide=own_settings()(choice.decide))
 
 
 class Pattern(ABC):

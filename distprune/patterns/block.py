@@ -208,7 +208,7 @@ class _OwnBlocks:
         """
         rows = np.concatenate([np.empty((0, 1 + NUM_COLUMNS), dtype=np.int64), *self._asked])
         ids, place = np.unique(rows[:, 0], return_inverse=True)
-        table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64)
+        table = torch.zeros((len(ids), NUM_COLUMNS), dtype=torch.int64, device="cpu")
         table.index_add_(0, torch.from_numpy(place), torch.from_numpy(rows[:, 1:]))
         bounds = enumerate(itertools.pairwise(np.searchsorted(ids, self._firsts).tolist()))
         return {i: (ids[a:b] - self._firsts[i], table[a:b]) for i, (a, b) in bounds if a < b}, place
@@ -281,7 +281,7 @@ def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]
         return local, None
     if matrix.transposed:
         return LocalMatrix(np.arange(matrix.num_rows), np.arange(matrix.num_in), matrix.num_out), 0
-    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1]))
+    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1], dtype=torch.int64, device="cpu"))
     low, high = matrix.place(ends)[0].tolist()
     return LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), None), low * matrix.num_in
 

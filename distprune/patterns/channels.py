@@ -96,7 +96,8 @@ class Channels(Pattern):
         @cache
         def stays() -> list[torch.Tensor]:
             if score.scores_units:
-                values = [score.of_units(each.name, torch.arange(num)) for each, num in zip(members, nums, strict=True)]
+                every = [torch.arange(num, device="cpu") for num in nums]
+                values = [score.of_units(each.name, own) for each, own in zip(members, every, strict=True)]
             elif extremes is not None:
                 values = list(torch.split(extremes(), nums))
             else:
@@ -176,8 +177,8 @@ def _channels(scores: LocalScores, dim: int) -> ShardUnits:
     shape, geometry, first = scores.shard.shape, scores.shard.geometry, None
     if len(geometry.global_shape) < len(shape):  # flattened
         geometry, first = Geometry.whole(shape), 0
-    runs = [torch.arange(start, stop) for start, stop in geometry.dim_runs[dim]]
-    channels = torch.cat([torch.arange(0), *runs])
+    runs = [torch.arange(start, stop, device="cpu") for start, stop in geometry.dim_runs[dim]]
+    channels = torch.cat([torch.arange(0, device="cpu"), *runs])
     later = dim % len(shape) + 1
     before, after = math.prod(geometry.local_shape[: later - 1]), math.prod(geometry.local_shape[later:])
     if after == 1:  # a line is along the dim

@@ -188,7 +188,7 @@ def decide_cut(
 
 def _message(pieces: Sequence[bytes]) -> torch.Tensor:
     joined = bytearray(b"".join(pieces))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _encoded(part: CutElements, chosen: IntArray) -> bytes:

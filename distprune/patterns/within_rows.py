@@ -233,7 +233,7 @@ class _RowUnits:
             return False
         num_kept, lowest, highest = found
         num_nans, _ = count_beyond(self._order, bits, magnitude, lowest, highest)
-        counts += torch.tensor([len(out) - num_kept, 0, num_nans])
+        counts += torch.tensor([len(out) - num_kept, 0, num_nans], dtype=torch.int64, device="cpu")
         if left is None:
             put.stays(at, torch.from_numpy(out))
         else:

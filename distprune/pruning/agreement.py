@@ -87,7 +87,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
             _lacks_blocks(found),
             [[m.name, list(m.global_shape), m.dtype] for m in _members(found.shards)],
         ]
-        drawn = int(torch.randint(1 << 62, ())) if score.needs_seed else 0
+        drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
     except Exception as caught:
         error = caught
     all_same, drawn = same_everywhere(comm, statement, error, drawn)
@@ -100,7 +100,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         agree(comm, facts)
         mine = [*num_matches, int(found.has_blocks)]
         *num_matches, num_with_blocks = sum_together(
-            comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine))
+            comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         ).tolist()
         if _lacks_blocks(found) and num_with_blocks:
             found = dataclasses.replace(found, shards=[])

@@ -27,6 +27,7 @@ from distprune.shards import (
     is_laid_out_like,
     local_of,
     local_shard,
+    own_settings,
 )
 
 
@@ -171,6 +172,7 @@ class Masks(Mapping[str, torch.Tensor]):
         num_elements = sum(math.prod(member.global_shape) for member in self._roster.members)
         return int(sum_together(self._comm, (1,), fill)[0]) / max(num_elements, 1)
 
+    @own_settings()
     def apply_(self) -> None:
         """Write zeros into the weights where the masks say so. Every rank must call it: one round.
 

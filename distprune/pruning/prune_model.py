@@ -280,7 +280,8 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
         for scores, of_shard, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
             masks.append(of_shard.mask)
             if scores.shard.owned:
-                totals[ranked.index[scores.shard.name]] = torch.tensor([of_shard.num_pruned, of_shard.num_gone])
+                counts = [of_shard.num_pruned, of_shard.num_gone]
+                totals[ranked.index[scores.shard.name]] = torch.tensor(counts, dtype=torch.int64, device="cpu")
                 num_nans[scores.shard.name] = of_shard.num_nans + num_unread
                 words[0] += num_nans[scores.shard.name]
 

@@ -115,7 +115,7 @@ def choose_units(
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
         if targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
-        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.bias is None]):
+        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed)
@@ -170,7 +170,10 @@ def choose_units(
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in keep}
         if missing := some.keys() - stays.keys():
             raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
-        return {(block, of.units.kind, of.units.name): torch.tensor(stays[name]) for name, of in some.items()}
+        return {
+            (block, of.units.kind, of.units.name): torch.tensor(stays[name], dtype=torch.int64, device="cpu")
+            for name, of in some.items()
+        }
 
     def call_back(index: int, report: BlockReport) -> None:
         of_block = kept_of(report.name)
@@ -217,14 +220,14 @@ def _shift_biases(
     def fill(words: torch.Tensor) -> None:
         for name, part in zip(linears, torch.split(words, sizes), strict=True):
             if name in offsets and (rows := offsets[name][0]).owned:
-                places = torch.cat([torch.arange(start, stop) for start, stop in rows.runs])
+                places = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in rows.runs])
                 part[places] = offsets[name][1].double().cpu()
 
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)
     with together(comm):
         for (name, linear), gained in zip(linears.items(), torch.split(total, sizes), strict=True):
-            bias = linear.module.bias
-            assert isinstance(bias, nn.Parameter)
+            bias = linear.bias
+            assert bias is not None
             shard = local_shard(f"{name}.bias", bias.detach())
             own = cut(gained, shard.geometry).to(shard.local.device)
             shard.local.copy_((shard.local.double() + own).view_as(shard.local))

@@ -26,8 +26,9 @@ class UnitEvidence:
     ``features`` (num_units, width) are the inputs of W that each unit owns. ``products`` (in, in) is X^T X of what W is
     given, over all tokens, about their mean where W has a bias, which takes that up. ``gram`` (in, in) is W^T W, or
     W^T R W with R the squared gradients of the outputs, for criteria that need ``"gradients"``. ``means``,
-    ``mean_squares`` and ``mean_sizes`` (in,) are of x, x^2 and |x|. ``norms`` (num_units,) are sums of squares of all
-    weights that leave with a unit, for criteria that need ``"norms"``. ``alive`` (num_units,): units not gone yet.
+    ``mean_squares`` and ``mean_sizes`` (in,) are of x, x^2 and |x|, ``variances`` of x^2 about the mean. ``norms``
+    (num_units,) are sums of squares of all weights that leave with a unit, for criteria that need ``"norms"``.
+    ``alive`` (num_units,): units not gone yet.
     """
 
     features: torch.Tensor
@@ -36,6 +37,7 @@ class UnitEvidence:
     means: torch.Tensor
     mean_squares: torch.Tensor
     mean_sizes: torch.Tensor
+    variances: torch.Tensor
     norms: torch.Tensor | None
     damping: float
     name: str  # of W
@@ -136,8 +138,7 @@ class Fluctuation(Criterion):
 
     @override
     def scores(self, evidence: UnitEvidence) -> torch.Tensor:
-        variances = evidence.mean_squares - evidence.means.square()
-        return evidence.of_units(variances * evidence.gram.diagonal())
+        return evidence.of_units(evidence.variances * evidence.gram.diagonal())
 
 
 @dataclass(frozen=True)

@@ -31,20 +31,21 @@ def choose_experts(
     *,
     criterion: ExpertCriterion = "output",
     group: Group = None,
+    offload: bool = False,
 ) -> Kept:
     """Return which experts stay in each decoder block of ``model``, which is left as it was.
 
     An expert cannot be zeroed (the router would still choose it): cut those that go before anything else is chosen.
 
     Args:
-        model, samples, group: as of :func:`distprune.prune_blocks`.
+        model, samples, group, offload: as of :func:`distprune.prune_blocks`.
         keep: how many experts stay in each block, or which share of them; as many of each of the router's groups.
         criterion: ``"output"``: those go whose outputs are the smallest, by the norm times the router's share, summed
             over tokens (REAP, arXiv 2510.13999, by the sum); ``"usage"``: those to which the fewest tokens go. Of
             equals the first goes.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same experts, as one rank does.
-    Rounds: those of a walk, and 1 for each block of 8 bytes an expert.
+    Rounds: those of a walk, 1 for each block of 8 bytes an expert, and 1 of 64 bytes.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more experts than are
@@ -61,15 +62,18 @@ def choose_experts(
         for name, places in found:
             for units in places:
                 num_to_keep(units, keep, f"{name}.{units.name}")  # checked before anything runs
+        blocks = dict(decoder_blocks(model))
+        visitors = [_Experts(blocks[block], places, criterion) for block, places in found]
         digest = token_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
+    scores_of_blocks = list(visit_blocks(comm, model, samples, visitors, offload=offload))
     kept: dict[Any, torch.Tensor] = {}
-    visitors = [_Experts(dict(decoder_blocks(model))[block], units, criterion) for block, units in found]
-    for (name, places), scores in zip(found, visit_blocks(comm, model, samples, visitors), strict=True):
-        if not all_finite(scores):  # the same on every rank
-            raise ValueError(f"experts of block {name!r} put out NaN or Inf")
-        for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
-            kept[name, "experts", units.name] = _highest(of_units, units, num_to_keep(units, keep, units.name))
+    with together(comm):
+        for (name, places), scores in zip(found, scores_of_blocks, strict=True):
+            if not all_finite(scores):
+                raise ValueError(f"experts of block {name!r} put out NaN or Inf")
+            for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
+                kept[name, "experts", units.name] = _highest(of_units, units, num_to_keep(units, keep, units.name))
     return kept
 
 
@@ -80,7 +84,7 @@ class _Experts(Visitor):
         self._modules, self._criterion = [block.get_submodule(units.name) for units in places], criterion
         self._sizes = [units.num_units for units in places]
         self.num_words = sum(self._sizes)
-        self._scores = torch.zeros(self.num_words, dtype=torch.float64)
+        self._scores = torch.zeros(self.num_words, dtype=torch.float64, device="cpu")
 
     @contextmanager
     @override
@@ -123,5 +127,5 @@ def _highest(scores: torch.Tensor, units: Units, num_kept: int) -> torch.Tensor:
     """Return the units that stay, ascending: of each group the highest, of equals the last."""
     by_score = torch.sort(scores.view(units.num_groups, -1), dim=1, stable=True).indices
     num_gone = (units.num_units - num_kept) // units.num_groups
-    groups = torch.arange(units.num_units).view(units.num_groups, -1)
+    groups = torch.arange(units.num_units, device="cpu").view(units.num_groups, -1)
     return groups.gather(1, by_score[:, num_gone:].sort(dim=1).values).flatten()

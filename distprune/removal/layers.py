@@ -30,6 +30,7 @@ def order_layers(
     criterion: LayerCriterion = "loss",
     known: Sequence[int] = (),
     group: Group = None,
+    offload: bool = False,
     progress: Progress = None,
 ) -> list[int]:
     """Return which decoder layers of ``model`` go so that ``num_kept`` stay, the first to go first.
@@ -38,7 +39,7 @@ def order_layers(
     :func:`choose_units`, which makes up for those that go.
 
     Args:
-        model, samples, group: as of :func:`distprune.prune_blocks`.
+        model, samples, group, offload: as of :func:`distprune.prune_blocks`.
         criterion: ``"loss"``: one layer after the other goes, each time the one without which the samples' loss is
             lowest (SLEB, arXiv 2402.09025); as many forwards as layers for each of them. ``"influence"``: those go that
             change hidden states least, by 1 - cos of what they are given and put out (ShortGPT, arXiv 2403.03853); one
@@ -72,7 +73,7 @@ def order_layers(
     if len(order) == num_layers - num_kept:
         return order
     if criterion == "influence":
-        sums = visit_blocks(comm, model, samples, [_Influence()] * num_layers, progress)
+        sums = visit_blocks(comm, model, samples, [_Influence()] * num_layers, progress, offload=offload)
         influences = [float(of_layer) for of_layer in sums]
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
         return by_influence[: num_layers - num_kept]

@@ -48,7 +48,8 @@ def unit_norms(
                     part += _sums(shard, cut, scale)[cut.index].sum(dim=1)
 
     words = sum_together(comm, (sum(sizes),), fill)
-    return [torch.ldexp(part.double(), torch.tensor(-scale)) for part in torch.split(words, sizes)]
+    exponent = torch.tensor(-scale, dtype=torch.float64, device="cpu")
+    return [torch.ldexp(part.double(), exponent) for part in torch.split(words, sizes)]
 
 
 def _num_weights(shard: LocalShard, cut: Cut) -> int:
@@ -60,8 +61,9 @@ def _num_weights(shard: LocalShard, cut: Cut) -> int:
 def _sums(shard: LocalShard, cut: Cut, scale: int) -> torch.Tensor:
     """Return the sums of squares of this rank's weights by their index along the cut's dim, (size,) int64."""
     local, runs = shard.local, shard.geometry.dim_runs[cut.dim]
-    places = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in runs)])
-    sums = torch.zeros(shard.shape[cut.dim], dtype=torch.int64)
+    held = [torch.arange(start, stop, device="cpu") for start, stop in runs]
+    places = torch.cat([torch.arange(0, device="cpu"), *held])
+    sums = torch.zeros(shard.shape[cut.dim], dtype=torch.int64, device="cpu")
     if cut.expert is not None:
         if (place := expert_place(shard.geometry.dim_runs[0], cut.expert)) is None:
             return sums

@@ -48,7 +48,7 @@ class _Cutting:
                 "model.set_experts_implementation('eager')"
             )
         mask = self.masks.setdefault(
-            (name, cut.dim), torch.ones((size,) if expert is None else (shape[0], size), dtype=torch.bool)
+            (name, cut.dim), torch.ones((size,) if expert is None else (shape[0], size), dtype=torch.bool, device="cpu")
         )
         (mask if expert is None else mask[expert])[cut.index[gone].flatten()] = False
 
@@ -140,7 +140,7 @@ def plan_units(model: nn.Module, kept: Kept) -> tuple[dict[str, list[KeptIndices
             raise ValueError(f"{name!r} has no {kind} at {place!r}; it has some at {sorted(places[name, kind])}")
         units = places[name, kind][place]
         _check_index(f"{name}.{place}", units, index)
-        gone = torch.ones(units.num_units, dtype=torch.bool)
+        gone = torch.ones(units.num_units, dtype=torch.bool, device="cpu")
         gone[index] = False
         for cut in units.cuts:
             cutting.cut(name, cut, gone.nonzero()[:, 0], units)

@@ -54,7 +54,7 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
                 continue
             if isinstance(tensor, DTensor):
                 mesh, size = tensor.device_mesh, torch.Size(shape)
-                stride = torch.empty(size, device="meta").stride()
+                stride = torch.empty(size, dtype=local.dtype, device="meta").stride()
                 local = DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(module, attribute, nn.Parameter(local, tensor.requires_grad) if is_parameter else local)

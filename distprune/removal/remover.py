@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf
@@ -50,12 +49,6 @@ class Asked:
         assert self.units.reader_index is not None  # else there is no reader
         return self.units.reader_index
 
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """That of the reader, where it has one of its own."""
-        bias = None if self.linear.expert is not None else getattr(self.linear.module, "bias", None)
-        return bias if isinstance(bias, nn.Parameter) else None
-
 
 @dataclass(frozen=True)
 class Fitted:
@@ -90,7 +83,7 @@ class UnitRemover(Solver[Fitted]):
 
     def shifts_bias(self, asked: Asked) -> bool:
         """Return whether the reader's bias takes up the mean of what goes."""
-        return asked.bias is not None and self.refit != "none"
+        return asked.linear.bias is not None and self.refit != "none"
 
     @override
     def weighed(self, rows: Rows) -> torch.Tensor:
@@ -127,7 +120,7 @@ class UnitRemover(Solver[Fitted]):
         num_gone = (asked.units.num_units - asked.num_kept) * asked.features.shape[1]
         shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
         stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
-        return Fitted(stays, *(torch.empty(shape, device="meta") for shape in shapes))
+        return Fitted(stays, *(torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes))
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:
@@ -156,7 +149,8 @@ class _Removing(Pruning):
                 error += float((gone @ fitted.lost).mul_(gone).sum(dtype=torch.float64))
                 offsets.append(gone @ fitted.means)
             if remover.shifts_bias(remover.asked[of.name]):
-                remover.offsets[name] = of, torch.cat([torch.empty(0, device=of.weight.device), *offsets])
+                nothing = torch.empty(0, dtype=torch.float32, device=of.weight.device)
+                remover.offsets[name] = of, torch.cat([nothing, *offsets])
             solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), DAMPING)
         return solved
 
@@ -164,17 +158,17 @@ class _Removing(Pruning):
 def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> UnitEvidence:
     assert moments.sums is not None
     assert moments.gram is not None  # both were asked for
-    products, num = moments.values.double(), max(moments.num_tokens, 1)
-    means, mean_sizes = (moments.sums.double() / num).unbind(1)
-    device = products.device
+    num, device = max(moments.num_tokens, 1), moments.values.device
+    means, mean_sizes, variances = (moments.sums / num).unbind(1)
+    mean_squares = moments.square_sums.double() / num
+    products = (moments.centered if centered else moments.values).double()  # type: ignore[union-attr]
     if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
         products = torch.eye(len(products), dtype=torch.float64, device=device)
-    mean_squares = products.diagonal() / num
-    if centered:
-        products = products - num * torch.outer(means, means)
+        mean_squares = torch.ones_like(mean_squares)
     norms = None if asked.norms is None else asked.norms.to(device)
     features, gram = asked.features.to(device), moments.gram.to(device)
-    return UnitEvidence(features, products, gram, means, mean_squares, mean_sizes, norms, DAMPING, name)
+    of_features = means, mean_squares, mean_sizes, variances
+    return UnitEvidence(features, products, gram, *of_features, norms, DAMPING, name)
 
 
 def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) -> torch.Tensor:
@@ -199,6 +193,6 @@ def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) ->
                 left[unit // size] -= 1
                 chosen.append(unit)
         if criterion.rescored and any(left):
-            evidence.remove(torch.tensor(chosen, device=scores.device))
+            evidence.remove(torch.tensor(chosen, dtype=torch.int64, device=scores.device))
         evidence.alive[chosen] = False
     return ~evidence.alive

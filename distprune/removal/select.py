@@ -111,4 +111,5 @@ def _moves(
 def _held(tensor: torch.Tensor, dim: int, size: int, coordinate: Sequence[int]) -> torch.Tensor:
     """Return which indices of ``dim``, of the global ``size``, are held at ``coordinate`` of the mesh."""
     runs = runs_of_splits(size, splits_of(tensor, dim, coordinate) if isinstance(tensor, DTensor) else ())
-    return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in runs)])
+    held = [torch.arange(start, stop, device="cpu") for start, stop in runs]
+    return torch.cat([torch.arange(0, device="cpu"), *held])

@@ -96,7 +96,7 @@ def shrink_model(
         num_all = len(decoder_blocks(model))
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     if experts is not None:  # which cannot be zeroed
-        kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm)
+        kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm, offload=offload)
         remove_units(model, kept, group=comm)
     choose = partial(
         choose_units,
@@ -110,12 +110,16 @@ def shrink_model(
     )
     division = None
     if budget is not None:
-        division = divide_budget(model, samples, sizes, budget, choose, layer_criterion=layer_criterion, group=comm)
+        division = divide_budget(
+            model, samples, sizes, budget, choose, layer_criterion=layer_criterion, group=comm, offload=offload
+        )
         sizes = division.sizes
     left = list(range(num_all))
     if (num_layers := sizes.num_layers(model)) < num_all:
         known = division.layers_gone if division else ()
-        order = order_layers(model, samples, num_layers, criterion=layer_criterion, known=known, group=comm)
+        order = order_layers(
+            model, samples, num_layers, criterion=layer_criterion, known=known, group=comm, offload=offload
+        )
         left = [layer for layer in left if layer not in order]
     removal = choose(samples, sizes.in_walk, layers=left)
     blocks = decoder_blocks(model)

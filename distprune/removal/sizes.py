@@ -84,7 +84,7 @@ class Sizes:
                 for units in of_block:
                     num = num_to_keep(units, size, f"{name}.{units.name}")
                     # Which ones does not matter: as many of each group.
-                    groups = torch.arange(units.num_units).view(units.num_groups, -1)
+                    groups = torch.arange(units.num_units, device="cpu").view(units.num_groups, -1)
                     kept[name, kind, units.name] = groups[:, : num // units.num_groups].flatten()
         plan_units(model, kept)
         if (num_layers := self.num_layers(model)) < len(decoder_blocks(model)):

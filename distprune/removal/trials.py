@@ -101,6 +101,7 @@ def divide_budget(
     begun: Division | None = None,
     on_trial: OnTrial | None = None,
     group: Group = None,
+    offload: bool = False,
 ) -> Division:
     """Return the sizes, with those of ``sizes``, at which ``model`` meets ``budget`` and is expected to lose least.
 
@@ -108,7 +109,7 @@ def divide_budget(
         model, samples: as of :func:`choose_units`; at least 2 windows, and no more than 64 of them are used. The model
             is left as it was.
         choose: ``choose_units`` of this model, to be called with samples, sizes and layers.
-        layer_criterion: as of :func:`order_layers`.
+        layer_criterion, offload: as of :func:`order_layers`.
         begun: what ``on_trial`` was told last, to go on with.
         on_trial: called after each trial, with what is known then.
 
@@ -131,7 +132,8 @@ def divide_budget(
         order, num_layers = known.layers_gone, len(decoder_blocks(model))
         if num_layers - int(wanted.get("layers", num_layers)) > len(order):
             num_left = int(wanted["layers"])
-            order = tuple(order_layers(model, samples, num_left, criterion=layer_criterion, known=order, group=comm))
+            how: dict[str, Any] = {"criterion": layer_criterion, "group": comm, "offload": offload}
+            order = tuple(order_layers(model, samples, num_left, known=order, **how))
         after = _losses_without(comm, model, choose, fitted, held_out, wanted, order)
         costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, before, strict=True)]
         cost = min(max(costs), _MOST_COST)
@@ -152,7 +154,7 @@ def divide_budget(
 def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the windows that refits are given, and those that are held out: whole, and in pieces."""
     some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
-    is_held = torch.arange(len(some)) % _HELD_OUT == min(len(some), _HELD_OUT) - 1
+    is_held = torch.arange(len(some), device="cpu") % _HELD_OUT == min(len(some), _HELD_OUT) - 1
     fitted, whole = some[~is_held], some[is_held]
     num_pieces = whole.shape[1] // _PIECE
     pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
@@ -272,6 +274,6 @@ def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tenso
 def _shards(readers: Iterable[Asked]) -> Iterator[LocalShard]:
     """Yield this rank's part of each reader's weight and bias."""
     for of in readers:
-        for parameter in (of.linear.parameter, of.bias):
+        for parameter in (of.linear.parameter, of.linear.bias):
             if parameter is not None:
                 yield local_shard(of.linear.name, parameter.detach())

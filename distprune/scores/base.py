@@ -225,7 +225,7 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
     counts = []
     for each in scores:
-        counts.append(torch.zeros((), dtype=torch.int64))
+        counts.append(torch.zeros((), dtype=torch.int64, device="cpu"))
         reads = each.score.reads(each.shard, each.evidence)
         if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
             counts[-1] = sum((values.isnan().sum() for _, values in flat_chunks(each.shard.local)), counts[-1])

@@ -56,7 +56,8 @@ def decide(entry: Entry, state: Undecided, put: Put) -> torch.Tensor:
         out = put.flags(at, device).numpy() if memory is None else memory
         bits, magnitude = bits_at(at)
         for part, above in parts:
-            counts[:2] += torch.tensor(_keep_above(order, bits[part], magnitude, above, out[part]))
+            found = _keep_above(order, bits[part], magnitude, above, out[part])
+            counts[:2] += torch.tensor(found, dtype=torch.int64, device="cpu")
         if memory is None:
             put.stays(at, torch.from_numpy(out))
         else:

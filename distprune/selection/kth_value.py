@@ -154,7 +154,7 @@ class _OwnPart:
         for entry in self.entries:
             order = self._states[entry.competition].competition.order
             nans = (count_true(keys > order.last) for _, keys in key_chunks(entry, order))
-            counts[entry.name] = sum(nans, torch.zeros((), dtype=torch.int64))
+            counts[entry.name] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
         return dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
 
 

@@ -47,7 +47,7 @@ class Order:
     def last(self) -> int:
         """The key of +inf, or the largest integer; the key of a NaN lies above."""
         if self.value_dtype.is_floating_point:
-            return int(torch.tensor(torch.inf, dtype=self.value_dtype).view(self.key_dtype))
+            return int(torch.tensor(torch.inf, dtype=self.value_dtype, device="cpu").view(self.key_dtype))
         return torch.iinfo(self.key_dtype).max
 
     @cached_property
@@ -97,7 +97,7 @@ class Order:
         """Return the score whose key is ``key``."""
         if not self.value_dtype.is_floating_point:
             return key
-        size = float(torch.tensor(abs(key), dtype=self.key_dtype).view(self.value_dtype))
+        size = float(torch.tensor(abs(key), dtype=self.key_dtype, device="cpu").view(self.value_dtype))
         return -size if key < 0 else size
 
 

@@ -29,7 +29,7 @@ class Put(ABC):
     methods save copies: :meth:`flags` and :meth:`bits` say where the next range is best written.
     """
 
-    _scratch = torch.empty(0, dtype=torch.bool)
+    _scratch = torch.empty(0, dtype=torch.bool, device="cpu")
 
     @abstractmethod
     def stays(self, at: slice, stays: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ class KeyBits:
         self._scores, self._order = scores, order
         self._all = scores.bits(order) if compiled() is not None else None
         self.are_weights = self._all is not None
-        self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype)
+        self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype, device="cpu")
 
     def __call__(self, at: slice) -> tuple[Array, Any]:
         """Return the integers at ``at``, and what they are to be combined with."""
@@ -132,7 +132,7 @@ class _ChunkScan:
     def __init__(self, scores: Keyed, order: Order, bracket: Range, size: int) -> None:
         self._order, self._bits = order, KeyBits(scores, order, size)
         self._loops = compiled()
-        dtype = torch.empty(0, dtype=order.key_dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=order.key_dtype, device="cpu").numpy().dtype
         self._low, self._high = dtype.type(bracket.low), dtype.type(bracket.high)
         if self._loops is None:
             self._flags = np.empty((3, size), dtype=np.bool_)

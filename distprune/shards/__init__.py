@@ -28,6 +28,7 @@ from distprune.shards.local_shard import (
     flat_chunks,
 )
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.own_settings import own_settings
 from distprune.shards.parameter_range import ParameterRange, gradients_of, ranges_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.torch_private import private
@@ -73,6 +74,7 @@ __all__ = [
     "local_shard",
     "on_host",
     "own_params",
+    "own_settings",
     "pieces_of",
     "private",
     "ranges_of",

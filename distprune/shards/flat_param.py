@@ -50,7 +50,8 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
             _reshard(wrapped, handle, free_unsharded_flat_param=True)
         ownership = None  # whole on every rank: the owner is open
         if is_sharded:
-            ownership = Ownership(mesh_ranks=torch.tensor(dist.get_process_group_ranks(handle.process_group)))
+            ranks = dist.get_process_group_ranks(handle.process_group)
+            ownership = Ownership(mesh_ranks=torch.tensor(ranks, dtype=torch.int64, device="cpu"))
         data = flat.detach()
         for info, shape, numel, place in zip(
             flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True

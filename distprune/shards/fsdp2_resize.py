@@ -49,7 +49,7 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
     """
     before, size = managed.param, torch.Size(shape)
     spec = before._unsharded_dtensor_spec  # of tensor parallelism
-    stride = torch.empty(size, device="meta").stride()
+    stride = torch.empty(size, dtype=local.dtype, device="meta").stride()
     dtype, requires_grad = before.sharded_param.dtype, before.sharded_param.requires_grad
     if spec is None:
         whole = torch.empty(size, dtype=dtype, device="meta")

@@ -229,4 +229,5 @@ def _table(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     """Return the first local index of each of ``runs`` and how far it is from its global one; made once a device."""
     firsts = list(itertools.accumulate((high - low for low, high in runs), initial=0))[:-1]
     shifts = [low - first for (low, _), first in zip(runs, firsts, strict=True)]
-    return sent(torch.tensor(firsts), device), sent(torch.tensor(shifts), device)
+    on_cpu = [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (firsts, shifts)]
+    return sent(on_cpu[0], device), sent(on_cpu[1], device)

@@ -140,7 +140,10 @@ def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def count_zeros(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how many elements of each are zero; local, one wait for a device."""
     counts = [
-        sum((count_true(values != 0) for _, values in flat_chunks(tensor)), torch.zeros((), dtype=torch.int64))
+        sum(
+            (count_true(values != 0) for _, values in flat_chunks(tensor)),
+            torch.zeros((), dtype=torch.int64, device="cpu"),
+        )
         for tensor in tensors
     ]
     return [t.numel() - int(num) for t, num in zip(tensors, fetched(counts), strict=True)]

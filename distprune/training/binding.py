@@ -29,6 +29,7 @@ from distprune.training.held import Held, Versions
 from distprune.training.optimizers import parameters_of
 
 _backward_task = private("torch._C", "_current_graph_task_id")
+_transform = private("torch._C._functorch", "peek_interpreter_stack")
 
 
 def in_backward() -> bool:
@@ -39,8 +40,8 @@ def in_backward() -> bool:
 class Binding:
     """The held parameters of a model on this rank, and the hooks that follow them. No communication.
 
-    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated, ``at_load`` after the
-    model has loaded a state dict. The model's own hooks keep neither alive, and are not copied with the model.
+    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated. The model's own hooks do
+    not keep it alive, and are not copied with the model.
     """
 
     def __init__(
@@ -49,11 +50,10 @@ class Binding:
         include: NamePattern | Sequence[NamePattern],
         exclude: NamePattern | Sequence[NamePattern],
         at_gradient: Callable[[Held], None],
-        at_load: Callable[[], None],
     ) -> None:
         self._model, self._include, self._exclude = model, include, exclude
-        self._names: frozenset[str] = frozenset()
-        self._at_gradient, self._at_load = at_gradient, at_load
+        self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
+        self._at_gradient = at_gradient
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
         # By optimizer, with the parameters that it had.
         self._ranges: dict[int, tuple[object, list[tuple[Held, ParameterRange]]]] = {}
@@ -62,17 +62,20 @@ class Binding:
         self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of what is held."""
+        return frozenset(shard.name for shard in self._shards)
+
     def take(self, shards: Sequence[LocalShard]) -> None:
         """Hold ``shards``, and later what is in their ranges."""
-        self._names = frozenset(shard.name for shard in shards)
+        taken = {shard.name for shard in shards}
+        self._left_out = frozenset(shard.name for shard in self._found(self._model)) - taken
         self._bind(shards)
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
-        self._of_model = [
-            self._model.register_forward_pre_hook(_Weak(self.follow), prepend=True),
-            self._model.register_load_state_dict_post_hook(_Weak(self._at_load)),  # type: ignore[no-untyped-call]
-        ]
+        self._of_model = [self._model.register_forward_pre_hook(_Weak(self.follow), prepend=True)]
         self._watch()
 
     def remove(self) -> None:
@@ -82,9 +85,9 @@ class Binding:
         self._of_model, self._watched = [], []
 
     def find(self, model: nn.Module | None = None) -> list[LocalShard]:
-        """Return what is held as it is now, or its likes in another ``model``."""
-        found = find_shards(self._model if model is None else model, self._include, self._exclude).shards
-        return [shard for shard in found if shard.name in self._names]  # the default follows from the whole model
+        """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
+        found = self._found(self._model if model is None else model)
+        return [shard for shard in found if shard.name not in self._left_out]
 
     def of(self, optimizer: Optimizer) -> list[tuple[Held, ParameterRange]]:
         """Return what ``optimizer`` moves of what is held."""
@@ -94,11 +97,16 @@ class Binding:
         if known is not None and known[0] == key:
             return known[1]
         found = self._found_in(parameters)
-        if not found and not in_backward():  # wrappers may have replaced the parameters
-            self._bind(self.find())
+        # Wrappers may have replaced the parameters, something their memory, and layers may have been added.
+        if (not found or known is not None) and not in_backward():
+            self.renew()
             found = self._found_in(parameters)
         self._ranges[id(optimizer)] = key, found
         return found
+
+    def renew(self) -> None:
+        """Take up the parameters as they are now."""
+        self._bind(self.find())
 
     def follow(self) -> None:
         """Take up parameters that were replaced or written to, before a forward. FSDP1's are taken up before a step."""
@@ -117,19 +125,23 @@ class Binding:
         Held.notice_writes(self.held)
 
     def _bind(self, shards: Sequence[LocalShard]) -> None:
-        """Take ``shards`` as what is held, and remember how many weights of each were zero."""
+        """Take ``shards`` as what is held, and remember which weights of each were zero."""
         before = {held.shard.name: held for held in self.held}
         self._shards, self.held = list(shards), []
         for shard in shards:
             if shard.local.is_meta:
                 continue
-            held, known = Held(shard, self._versions), before.get(shard.name)
-            if known is not None and known.shard.geometry == shard.geometry:
-                held.num_held = known.num_held
+            held = before.get(shard.name)
+            if held is None or held.shard.geometry != shard.geometry or held.kept.device != shard.local.device:
+                held = Held(shard, self._versions)
+            held.move(shard)
             self.held.append(held)
         self._ranges.clear()
         if self._of_model:
             self._watch()
+
+    def _found(self, model: nn.Module) -> list[LocalShard]:
+        return find_shards(model, self._include, self._exclude).shards
 
     def _watch(self) -> None:
         for handle in self._watched:
@@ -154,8 +166,8 @@ class _Weak:
         self._arguments = arguments
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # what is compiled is not replaced
+        if torch.compiler.is_compiling() or _transform() is not None:
+            return  # what is compiled is not replaced, and what torch.func transforms has no memory to read
         method = None if self._method is None else self._method()
         if method is not None:
             method(*self._arguments)

@@ -7,6 +7,7 @@ and after any wrapper, checkpoint or change of the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
@@ -18,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from distprune.masks import read_kept, seems_kept, write_signed_zeros, zero_where_pruned
 from distprune.shards import LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
 
-# Per-element state of torch's optimizers that is no moment and no copy of the weight.
-_NO_MOMENTS = ("step_size",)
+# Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
+# a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).
+_NO_MOMENTS = frozenset({"step_size", "pre_cond_0", "pre_cond_1", "inv_pre_cond_0", "inv_pre_cond_1", "Q", "U"})
+# Of the zeros of a parameter: another mask has more of them, dense weights (in bfloat16) may have a few by chance.
+_MOST_LEFT = 0.1
 
 
 class _Version:
@@ -62,17 +66,19 @@ class Held:
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
-        self._counts = torch.zeros(2, dtype=torch.int64, device=self.kept.device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=self.kept.device)
         self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
 
     def read(self) -> torch.Tensor:
         """Read from the bits which weights are kept, unless nobody has written to them since that was done.
 
-        Return how many changed since :meth:`take`, and how many are held: int64, on the device.
+        If hardly any of the zeros is left, they were overwritten, and are held all the same. Return how many changed
+        since :meth:`take`, how many are held, and whether they were overwritten: int64, on the device.
         """
         if self._as_read != self._version():
-            counts = read_kept(self.shard.local, self.kept)
+            counts = read_kept(self.shard.local, self.kept, math.ceil(self.num_held * _MOST_LEFT))
             counts[0] += self._counts[0]
+            counts[2] |= self._counts[2]
             self._counts, self._as_read = counts, self._version()
         return self._counts
 
@@ -88,12 +94,22 @@ class Held:
             for each in held:
                 each._as_read = None
 
-    def take(self, counts: torch.Tensor) -> None:
-        """Take over the counts of :meth:`read`, which are on the host now."""
-        num_changed, self.num_held = counts.tolist()
+    def take(self, counts: torch.Tensor) -> bool:
+        """Take over the counts of :meth:`read`, on the host now, and return whether the zeros were overwritten."""
+        num_changed, self.num_held, overwritten = counts.tolist()
+        if num_changed or overwritten:
+            self._counts[0::2] = 0
         if num_changed:
-            self._counts[0] = 0
             self.is_new, self._masked = True, None
+        return bool(overwritten)
+
+    def expect_others(self) -> None:
+        """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
+        self.num_held, self._as_read = 0, None
+
+    def move(self, shard: LocalShard) -> None:
+        """Hold the same places of ``shard``, which has taken the place of this one in the model."""
+        self.shard, self._as_read, self._masked = shard, None, None
 
     def mask_gradient(self, where: ParameterRange) -> None:
         """Write zeros into the gradient where weights are held."""
@@ -123,8 +139,13 @@ class Held:
         for name, value in state.items():
             if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != where.parameter.shape:
                 continue
-            if type(local_of(value)) is torch.Tensor and value.is_floating_point():
+            local = local_of(value)
+            if type(local) is torch.Tensor and value.is_floating_point():
                 zero_where_pruned(where.part_of(value), self.kept)
+            elif value.is_floating_point():  # torchao's of 8, 4 and fp8 bits, which copy_ packs and unpacks
+                unpacked = torch.empty(local.shape, dtype=torch.float32, device=local.device).copy_(local)
+                zero_where_pruned(where.part_of(unpacked), self.kept)
+                local.copy_(unpacked)
         self.is_new = False
 
     def write_zeros(self) -> None:

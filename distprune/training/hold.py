@@ -8,8 +8,10 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.masks import bits_of, make_zeros_positive, zero_where_pruned
@@ -25,7 +28,7 @@ from distprune.models import NamePattern
 from distprune.patterns import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
-from distprune.training.binding import Binding, in_backward
+from distprune.training.binding import Binding
 from distprune.training.held import Held
 from distprune.training.optimizers import Optimizers, parameters_of, state_of, unwrapped
 from distprune.training.regrowth import Counts, GrowBy, regrow
@@ -96,9 +99,8 @@ class Hold:
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._handles: list[RemovableHandle] = []
         self._listeners: list[Callable[[Optimizer], None]] = []
-        self._check_due = False  # whether all ranks together look for a dense checkpoint at the next step
         self.leaves_gradients_dense = False  # until the step, which masks them
-        self._binding = Binding(model, include, exclude, self._at_gradient, self._at_load)
+        self._binding = Binding(model, include, exclude, self._at_gradient)
         agreed = self._agreed(optimizer)
         try:
             with together(self._comm):
@@ -112,6 +114,20 @@ class Hold:
             self.remove()
             raise
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
+        names = ("_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense")
+        return {**{name: vars(self)[name] for name in names}, "held": self._binding.names, "holds": bool(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names, holds = state.pop("held"), state.pop("holds")
+        vars(self).update(state, _stepping={}, _handles=[])
+        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+        self._binding.take([shard for shard in self._binding.find() if shard.name in names])
+        if holds:
+            self._attach()
+
     def _agreed(self, optimizer: Optimizers) -> Agreed:
         def look() -> None:
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
@@ -122,7 +138,7 @@ class Hold:
         def fill(words: torch.Tensor) -> None:
             owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()])
+                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
 
         words = sum_together(self._comm, (len(place), 2), fill)
         dead = [
@@ -141,10 +157,13 @@ class Hold:
         has_elements = any(held.shard.local.numel() for held in self._binding.held)
         if optimizers and has_elements and not any(self._binding.of(optimizer) for optimizer in optimizers):
             names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-            raise ValueError(
-                f"none of the {len(self._binding.held)} held parameters is among those of {names}; make the optimizer "
-                "from the parameters of this model, after the model is sharded"
-            )
+            none = f"none of the {len(self._binding.held)} held parameters is among those of {names}"
+            if not any(held.shard.tensor is None or held.shard.tensor.requires_grad for held in self._binding.held):
+                raise ValueError(
+                    f"{none}: they are frozen (requires_grad=False), as under PEFT's adapters, so their zeros stay "
+                    "without this; merge adapters with distprune.merge_adapters(model)"
+                )
+            raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
 
     def _attach(self) -> None:
         self._binding.attach()
@@ -157,8 +176,9 @@ class Hold:
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_load_state_dict_post_hook(self._state_loaded),
             ]
+            if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # Lookahead's wrapper has none
+                self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,26 +246,23 @@ class Hold:
             parameter.grad = gradient
 
     def _read(self, held: Sequence[Held]) -> None:
-        """Read which weights of ``held`` are zero now; raise if all of the zeros are gone."""
-        num_before = sum(each.num_held for each in held)
-        is_due, self._check_due = self._check_due and not in_backward(), False
-        with together(self._comm) if is_due else nullcontext():
-            Held.notice_writes(held)
-            counts = fetched([each.read() for each in held])
-            if num_before and not sum(int(num_held) for _, num_held in counts):
-                raise ValueError(
-                    f"{num_before} weights that were held at zero are not zero any more: a dense checkpoint was "
-                    "loaded, or they were written; prune again, or call remove() to train all weights"
-                )
-            for each, of_each in zip(held, counts, strict=True):
-                each.take(of_each)
+        """Read which weights of ``held`` are zero now, and warn of those whose zeros were overwritten. Local."""
+        Held.notice_writes(held)
+        counts = fetched([each.read() for each in held])
+        lost = [each for each, of_each in zip(held, counts, strict=True) if each.take(of_each)]
+        if lost:
+            num_lost, names = sum(each.num_held for each in lost), ", ".join(repr(each.shard.name) for each in lost[:4])
+            warnings.warn(
+                f"{num_lost} weights that are held at zero were overwritten, in {names}"
+                f"{', ...' if len(lost) > 4 else ''} ({len(lost)} parameters): a dense checkpoint was loaded, an "
+                "adapter merged (see distprune.merge_adapters), or an optimizer such as Lookahead wrote weights that "
+                "it had kept. They become zero again; to train them, call remove(), and to hold others, prune first",
+                stacklevel=2,
+            )
 
     def _state_loaded(self, _: Optimizer) -> None:
         for held in self._binding.held:
             held.is_new = True
-
-    def _at_load(self) -> None:
-        self._check_due = True
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
@@ -269,21 +286,47 @@ class Hold:
         self._handles = []
 
     def finish(self) -> None:
-        """Turn every -0.0 into 0.0, and hold nothing any more. Local."""
+        """Turn every -0.0 into 0.0, and hold nothing any more. Local.
+
+        Zeros that were overwritten since the last step are written again, with a warning.
+        """
+        if self._handles:
+            self._binding.renew()
+            self._read(self._binding.held)
+            for held in self._binding.held:
+                held.write_zeros()
         self.remove()
         for shard in self._binding.find():
             make_zeros_positive(shard.local)
 
+    def expect_others(self) -> None:
+        """Hold the zeros that are there at the next step in the place of those now, however few they are. Local."""
+        for held in self._binding.held:
+            held.expect_others()
+
     def counts(self) -> Counts:
-        """Return how many weights are held, over all ranks. Every rank must call it: two rounds, of 64 and 24 bytes."""
+        """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""
+        counts = self.counts_by_name().values()
+        return Counts(sum(each.num_held for each in counts), sum(each.num_elements for each in counts))
+
+    def counts_by_name(self) -> dict[str, Counts]:
+        """Return how many weights of each parameter are held, over all ranks.
+
+        Every rank must call it: two rounds, of 64 bytes and of 8 a parameter; on pipelines up to four more.
+        """
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
+        place, members = agreed.roster.index(), agreed.roster.members
 
-        def fill(words: torch.Tensor) -> None:
-            owned = [shard.local for shard in agreed.shards() if shard.owned]
-            words[0] = sum(count_zeros([bits_of(local) for local in owned]))
-            words[1] = sum(local.numel() for local in owned)
+        def fill(num_held: torch.Tensor) -> None:
+            owned = [shard for shard in agreed.shards() if shard.owned]
+            for shard, num in zip(owned, count_zeros([bits_of(shard.local) for shard in owned]), strict=True):
+                num_held[place[shard.name]] = num
 
-        return Counts(*sum_together(self._comm, (2,), fill).tolist())
+        num_held = sum_together(self._comm, (len(members),), fill).tolist()
+        return {
+            member.name: Counts(num, math.prod(member.global_shape))
+            for member, num in zip(members, num_held, strict=True)
+        }
 
     def apply_to(self, other: nn.Module) -> None:
         """Write zeros into ``other`` where weights are held, as of the last step: an average of weights, for example.
@@ -304,7 +347,7 @@ class Hold:
                     raise ValueError(
                         f"{held.shard.name!r} is missing, or laid out differently; pass a copy of the held model"
                     )
-                work.append((shard.local, held.kept))
+                work.append((shard.local, held.kept.to(shard.local.device)))
         for local, kept in work:
             zero_where_pruned(local, kept)
 
@@ -324,7 +367,9 @@ class Hold:
             NotImplementedError: on every rank: a pattern of your own that has no ``regrowth``.
         """
         include, exclude = self._include, self._exclude
-        return regrow(self._comm, self._model, share, pattern, by=by, seed=seed, include=include, exclude=exclude)
+        moved = regrow(self._comm, self._model, share, pattern, by=by, seed=seed, include=include, exclude=exclude)
+        self.expect_others()
+        return moved
 
     def skip_step(self) -> None:
         """Let each optimizer that was given leave out its next step: it finds no gradients, which are there again after

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from distprune.patterns import check_share
 
@@ -45,7 +46,7 @@ def stepwise(sparsities: Mapping[int, float]) -> Schedule:
     levels = [0.0, *(sparsities[step] for step in steps)]
     for before, after in itertools.pairwise(levels):
         check_rises(before, after)
-    return lambda step: levels[bisect.bisect_right(steps, step)]
+    return partial(_level_at, steps, levels)
 
 
 def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, every: int = 1) -> Schedule:
@@ -65,15 +66,20 @@ def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, ever
     if not 0 <= start < stop or every < 1:
         raise ValueError(f"a schedule needs 0 <= start < stop and every >= 1, not {start=}, {stop=}, {every=}")
 
-    def at(step: int) -> float:
-        if step >= stop:
-            return final
-        if step < start:
-            return 0.0
-        passed = (step - start) // every * every / (stop - start)
-        return final + (initial - final) * (1 - passed) ** 3
+    return partial(_cubic_at, final, stop, start, initial, every)
 
-    return at
+
+def _level_at(steps: list[int], levels: list[float], step: int) -> float:
+    return levels[bisect.bisect_right(steps, step)]
+
+
+def _cubic_at(final: float, stop: int, start: int, initial: float, every: int, step: int) -> float:
+    if step >= stop:
+        return final
+    if step < start:
+        return 0.0
+    passed = (step - start) // every * every / (stop - start)
+    return final + (initial - final) * (1 - passed) ** 3
 
 
 def check_rises(before: float, after: float) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distprune.collectives import Group, agree, communicator, max_together, together
@@ -16,7 +18,7 @@ from distprune.models import NamePattern
 from distprune.patterns import Pattern, Scope, says_how_much
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores import Movement, ScoreLike, as_score
-from distprune.shards import gradients_of, local_of
+from distprune.shards import LocalShard, dtensor_like, gradients_of, local_of
 from distprune.training.binding import in_backward
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers, parameters_of
@@ -56,8 +58,9 @@ class SparseTraining:
             out.
         group: the ranks that hold parts of the model; all of them step together.
 
-    The state is the number of steps alone (:meth:`state_dict`): the zeros are in the weights. It is the same on every
-    rank.
+    The state is the number of steps, the same on every rank, and with :class:`distprune.Movement` its sums
+    (:meth:`state_dict`): the zeros are in the weights. A copy (``deepcopy``, pickle) that is made together with the
+    model and the optimizer trains and holds the copies; only that of the default group can be pickled.
 
     Every rank of ``group`` must make it, and step. A step at which nothing changes does not communicate (at a learning
     rate of 0: one round of 16 bytes); others take the rounds of :func:`distprune.prune_model`, whatever the number of
@@ -84,12 +87,13 @@ class SparseTraining:
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> None:
-        self.step = 0  # the next one
+        self._step = 0
         self.updates: list[Update] = []
+        self.sparsities: dict[str, float] = {}  # by parameter, as of the last time that the model was pruned
         self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
         self._comm = communicator(group)
         self._level: list[float] = []  # what was pruned to last, if anything
-        self._movement: dict[str, torch.Tensor] = {}
+        self._movement: dict[str, torch.Tensor] = {}  # by parameter, of local shape
         levels: list[list[float]] = []
         with together(self._comm):
             if optimizer is None:
@@ -105,15 +109,45 @@ class SparseTraining:
         self.hold.before_step(self._before_step)
         self._prepare()
 
+    @property
+    def step(self) -> int:
+        """The next step, counted from 0. If it is set, training goes on from there."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._prepare()
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps done: the same on every rank. Local."""
-        return {"step": self.step}
+        """Return the number of steps done, and with :class:`distprune.Movement` its sums by parameter. Local.
+
+        The sums have their parameters' layout (DTensors, where these are), and are not copied. So
+        ``torch.distributed.checkpoint`` saves them, and loads them in place at another number of ranks.
+
+        Raises:
+            NotImplementedError: sums under FSDP1, whose place no checkpoint knows.
+        """
+        return {"step": self.step, **({"movement": self._sums()} if isinstance(self._score, Movement) else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the step of a :meth:`state_dict`; weights and optimizer are loaded as ever. Local."""
+        """Go on from a :meth:`state_dict`; weights and optimizer are loaded as ever. Local.
+
+        Sums of movement that are missing begin anew, with a warning.
+
+        Raises:
+            ValueError: nothing changed: sums of other parameters, or of another rank: DTensors that were not loaded in
+                place, as ``torch.distributed.checkpoint`` does it.
+        """
+        if isinstance(self._score, Movement) and "movement" in state_dict:
+            self._load_sums(state_dict["movement"])
+        elif isinstance(self._score, Movement):
+            self._movement = {}
+            if int(state_dict["step"]):
+                warnings.warn("the checkpoint has no sums of movement: they begin anew", stacklevel=2)
         self.step = int(state_dict["step"])
         self._level = _listed(self._asked(self.step - 1)) if self.step else []
-        self._prepare()
+        self.hold.expect_others()
 
     def report(self) -> TrainingReport:
         """Return what was done so far by this object: it prints itself, and draws itself. Local."""
@@ -156,7 +190,6 @@ class SparseTraining:
             if how.by == "gradient":
                 self.hold.skip_step()
         self.step += 1
-        self._prepare()
 
     def _prune(self, step: int, asked: float | dict[str, float]) -> None:
         """Prune to what is ``asked`` for at ``step``, if that is more than before."""
@@ -171,6 +204,7 @@ class SparseTraining:
         )
         report = prune_requested(self._comm, request)
         self._level = now
+        self.sparsities = {each.name: each.sparsity for each in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
@@ -190,12 +224,43 @@ class SparseTraining:
     def _add_movement(self) -> None:
         shards = self._request.find().shards
         for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
-            if gradient is None:
-                continue  # choosing says so, on all ranks
-            if shard.name not in self._movement:
-                dtype = torch.promote_types(shard.local.dtype, torch.float32)
-                self._movement[shard.name] = torch.zeros_like(shard.local, dtype=dtype)
-            self._movement[shard.name].addcmul_(shard.local, gradient, value=-1)
+            if gradient is not None:  # else choosing says so, on all ranks
+                self._sum_of(shard).addcmul_(shard.local, gradient, value=-1)
+
+    def _sum_of(self, shard: LocalShard) -> torch.Tensor:
+        """Return the sum of movement so far, of local shape."""
+        if shard.name not in self._movement:
+            dtype = torch.promote_types(shard.local.dtype, torch.float32)
+            self._movement[shard.name] = torch.zeros_like(shard.local, dtype=dtype)
+        return self._movement[shard.name]
+
+    def _sums(self) -> dict[str, torch.Tensor]:
+        """Return the sums of movement in their parameters' layout, zeros at first."""
+        sums = {}
+        for shard in self._request.find().shards:
+            if shard.tensor is None:
+                raise NotImplementedError(
+                    f"the sum of movement of {shard.name!r} has a place that no checkpoint knows (FSDP1); shard the "
+                    "model with fully_shard (FSDP2), or save the weights alone"
+                )
+            total = self._sum_of(shard)
+            sums[shard.name] = dtensor_like(shard.tensor, total) if isinstance(shard.tensor, DTensor) else total
+        return sums
+
+    def _load_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        own = self._sums()
+        if sums.keys() != own.keys():
+            raise ValueError(f"sums of movement of other parameters: {sorted(sums.keys() ^ own.keys())[:4]}")
+        for name, total in own.items():
+            given, mine = local_of(sums[name]), local_of(total)
+            is_elsewhere = isinstance(total, DTensor) and given.data_ptr() != mine.data_ptr()
+            if given.shape != mine.shape or (is_elsewhere and self._comm.size > 1):
+                raise ValueError(
+                    f"the sum of movement of {name!r} is laid out otherwise, or may be another rank's part of it: load "
+                    "it in place, with torch.distributed.checkpoint"
+                )
+        for name, total in own.items():
+            local_of(total).copy_(local_of(sums[name]))
 
 
 def _listed(level: float | dict[str, float]) -> list[float]:

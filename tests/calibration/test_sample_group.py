@@ -98,17 +98,17 @@ def test_uneven_features_are_put_together(dtype: torch.dtype) -> None:
     run_threads(3, gather_on_rank, dtype)
 
 
-def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
+def moments_on_rank(rank: int, of: MomentsOf, how: str, num_in: int) -> None:
     with drawing(0):
-        block = nn.Sequential(nn.Linear(7, 4, bias=False))
-    inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+        block = nn.Sequential(nn.Linear(num_in, 4, bias=False))
+    inputs = [torch.randn(5, num_in, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     wanted = InputStatistics(linear_layers(block), of)
     wanted.begin_sample()
     for x in inputs:
         wanted.given("0", x, None, "0")
     comm, mesh = communicator(), init_device_mesh("cpu", (3,))
     sample_group = SampleGroup(0, 1, rank, 3, mesh.get_group())
-    start, stop = sample_group.features(7)
+    start, stop = sample_group.features(num_in)
     statistics = InputStatistics(linear_layers(block), of, sample_group, comm)
     statistics.begin_sample()
     for x in inputs:
@@ -120,8 +120,9 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
             given = distribute_tensor(x, mesh, [Shard(1) if how == "cut" else Replicate()], src_data_rank=None)
         statistics.given("0", given, None, "0")
     # Only X^T X of inputs that are cut needs them whole: the features and a round for each sample.
-    gathers = of == "pairs" and how in ("plain", "cut")
-    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, 2 * 5 * 9 * 4) if gathers else (0, 0))
+    gathers = of == "pairs" and (how in ("plain", "cut") or num_in == 1)
+    num_bytes = 2 * 5 * 3 * -(-num_in // 3) * 4
+    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, num_bytes) if gathers else (0, 0))
     (found,), (one,) = statistics.reduce(comm), wanted.reduce(Alone())
     assert found.num_tokens == one.num_tokens == 10
     if of == "features":
@@ -133,8 +134,9 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "whole", "cut", "replicated"])
 @pytest.mark.parametrize("of", ["features", "pairs"])
-def test_a_sample_group_counts_its_samples_once(of: MomentsOf, how: str) -> None:
-    run_threads(3, moments_on_rank, of, how)
+@pytest.mark.parametrize("num_in", [7, 1])
+def test_a_sample_group_counts_its_samples_once(num_in: int, of: MomentsOf, how: str) -> None:
+    run_threads(3, moments_on_rank, of, how, num_in)
 
 
 def wrong_inputs_on_rank(_: int, how: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.library import custom_op
 
 from distprune import Unstructured, prune_blocks
 from distprune.calibration import BlockOrder, InputStatistics, Targets, catch_inputs, learn_order, listening
@@ -58,6 +61,46 @@ def test_order(architecture: str) -> None:
     assert sorted(name.rpartition(".")[2] for name in order.adding) == sorted(adding.split())
     assert order.adding.isdisjoint(order.shifted)
     assert order.called_once == {name for stage in order.stages for name in stage}
+
+
+@custom_op(
+    "distprune_tests::add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor residual, Tensor weight) -> (Tensor, Tensor)",
+)
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As fused kernels do: the sum that is normalised, and the sum."""
+    total = x + residual
+    return total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight, total
+
+
+def fused(hidden_states: torch.Tensor, *, layer: Any, closing: str, **kwargs: Any) -> torch.Tensor:
+    """The forward of a Llama's ``layer`` in which no addition shows: not before the MLP, and, if asked for, behind."""
+    given = layer.input_layernorm(hidden_states)
+    attended, _ = layer.self_attn(hidden_states=given, **kwargs)
+    norm, total = torch.ops.distprune_tests.add_norm(attended, hidden_states, layer.post_attention_layernorm.weight)
+    put_out = layer.mlp(norm)
+    if closing == "added":
+        return torch.as_tensor(total + put_out)
+    return torch.as_tensor(torch.ops.distprune_tests.add_norm(put_out, total, layer.input_layernorm.weight)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("closing", ["added", "fused"])
+def test_sums_that_no_function_shows(closing: str, dtype: torch.dtype) -> None:
+    """Heads as wide as hidden states, so that every layer of attention could be one that adds to them."""
+    plain, other = (tiny_model("llama", num_key_value_heads=2).to(dtype) for _ in range(2))
+    wanted = order_of(plain)
+    for _, layer in decoder_blocks(other):
+        vars(layer)["forward"] = partial(fused, layer=layer, closing=closing)
+    found = order_of(other)
+    assert found.unseen == {"self_attn.o_proj"} | ({"mlp.down_proj"} if closing == "fused" else set())
+    assert dataclasses.replace(found, unseen=frozenset()) == wanted
+    if dtype == torch.float32:
+        prune_blocks(plain, TOKENS, method="admm", pattern=Unstructured(0.5))
+        prune_blocks(other, TOKENS, method="admm", pattern=Unstructured(0.5))
+        for name, one in plain.state_dict().items():
+            assert float((one - other.state_dict()[name]).norm()) <= 1e-4 * float(one.norm()), name
 
 
 def test_a_stage_runs_no_further_than_it_has_to() -> None:

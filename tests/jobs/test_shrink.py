@@ -236,12 +236,17 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
         run_shrink_job(again)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (output / "journal.jsonl").exists()
-    assert run_on_rank(0, dataclasses.replace(job, overwrite=True), "walk") == "killed"
-    (output / "journal.jsonl").write_bytes(journal)
+    (output / "journal.jsonl").write_text("mine")
     with pytest.raises(FileExistsError, match="is finished"):
         run_shrink_job(again)
-    assert (tmp_path / ".out.unfinished" / "journal.jsonl").exists()
-    assert not (output / "journal.jsonl").exists()
+    assert (output / "journal.jsonl").read_text() == "mine"
+    assert run_on_rank(0, dataclasses.replace(job, overwrite=True), "walk") == "killed"
+    for left in (journal, b""):  # empty: what was written to it had not reached the disk
+        (output / "journal.jsonl").write_bytes(left)
+        with pytest.raises(FileExistsError, match="is finished"):
+            run_shrink_job(again)
+        assert (tmp_path / ".out.unfinished" / "journal.jsonl").exists()
+        assert not (output / "journal.jsonl").exists()
 
 
 def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from tests.hf_models import ARCHITECTURES
-from tests.worlds import drawing
+from tests.worlds import ProcessPool, drawing
+from tests.wrapped import whole as whole_of
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs peft; tests/masks/test_writable.py merges as it does")
@@ -54,7 +56,36 @@ def test_into_held_zeros() -> None:
     masks = prune.Masks.of(model)
     merged = adapted(model).merge_and_unload()
     assert prune.sparsity(merged) < 0.5
-    hold.apply_to(merged)
+    with pytest.warns(UserWarning, match="overwritten.*an adapter merged"):
+        hold.finish()
     assert prune.Masks.of(merged).equal(masks)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(merged.get_parameter(name) != 0, masks[name])
+
+
+def merged_on_rank(_: int) -> list[torch.Tensor]:
+    merged = []
+    for is_sharded in (False, True):
+        model = plain()
+        prune.prune_model(model, 0.5)
+        whole = adapted(model)
+        if is_sharded:
+            for module in (*model.model.layers, model):
+                fully_shard(module)
+            whole(torch.arange(8)[None])  # which leaves the root gathered
+            with pytest.raises(NotImplementedError, match="PEFT loses a safe_merge into DTensors"):
+                prune.merge_adapters(whole, safe_merge=True)
+        merged.append(prune.merge_adapters(whole))
+        assert prune.sparsity(merged[-1]) == 0.5
+    return [whole_of(parameter) for model in merged for parameter in model.parameters()]
+
+
+def test_into_zeros(pool: ProcessPool) -> None:
+    """Sharded as plain; where the base was kept, it is what PEFT's own merge gives."""
+    model = plain()
+    prune.prune_model(model, 0.5)
+    zeros = [parameter == 0 for parameter in model.parameters()]
+    expected = [*adapted(model).merge_and_unload(safe_merge=True).parameters()]
+    for parameters in pool.run(2, merged_on_rank):
+        of_both = zip(parameters[: len(zeros)], parameters[len(zeros) :], expected, zeros, strict=True)
+        for alone, of_shards, of_peft, was_zero in of_both:
+            assert torch.equal(alone, of_shards)
+            assert torch.equal(alone, of_peft.masked_fill(was_zero, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -194,6 +195,28 @@ def test_going_on_after_a_block(method: OneShotMethod) -> None:
 
     rest = prune_blocks(part, TOKENS, method=method, pattern=HALF, seed=5, finished=finished)
     assert [block.layers for block in rest.blocks] == [block.layers for block in full.blocks[1:]]
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name])
+
+
+def test_a_walk_that_goes_on_holds_two_streams() -> None:
+    """The pruned one and the dense one, also while it is not known yet whether a block is restored."""
+    states: list[dict[str, torch.Tensor]] = []
+    whole, part = tiny_model("llama"), tiny_model("llama")
+    how: dict[str, Any] = {"method": "admm", "pattern": HALF}
+    prune_blocks(whole, TOKENS, on_block=lambda *_: states.append(copy.deepcopy(whole.state_dict())), **how)
+    shape, num_streams = (1, TOKENS.shape[1], 24), list[float]()
+
+    def finished(index: int) -> bool:
+        gc.collect()
+        held = [of for of in gc.get_objects() if type(of) is torch.Tensor and of.shape == shape]
+        num_streams.append(len({of.untyped_storage().data_ptr() for of in held}) / len(TOKENS))
+        if index < 2:
+            part.load_state_dict(states[index])
+        return index < 2
+
+    prune_blocks(part, TOKENS, finished=finished, **how)
+    assert num_streams[0] == num_streams[1] == num_streams[2] == 2
     for name, value in part.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
 

@@ -137,7 +137,7 @@ def remover(num_kept: int) -> UnitRemover:
 
 
 def moments_of(products: torch.Tensor) -> Moments:
-    return Moments(("up",), 4, products, sums=torch.zeros(3, 2), gram=torch.eye(3).double())
+    return Moments(("up",), 4, products, sums=torch.zeros(3, 3).double(), gram=torch.eye(3).double())
 
 
 @pytest.mark.parametrize("solver", [ADMM(), SparseGPT(), remover(2)], ids=lambda of: type(of).__name__)

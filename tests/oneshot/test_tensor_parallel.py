@@ -22,6 +22,8 @@ from tests.worlds import ProcessPool
 
 ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
 MLP = {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
+# torch takes plain local tensors for even parts.
+UNEVEN = {f"mlp.{kind}_proj": partial(ColwiseParallel, use_local_output=False) for kind in ("gate", "up")}
 # By name: the architecture, what is changed in its configuration so that 2 ranks can halve it, and the plan.
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP}),
@@ -36,6 +38,8 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 160, "intermediate_size": 272, "num_key_value_heads": 2, "num_hidden_layers": 1},
         {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP},
     ),
+    # Of the one feature between the layers of an MLP the second rank has none.
+    "llama-narrow": ("llama", {"intermediate_size": 1, "num_key_value_heads": 2}, {**MLP, **UNEVEN}),
     "mixtral-attention": ("mixtral", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel}),
 }
 AXES = ("replicate", "shard", "tp")
@@ -80,7 +84,7 @@ def on_rank(_: int, layout: str, plan: str, cases: list[Case], tokens: torch.Ten
 
 
 LAYOUT = [*TARGETS, *FEW, ("sparsegpt", PerRow(0.3)), ("wanda", BLOCKS), ("random", HALF)]
-SMALL = [plan for plan in PLANS if plan != "llama-wide"]
+SMALL = [plan for plan in PLANS if plan not in ("llama-wide", "llama-narrow")]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,7 @@ SMALL = [plan for plan in PLANS if plan != "llama-wide"]
     [
         pytest.param("llama", LAYOUT[::4], id="llama-some"),
         only_whole("llama", [case for case in LAYOUT if case not in LAYOUT[::4]], id="llama-others"),
+        pytest.param("llama-narrow", [("admm", HALF), ("wanda", HALF)], id="llama-narrow"),
         *in_turn(SMALL[1:], FEW),
     ],
 )

@@ -39,6 +39,8 @@ READERS = {
     "mixtral": [Reader("mlp", f"mlp.experts.down_proj.{expert}", 40, 1) for expert in range(4)],
 }
 CHANGES: dict[str, dict[str, Any]] = {"llama": HEADS, "mixtral": HEADS}
+for far in ("opt 300", "opt 1000"):  # fc2 is given what is so far from 0; the next block would be given what that lost
+    READERS[far], CHANGES[far] = [Reader("mlp", "fc2", 40, 1, 1, _FC1)], {"num_hidden_layers": 1}
 # What is asked for; what is not said is as it is by default.
 Case: TypeAlias = tuple[str, Any, dict[str, Any]]
 BOTH: Any = {"mlp": 30, "heads": 2}
@@ -56,6 +58,9 @@ CASES: list[Case] = [
     ("opt", {"mlp": 30, "heads": 1}, {}),
     ("opt", {"mlp": 30}, {"criterion": "fluctuation", "refit": "bias"}),
     ("opt", {"mlp": 30}, {"criterion": "magnitude"}),
+    ("opt 300", {"mlp": 30}, {"targets": "own"}),
+    ("opt 1000", {"mlp": 30}, {"targets": "own"}),
+    ("opt 1000", {"mlp": 30}, {"criterion": "fluctuation", "refit": "bias"}),
     ("gpt2", {"mlp": 70}, {"targets": "own"}),
     ("gpt_neox", {"mlp": 30}, {}),
     ("mixtral", {"mlp": 30}, {}),
@@ -66,11 +71,14 @@ Chosen: TypeAlias = tuple[dict[Any, list[int]], dict[str, torch.Tensor]]
 
 def make(architecture: str) -> nn.Module:
     """Return the same model on every rank, with biases that matter."""
-    model = tiny_model(architecture, **CHANGES.get(architecture, {}))
+    kind, _, far = architecture.partition(" ")
+    model = tiny_model(kind, **CHANGES.get(architecture, {}))
     with drawing(1), torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            if far and name.endswith("fc1.bias"):
+                parameter.add_(float(far))
     return model
 
 
@@ -113,8 +121,8 @@ def on_rank(_: int, wrap: Callable[[nn.Module], nn.Module] | None, cases: list[C
     return [chosen(wrap(model) if wrap else model, case) for model, case in zip(models, cases, strict=True)]
 
 
-OVER_RANKS = [CASES[i] for i in (0, 1, 2, 8, 10, 13)]
-OTHERS = [CASES[i] for i in (6, 11, 15)]
+OVER_RANKS = [CASES[i] for i in (0, 1, 2, 8, 10, 12, 13, 16)]
+OTHERS = [CASES[i] for i in (6, 11, 14, 18)]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from distprune.calibration import Walk, catch_inputs, visit
 from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, order_layers, skipping
+from distprune.removal import choose_experts, order_layers, shrink_model, skipping
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads
@@ -129,6 +130,23 @@ def test_ranks_do_what_one_does() -> None:
     experts = [units.tolist() for units in choose_experts(mixtral, TOKENS, 3).values()]
     for of_rank in run_threads(3, on_rank):
         assert of_rank == (layers, experts)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"), [("mixtral", {"experts": 2}), ("llama", {"layers": 2}), ("llama", {"parameters": 0.85})]
+)
+def test_every_walk_offloads(architecture: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of a walk that does not would lie where there is no memory for them."""
+    walks: list[bool] = []
+
+    def caught(*args: Any, offload: bool, **more: Any) -> Walk:
+        walks.append(offload)
+        return catch_inputs(*args, offload=offload, **more)
+
+    monkeypatch.setattr(visit, "catch_inputs", caught)
+    shrink_model(tiny_model(architecture), TOKENS, layer_criterion="influence", offload=True, **sizes)
+    assert len(walks) >= 2
+    assert all(walks)
 
 
 @pytest.mark.parametrize("criterion", ["loss", "influence"])

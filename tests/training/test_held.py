@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, grad, jacrev, vmap
+from typing_extensions import override
 
 import distprune as prune
 from distprune.masks import zero_where_pruned
@@ -150,3 +153,112 @@ def by_hand_on_rank(_: int, is_sharded: bool) -> None:
 def test_zeros_written_by_hand(pool: ProcessPool, is_sharded: bool) -> None:
     """torch counts no write to ``data``, and of a large weight only a sample is looked at before a step."""
     pool.run(1 + is_sharded, by_hand_on_rank, is_sharded)
+
+
+X, Y = (torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+
+def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda weights, x, y: (functional_call(model, weights, (x,)) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda model, weights: {"out": functional_call(model, weights, (X,))},
+        lambda model, weights: grad(loss_of(model))(weights, X, Y),
+        lambda model, weights: vmap(grad(loss_of(model)), in_dims=(None, 0, 0))(weights, X, Y),  # by sample
+        lambda model, weights: jacrev(loss_of(model))(weights, X, Y),
+        lambda model, _: {"x": grad(lambda x: model(x).sum())(X)},
+    ],
+    ids=["functional_call", "grad", "per sample", "jacrev", "of inputs"],
+)
+def test_what_torch_func_transforms_is_left_alone(transformed: Callable[..., dict[str, Any]]) -> None:
+    """It comes to what it does without a hold, and the weights are held as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    prune.prune_model(model, 0.5)
+    weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    expected = transformed(copy.deepcopy(model), weights)
+    zeros = {name: weight == 0 for name, weight in weights.items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    hold_zeros(model, optimizer)
+    for _ in range(2):
+        found = transformed(model, weights)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        loss_of(model)(dict(model.named_parameters()), X, Y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert all(
+            torch.equal(weight == 0, zeros[name]) for name, weight in model.named_parameters() if weight.ndim > 1
+        )
+        expected = transformed(copy.deepcopy(model), weights)
+
+
+class Packed(torch.Tensor):
+    """A moment in eight bits, a subclass of tensor that packs and unpacks in ``copy_``, as torchao's."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        made.codes, made.scale = torch.zeros_like(values, dtype=torch.int8), torch.ones(())
+        return made
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert func is torch.ops.aten.copy_.default
+        to, of = args[:2]
+        if isinstance(to, Packed):
+            to.scale = of.abs().max() / 127
+            to.codes.copy_((of / to.scale).round())
+            return to
+        return to.copy_(of.codes * of.scale)
+
+
+def test_what_is_a_moment() -> None:
+    """Matrices of Shampoo have the shape of a square weight, and are none; packed moments are."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 12, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    packed = Packed(torch.zeros(12, 12)).copy_(torch.full((12, 12), 2.0))
+    optimizer.state[model.weight] = {name: torch.ones(12, 12) for name in ("exp_avg", "pre_cond_0", "inv_pre_cond_1")}
+    optimizer.state[model.weight]["packed"] = packed
+    prune.prune_model(model, 0.5)
+    hold_zeros(model, optimizer)
+    model(torch.randn(4, 12)).sum().backward()
+    optimizer.step()
+    kept = model.weight != 0
+    state = optimizer.state[model.weight]
+    assert torch.equal(state["exp_avg"], kept.float())
+    assert torch.equal(state["pre_cond_0"] + state["inv_pre_cond_1"], torch.full((12, 12), 2.0))
+    assert torch.equal(torch.zeros(12, 12).copy_(packed), 2.0 * kept)
+
+
+@pytest.mark.filterwarnings("default")  # of torch.compile, which torchao calls
+@pytest.mark.parametrize("bits", ["8", "4", "Fp8"])
+def test_moments_of_torchao(bits: str) -> None:
+    name = f"AdamW{bits}{'' if bits == 'Fp8' else 'bit'}"
+    make = getattr(pytest.importorskip("torchao.optim", reason="needs torchao; the row above packs as it does"), name)
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)  # smaller ones are not packed
+    optimizer = make(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.randn(8, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    prune.prune_model(model, 0.5)
+    hold_zeros(model, optimizer)
+    held = model.weight == 0
+    train()
+    assert torch.equal(model.weight == 0, held)
+    state = optimizer.state[model.weight]
+    assert not state["exp_avg"].dequantize().view(128, 128)[held].any()
+    if bits != "4":  # its squares have no zero
+        assert not state["exp_avg_sq"].dequantize().view(128, 128)[held].any()

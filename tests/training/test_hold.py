@@ -326,15 +326,6 @@ def _other_optimizer(model: nn.Module) -> None:
     hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
 
 
-def _dense_checkpoint(model: nn.Module) -> None:
-    prune.prune_model(model, 0.5, include=INCLUDE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hold_zeros(model, optimizer, include=INCLUDE)
-    Wrapped(model, 0, 1).step(batches(1)[0])
-    model.load_state_dict(transformer(1).state_dict())
-    optimizer.step()
-
-
 def _goes_down(model: nn.Module) -> None:
     SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=lambda step: 0.5 / (step + 1), include=INCLUDE)
 
@@ -358,7 +349,6 @@ def _prunes_in_backward(model: nn.Module) -> None:
     [
         (_all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
         (_other_optimizer, ValueError, "none of the 8 held parameters is among those of SGD"),
-        (_dense_checkpoint, ValueError, "720 weights that were held at zero are not zero any more"),
         (_goes_down, ValueError, "the schedule goes down from 0.5 to 0.25"),
         (_no_gradient, ValueError, "'layers.0.attention.q.weight' has no gradient"),
         (lambda model: hold_zeros(model, "adam"), TypeError, "expected a torch.optim.Optimizer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
 from distprune.collectives import ProcessGroup
+from distprune.shards import local_of
 from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
 from distprune.training.regrowth import Counts, GrowBy
 from tests.sampling import only_whole
@@ -32,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fixed": {"schedule": constant(0.5)},
     "cubic": {"schedule": cubic(0.8, stop=4, every=2)},
     "taylor": {"schedule": cubic(0.8, stop=4, every=2), "score": "taylor"},
-    "movement": {"schedule": one_shot(0.5, step=2), "score": "movement", "scope": "tensor"},
+    "movement": {"schedule": one_shot(0.5, step=4), "score": "movement", "scope": "tensor"},
     "2:4": {"schedule": one_shot(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
     "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="gradient")},
     "set": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="random")},
@@ -129,6 +131,22 @@ def test_equals_reparametrized() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_a_step_that_is_set() -> None:
+    """As a trainer does that goes on from a dense checkpoint: to move weights, all gradients are needed."""
+    wrapped, optimizer, training = started("plain", "rigl")
+    step(optimizer, wrapped, batches(1)[0], clips=False)
+    for number, moves in ((2, True), (3, False), (4, True)):
+        training.step = number
+        wrapped.step(batches(1)[0])
+        masked = []
+        for module, name in pairs_of(wrapped.model):
+            weight = module.get_parameter(name)
+            assert weight.grad is not None
+            masked.append(not weight.grad[weight.view(torch.int32) == 0].any())
+        assert not any(masked) if moves else all(masked)
+        wrapped.model.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["taylor", "rigl"])
 def test_gradients_of_a_closure(kind: str) -> None:
     """A step that computes its gradients within, as Lightning's steps do, is one that is given them."""
@@ -177,7 +195,12 @@ def load_and_train(_: int, kind: str, folder: str) -> tuple[list[float], list[to
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("cubic", (2,)), ("rigl", (4,)), *(only_whole(kind, (1, 2, 4)) for kind in ("fixed", "cubic", "rigl"))],
+    [
+        ("cubic", (2,)),
+        ("rigl", (4,)),
+        ("movement", (4,)),  # its sums are taken along
+        *(only_whole(kind, (1, 2, 4)) for kind in ("fixed", "cubic", "rigl", "movement")),
+    ],
 )
 @pytest.mark.sampled(1)
 def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
@@ -186,6 +209,25 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, kind: str, sizes: tuple[int,
         for resumed, masks in pool.run(num_ranks, load_and_train, kind, str(tmp_path / kind)):
             assert resumed == (losses if num_ranks == 2 else pytest.approx(losses, abs=1e-6))
             assert all(map(torch.equal, masks, alone(pool, kind, True)[2]))
+
+
+def other_sums_on_rank(_: int) -> None:
+    wrapped, optimizer, training = started("fsdp2", "movement")
+    step(optimizer, wrapped, batches(1)[0], clips=False)
+    state = training.state_dict()
+    training.load_state_dict(state)  # in place
+    with pytest.raises(ValueError, match="may be another rank's part of it"):
+        training.load_state_dict(copy.deepcopy(state))
+    with pytest.raises(ValueError, match="sums of movement of other parameters"):
+        training.load_state_dict({**state, "movement": {}})
+    assert all(bool(local_of(total).any()) for total in state["movement"].values())
+    with pytest.warns(UserWarning, match="no sums of movement: they begin anew"):
+        training.load_state_dict({"step": 1})
+    assert not any(bool(local_of(total).any()) for total in training.state_dict()["movement"].values())
+
+
+def test_sums_of_movement_that_are_missing_or_of_others(pool: ProcessPool) -> None:
+    pool.run(2, other_sums_on_rank)
 
 
 @pytest.mark.parametrize(("by", "is_finite"), [("gradient", True), ("gradient", False), ("random", True)])

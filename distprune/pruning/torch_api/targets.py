@@ -202,7 +202,7 @@ def next_mask(target: Target, keep: torch.Tensor | None, kind: str) -> torch.Ten
     """Return the target's next mask: the one it has and ``keep`` (local; ``None``: this rank holds no part)."""
     if isinstance(target.original, DTensor):
         if keep is None:
-            return dtensor_like(target.original, torch.empty(0, dtype=torch.bool))
+            return dtensor_like(target.original, torch.empty(0, dtype=torch.bool, device="cpu"))
         return dtensor_like(target.original, keep if target.mask is None else target.mask & keep)
     assert keep is not None  # of plain parameters each rank holds all
     if target.whole_mask is None:

@@ -13,7 +13,7 @@ from distprune.patterns import Pattern, Scope
 from distprune.scores import ScoreLike
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers
-from distprune.training.regrowth import Regrow
+from distprune.training.regrowth import Counts, Regrow
 from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
@@ -40,20 +40,29 @@ class Options(_OfHold, total=False):
 class Attached:
     """Sparse training that is to begin, or has begun. Without a schedule, the zeros that are there are held.
 
+    ``loads_later``: zeros may come with a checkpoint, after it has begun.
+
     Raises:
         TypeError: an argument that needs a schedule, and there is none.
     """
 
-    def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None, options: Options) -> None:
+    def __init__(
+        self, schedule: Schedule | Mapping[str, Schedule] | None, options: Options, *, loads_later: bool = False
+    ) -> None:
         without = sorted(options.keys() - _OfHold.__annotations__.keys())
         if schedule is None and without:
             raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
-        self._schedule, self._options = schedule, options
+        self._schedule, self._options, self._loads_later = schedule, options, loads_later
         self.training: SparseTraining | Hold | None = None
-        self._share_at_begin = 0.0
+        self._at_begin: dict[str, Counts] = {}
+        self._told: dict[str, float] = {}
 
     def begin(self, model: nn.Module, optimizer: Optimizers) -> SparseTraining | Hold:
-        """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it."""
+        """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it.
+
+        Raises:
+            ValueError: on every rank: there is neither a schedule nor a zero, so training would be dense.
+        """
         if self.training is not None:
             self.training.remove()
         if self._schedule is None:
@@ -61,12 +70,18 @@ class Attached:
         else:
             self.training = SparseTraining(model, optimizer, schedule=self._schedule, **self._options)
             hold = self.training.hold
-        self._share_at_begin = hold.counts().sparsity
+        self._at_begin, self._told = hold.counts_by_name(), {}
+        if self._schedule is None and not self._loads_later and not any(c.num_held for c in self._at_begin.values()):
+            hold.remove()
+            raise ValueError(
+                "there is neither a schedule nor a zero in the model, so training would be dense: give a schedule, or "
+                "prune the model first"
+            )
         return self.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done, the same on every rank; empty without a schedule. Local."""
-        return self.training.state_dict() if isinstance(self.training, SparseTraining) else {}
+        return {"step": self.training.step} if isinstance(self.training, SparseTraining) else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`. Local."""
@@ -77,7 +92,19 @@ class Attached:
     def sparsity(self) -> float:
         """The share of zeros as of the last step. Local."""
         updates = self.training.updates if isinstance(self.training, SparseTraining) else []
-        return updates[-1].sparsity if updates else self._share_at_begin
+        if updates:
+            return updates[-1].sparsity
+        counts = self._at_begin.values()
+        return sum(each.num_held for each in counts) / max(sum(each.num_elements for each in counts), 1)
+
+    def news(self) -> dict[str, float]:
+        """Return the share of zeros of each parameter, to be logged, if it is not as it was returned last. Local."""
+        now = self.training.sparsities if isinstance(self.training, SparseTraining) else {}
+        now = now or {name: counts.sparsity for name, counts in self._at_begin.items()}
+        if now == self._told:
+            return {}
+        self._told = now
+        return {f"sparsity/{name}": share for name, share in now.items()}
 
     def finish(self) -> None:
         """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""

@@ -29,14 +29,20 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
     Plain, DDP or FSDP2 (``ModelParallelStrategy``). ``schedule`` and the other arguments are those of
     :class:`distprune.SparseTraining`; without a schedule, the zeros that are there are held
     (:func:`distprune.hold_zeros`). The steps are those of the first optimizer. A checkpoint has the step, and ``fit``
-    with its path goes on from there. ``fit`` logs ``sparsity``, and ends with 0.0 in the place of every -0.0;
-    checkpoints of ``ModelCheckpoint`` keep the -0.0 of weights that are not held, so that they can be resumed.
+    with its path goes on from there; sums of :class:`distprune.Movement` begin anew then, with a warning. ``fit`` ends
+    with 0.0 in the place of every -0.0, and with zeros where weights are held if ``StochasticWeightAveraging`` or
+    ``WeightAveraging`` gave the model their averages. Checkpoints of ``ModelCheckpoint`` keep the -0.0 of weights that
+    are not held, so that they can be resumed.
 
-    Every rank must have it: it communicates as :class:`distprune.SparseTraining`, and two rounds at the beginning.
+    It logs ``sparsity`` as modules log, and when it changes ``sparsity/NAME`` of each parameter to all loggers.
+
+    Every rank must have it: it communicates as :class:`distprune.SparseTraining`, two rounds at the beginning, and one
+    of 64 bytes at the end.
 
     Raises:
         TypeError: an argument that needs a schedule, and there is none.
-        ValueError: as ``fit`` begins, or at a step: as :class:`distprune.SparseTraining`.
+        ValueError: as ``fit`` begins, or at a step: as :class:`distprune.SparseTraining`; there is neither a schedule
+            nor a zero.
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
@@ -65,7 +71,15 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pl_module.log("sparsity", self._attached.sparsity)
+        news = self._attached.news()
+        for logger in trainer.loggers if news else ():
+            logger.log_metrics(news, step=trainer.global_step)
 
     @override
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Finish after all callbacks have seen the end of training: some write averages into the model there."""
+        training = self.training
+        if training is not None:
+            hold = training.hold if isinstance(training, SparseTraining) else training
+            hold.apply_to(pl_module)
         self._attached.finish()

@@ -38,16 +38,19 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
 
     Checkpoints keep the -0.0 of weights that are not held, so that they can be resumed. When ``train()`` returns, every
     -0.0 is 0.0, so ``save_model()`` after it writes none. ``load_best_model_at_end`` may choose a checkpoint that was
-    saved before the end of the schedule.
+    saved before the end of the schedule; where hardly any of its weights are zero, those of the end become zero, with a
+    warning. Sums of :class:`distprune.Movement` are not in a Trainer's checkpoint: they begin anew, with a warning.
 
-    The logs have a ``sparsity``. Reports that come before a user's callbacks, such as TensorBoard's, do not see it; it
-    is in ``trainer.state.log_history``.
+    The logs have a ``sparsity``, and when it changes ``sparsity/NAME`` of each parameter. A Trainer calls a user's
+    callbacks after its own, such as TensorBoard's and wandb's: :meth:`put_first` lets those see it. The one of all is
+    in ``trainer.state.log_history`` in any case.
 
     Every rank must have it: it communicates as :class:`distprune.SparseTraining`, and two rounds at the beginning.
 
     Raises:
         TypeError: an argument that needs a schedule, and there is none.
-        ValueError: as ``train()`` begins, or at a step: as :class:`distprune.SparseTraining`.
+        ValueError: as ``train()`` begins, or at a step: as :class:`distprune.SparseTraining`; there is neither a
+            schedule nor a zero.
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
@@ -57,6 +60,14 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
     def training(self) -> SparseTraining | Hold | None:
         """What prunes and holds, or held, the model of the last ``train()``."""
         return self._attached.training
+
+    def put_first(self, trainer: Any) -> None:
+        """Put this callback before all others of ``trainer``, so that what it logs reaches TensorBoard and wandb.
+
+        >>> callback.put_first(trainer)  # doctest: +SKIP
+        """
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(each for each in callbacks if each is not self)]
 
     @override
     def on_train_begin(
@@ -77,6 +88,7 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if self.training is not None:
             logs["sparsity"] = state.log_history[-1]["sparsity"] = self._attached.sparsity
+            logs.update(self._attached.news())
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -15,14 +15,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
 import distprune as prune
-from distprune.training import Hold, SparseTraining, cubic
+from distprune.training import Hold, SparseTraining, cubic, stepwise
 from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole
 
 pytest.importorskip("lightning", reason="needs the extra lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
@@ -118,6 +119,54 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, layout: str, kind: str) -> N
         assert step == resumed_step == len(losses) == NUM_STEPS
         assert resumed_losses == losses[NUM_STEPS // 2 :]
         assert all(map(torch.equal, weights, resumed_weights))
+
+
+AVERAGES = {
+    "SWA": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
+    "EMA": lambda: EMAWeightAveraging(decay=0.5),
+}
+
+
+class Logger(DummyLogger):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    @override
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append(dict(metrics))
+
+
+def averaged_on_rank(rank: int, name: str, comes_first: bool) -> None:
+    launched = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with mock.patch.dict(os.environ, launched):
+        module, logger = Module(0), Logger()
+        schedule = stepwise({0: 0.25, 7: 0.75})  # averages of the last epochs have zeros, but not enough
+        callbacks = [SparseTrainingCallback(schedule, scope="tensor", include=INCLUDE), AVERAGES[name]()]
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            plugins=LightningEnvironment(),
+            max_epochs=3,
+            callbacks=callbacks if comes_first else callbacks[::-1],
+            logger=logger,
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        rows: Any = batches(NUM_STEPS // 2)
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None))
+    assert prune.sparsity(module, include=INCLUDE) == 0.75
+    assert sum("sparsity" in metrics for metrics in logger.metrics) == 9
+    shares = [metrics["sparsity/model.layers.0.up.weight"] for metrics in logger.metrics if len(metrics) == 8]
+    assert shares == [0.25, 0.75]
+
+
+@pytest.mark.parametrize(("name", "comes_first"), [("SWA", True), ("EMA", False)])
+def test_averages_of_weights(pool: ProcessPool, name: str, comes_first: bool) -> None:
+    """What other callbacks write into the model at the end has zeros, too."""
+    pool.run(1, averaged_on_rank, name, comes_first)
 
 
 def test_equals_a_plain_loop(pool: ProcessPool, tmp_path: Path) -> None:

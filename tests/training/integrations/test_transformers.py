@@ -151,6 +151,36 @@ def test_resumes(pool: ProcessPool, tmp_path: Path, layout: str, kind: str) -> N
             assert num_held == round(SHARE[kind] * num_elements)
 
 
+class Seen(TrainerCallback):  # type: ignore[misc]
+    """What TensorBoard's and wandb's callbacks would report: they come before a user's."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def logged_on_rank(_: int, folder: Path) -> list[dict[str, float]]:
+    callback, seen = SparseTrainingCallback(constant(0.5), scope="tensor"), Seen()
+    with accelerated("ddp") as start:
+        trainer = trainer_of(start, llama(seed=0), folder, "", seen, callback)
+        callback.put_first(trainer)
+        trainer.train()
+    return seen.logs
+
+
+def test_logs(pool: ProcessPool, tmp_path: Path) -> None:
+    """In all with every log, and by parameter when that changes."""
+    (logs,) = pool.run(1, logged_on_rank, tmp_path)
+    assert [log["sparsity"] for log in logs] == [0.5] * len(logs)
+    by_name = [{name: share for name, share in log.items() if name.startswith("sparsity/")} for log in logs]
+    assert by_name[0]["sparsity/model.layers.0.mlp.up_proj.weight"] == 0.5
+    assert len(by_name[0]) == 2 * 7
+    assert not any(by_name[1:])
+
+
 def resume_dense_on_rank(_: int, folder: Path) -> list[tuple[int, float]]:
     callback = SparseTrainingCallback(constant(0.5), score="taylor")
     with accelerated("ddp") as start:

@@ -1,0 +1,56 @@
+"""Adapters merged into a pruned base: PEFT merges, and zeros become zero again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.reparametrized import mask_of
+from distprune.models import find_shards
+from distprune.shards import local_of
+
+_ADAPTED = "*.base_layer.*"  # how PEFT names what an adapter adapts
+
+
+def merge_adapters(model: nn.Module, **options: Any) -> Any:
+    """Merge the adapters of a PEFT ``model`` into its base, keep the zeros of the base, and return it.
+
+    >>> merged = merge_adapters(peft_model)  # doctest: +SKIP
+
+    It is PEFT's ``merge_and_unload``, with its ``options`` (``safe_merge``, ``adapter_names``). An adapter's update is
+    dense, so that call alone leaves no zeros in a base that was pruned in place. Here the weights of adapted layers
+    that were zero before are zero afterwards, also if the merge fails. Masks of ``torch.nn.utils.prune``'s kind hold by
+    themselves. The update where weights are zero is lost: fine-tune with the merged weights' zeros held
+    (:func:`distprune.hold_zeros`), or measure what it costs.
+
+    Plain models, and DTensors (FSDP2, tensor parallel) as far as PEFT merges them: every rank must call it, since PEFT
+    multiplies DTensors. Nothing else is communicated. It takes a byte a weight of the adapted layers.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: nothing in ``model`` is adapted.
+        NotImplementedError: nothing changed: FSDP1, whose parameters PEFT does not find; ``safe_merge`` of DTensors,
+            which PEFT's assignment to ``data`` does not reach.
+    """
+    merge = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        raise TypeError(f"a {type(model).__name__} has no merge_and_unload(): pass what peft.get_peft_model returned")
+    adapted = [shard for shard in find_shards(model, _ADAPTED).shards if mask_of(shard) is None]
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for shard in adapted:
+        if shard.tensor is None:
+            raise NotImplementedError(f"{shard.name!r} is FSDP1's; merge before sharding, or shard with fully_shard")
+        if isinstance(shard.tensor, DTensor) and options.get("safe_merge"):
+            raise NotImplementedError(f"PEFT loses a safe_merge into DTensors such as {shard.name!r}: merge without it")
+        before.append((shard.tensor, shard.local != 0))
+    if not any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise ValueError("the model has no adapters: none of its layers has a base_layer, as PEFT's have")
+    try:
+        return merge(**options)
+    finally:
+        for tensor, kept in before:
+            zero_where_pruned(local_of(tensor), kept)

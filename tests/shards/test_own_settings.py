@@ -1,0 +1,110 @@
+"""Our own arithmetic has its own settings, and the process gets its own back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distprune.shards import own_settings
+
+BACKENDS: Any = torch.backends
+OURS = ("ieee", "ieee", torch.float32)
+
+
+def settings() -> tuple[object, ...]:
+    return BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision, torch.get_default_dtype()
+
+
+def older() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "unknown"
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_begins() -> Iterator[None]:
+    before = settings(), BACKENDS.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.set_default_dtype(torch.float32)
+    BACKENDS.fp32_precision = "none"
+    for of, precision in zip((BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul), before[0], strict=False):
+        of.fp32_precision = precision
+    assert (settings(), BACKENDS.fp32_precision) == before
+
+
+@pytest.mark.parametrize(
+    "set_it",
+    [
+        partial(torch.set_float32_matmul_precision, "medium"),
+        partial(torch.set_float32_matmul_precision, "high"),
+        partial(setattr, BACKENDS.cuda.matmul, "allow_tf32", True),
+        partial(setattr, BACKENDS, "fp32_precision", "tf32"),
+        partial(setattr, BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"),
+        partial(torch.set_default_dtype, torch.bfloat16),
+    ],
+    ids=["medium", "high", "allow_tf32", "all tf32", "mkldnn bf16", "default dtype"],
+)
+def test_are_put_back(set_it: Callable[[], None]) -> None:
+    set_it()
+    before = settings(), older()
+
+    @own_settings()
+    def look(*, again: bool) -> None:
+        assert {*settings()} <= {*OURS, "none"}
+        assert older() == "highest"
+        if not again:
+            raise ValueError("of the body")
+        look(again=False)
+
+    with pytest.raises(ValueError, match="of the body"):
+        look(again=True)
+    assert (settings(), older()) == before
+
+
+def test_what_follows_a_general_setting_goes_on_to() -> None:
+    BACKENDS.fp32_precision = "tf32"
+    with own_settings():
+        assert settings() == OURS
+    BACKENDS.fp32_precision = "none"
+    assert settings() == ("none", "none", torch.float32)
+
+
+def test_last_thread_puts_back_what_belongs_to_the_process() -> None:
+    torch.set_float32_matmul_precision("medium")
+    before, steps, seen = settings(), [threading.Event() for _ in range(2)], []
+
+    def first() -> None:
+        with own_settings():
+            steps[0].set()
+            steps[1].wait(10)
+        seen.append(settings())  # the other one is within
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    steps[0].wait(10)
+    with own_settings():
+        steps[1].set()
+        thread.join(10)
+        seen.append(settings())
+    assert seen == [OURS, OURS]
+    assert settings() == before
+
+
+def test_autocast_forgets_weights_that_were_written_to() -> None:
+    linear, x = nn.Linear(4, 4), torch.ones(1, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert linear(x).any()
+        with own_settings():
+            assert not torch.is_autocast_enabled("cpu")
+            linear.weight.zero_()
+            linear.bias.zero_()
+        assert torch.is_autocast_enabled("cpu")
+        assert not linear(x).any()
