@@ -42,8 +42,8 @@ class Regrow:
     such a step the optimizers find no gradients, so that weights, moments and weight decay stand still, and ``every``
     is at least 2.
 
-    Measured on text, growth by gradient did worse than zeros that never move: it falls into a few rows and columns (see
-    ``benchmarks/bench_recipes.py``). Hence the default.
+    Measured on text (``benchmarks/bench_recipes.py``), growth by gradient did worse than zeros that never move: more
+    than half of it fell into a tenth of the rows. Hence the default.
 
     With ``"2:4"`` this is training with N:M masks that move. SR-STE (arXiv 2102.04010) is another way to it. It trains
     the pruned weights too, so it needs a dense copy of the model, which in place does not exist.
