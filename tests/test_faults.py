@@ -261,6 +261,10 @@ CALLS: dict[str, tuple[int, Make]] = {
             )
         ),
     ),
+    "StraightThrough": (
+        2,
+        trained(lambda model, optimizer: lambda: prune.StraightThrough(model, optimizer, include="*")),
+    ),
     "erk": (2, trained(lambda model, _: lambda: prune.erk(model, 0.5, include="*"))),
     "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),

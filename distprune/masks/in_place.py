@@ -155,6 +155,41 @@ def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
 
 
 @torch.no_grad()
+def set_aside(local: torch.Tensor, aside: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Move what ``mask`` (bool, True = keep) prunes of ``local`` into ``aside``, and write +0.0 there. Local.
+
+    ``aside`` (same local shape and dtype) then has +0.0 where a weight is kept; where it is pruned, its value, and -0.0
+    in the place of a zero. So its bits say what is pruned, and without ``mask`` that is pruned again. Chunk by chunk.
+    """
+    bits = bits_of(local)
+    negative_zero = torch.iinfo(bits.dtype).min
+    for values, rest, *masked in _pieces(bits, bits_of(aside), *(() if mask is None else (mask,))):
+        pruned = ~masked[0] if masked else rest != 0
+        rest[...] = values * pruned
+        rest[(rest == 0) & pruned] = negative_zero
+        values *= ~pruned
+    increment_version(local)
+
+
+@torch.no_grad()
+def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
+    """Write what was set aside into ``local``, where that is still zero; elsewhere ``aside`` forgets it. Local.
+
+    Return how many weights were not zero any more, int64, on the device. Chunk by chunk.
+    """
+    bits = bits_of(local)
+    num_written = torch.zeros((), dtype=torch.int64, device=local.device)
+    for values, rest in _pieces(bits, bits_of(aside)):
+        is_zero = values << 1 == 0  # without the sign
+        num_written += ((rest != 0) & ~is_zero).sum()
+        rest *= is_zero
+        values *= ~is_zero
+        values |= rest
+    increment_version(local)
+    return num_written
+
+
+@torch.no_grad()
 def make_zeros_positive(local: torch.Tensor) -> None:
     """Write +0.0 over every -0.0. Local, chunk by chunk."""
     bits = bits_of(local)

@@ -6,12 +6,14 @@ from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, constant, cubic, one_shot, stepwise
 from distprune.training.shares import erk
 from distprune.training.sparse_training import SparseTraining
+from distprune.training.straight_through import StraightThrough
 
 __all__ = [
     "Hold",
     "Regrow",
     "Schedule",
     "SparseTraining",
+    "StraightThrough",
     "TrainingReport",
     "Update",
     "constant",

@@ -75,7 +75,7 @@ class Binding:
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
-        self._of_model = [self._model.register_forward_pre_hook(_Weak(self.follow), prepend=True)]
+        self._of_model = [self._model.register_forward_pre_hook(Weak(self.follow), prepend=True)]
         self._watch()
 
     def remove(self) -> None:
@@ -150,7 +150,7 @@ class Binding:
         for held in self.held:
             tensor = held.shard.tensor  # None: FSDP1
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:
-                hook = _Weak(self._at_gradient, held)
+                hook = Weak(self._at_gradient, held)
                 self._watched.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, ParameterRange]]:
@@ -158,7 +158,7 @@ class Binding:
         return [(held, where) for held, where in zip(self.held, ranges, strict=True) if where is not None]
 
 
-class _Weak:
+class Weak:
     """Calls a method, with the arguments given here, as long as its object is alive; a copy calls nothing."""
 
     def __init__(self, method: Callable[..., None] | None, *arguments: Any) -> None:
@@ -174,7 +174,7 @@ class _Weak:
 
     @override
     def __reduce__(self) -> Any:
-        return _Weak, (None,)
+        return Weak, (None,)
 
 
 def _registered(shard: LocalShard) -> torch.Tensor | None:

@@ -29,7 +29,16 @@ from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, count_zeros, fetched, private
 from distprune.training.binding import Binding
 from distprune.training.held import Held, warn_of_overwritten
-from distprune.training.optimizers import Optimizers, inside, parameters_of, state_of, unwrapped
+from distprune.training.optimizers import (
+    Optimizers,
+    check_moves,
+    closure_of,
+    inside,
+    parameters_of,
+    state_of,
+    unwrapped,
+    with_closure,
+)
 from distprune.training.regrowth import Counts, GrowBy, regrow
 
 _outside_dynamo = private("torch", "_disable_dynamo")
@@ -116,7 +125,7 @@ class Hold:
                 held = self._binding.held
                 for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
                     each.take(counts)
-                self._check_moves()
+                check_moves(self._optimizers or (), [each.shard for each in held])
                 self._attach()
         except Exception:
             self.remove()
@@ -167,20 +176,6 @@ class Hold:
             )
         return agreed
 
-    def _check_moves(self) -> None:
-        """Raise if the optimizers hold no parameter that is held, and some are on this rank."""
-        optimizers = self._optimizers or []
-        has_elements = any(held.shard.local.numel() for held in self._binding.held)
-        if optimizers and has_elements and not any(self._binding.of(optimizer) for optimizer in optimizers):
-            names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-            none = f"none of the {len(self._binding.held)} held parameters is among those of {names}"
-            if not any(held.shard.tensor is None or held.shard.tensor.requires_grad for held in self._binding.held):
-                raise ValueError(
-                    f"{none}: they are frozen (requires_grad=False), as under PEFT's adapters, so their zeros stay "
-                    "without this: prune first, and merge adapters with distprune.merge_adapters(model)"
-                )
-            raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
-
     def _attach(self) -> None:
         self._binding.attach()
         if self._optimizers is None:
@@ -198,7 +193,7 @@ class Hold:
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._at_step(optimizer)
             return None
@@ -213,7 +208,7 @@ class Hold:
                 self._at_step(optimizer)
             return loss
 
-        return (args[0], evaluate, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+        return with_closure(args, kwargs, evaluate)
 
     @torch.no_grad()
     def _at_step(self, optimizer: Optimizer) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
+
+from distprune.collectives import Communicator, max_together
+from distprune.shards import LocalShard, local_of, ranges_of
 
 Optimizers = Optimizer | Iterable[Any] | None
 
@@ -75,3 +78,51 @@ def state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, object]
     inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer: it steps a part of the parameters here
     state = (inner if isinstance(inner, Optimizer) else optimizer).state.get(parameter)  # not [...]: makes an entry
     return state if isinstance(state, dict) else {}
+
+
+def check_moves(optimizers: Sequence[Optimizer], shards: Sequence[LocalShard]) -> None:
+    """Check that ``optimizers`` hold one of ``shards`` at least, if some have elements on this rank. Local.
+
+    Raises:
+        ValueError: they hold none.
+    """
+    parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    has_elements = any(shard.local.numel() for shard in shards)
+    if not optimizers or not has_elements or any(where is not None for where in ranges_of(shards, parameters)):
+        return
+    names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+    none = f"none of the {len(shards)} pruned parameters is among those of {names}"
+    if not any(shard.tensor is None or shard.tensor.requires_grad for shard in shards):
+        raise ValueError(
+            f"{none}: they are frozen (requires_grad=False), as under PEFT's adapters, so their zeros stay "
+            "without this: prune first, and merge adapters with distprune.merge_adapters(model)"
+        )
+    raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure that is among the arguments of a step (the first is the optimizer). Local."""
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step with another ``closure``. Local."""
+    return (args[0], closure, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def only_makes_state(comm: Communicator, optimizer: Optimizer) -> bool:
+    """Return whether this is no step of training. At a learning rate of 0, every rank must call it: one round.
+
+    torch.distributed.checkpoint makes the state of a fresh optimizer by a step at rate 0, with gradients of zero.
+    """
+    if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+
+    def fill(any_there: torch.Tensor) -> None:
+        any_there[0] = any(bool(local_of(gradient).any()) for gradient in gradients)
+
+    return not bool(max_together(comm, (1,), fill)[0])

@@ -45,8 +45,8 @@ class Regrow:
     Measured on text (``benchmarks/bench_recipes.py``), growth by gradient did worse than zeros that never move: more
     than half of it fell into a tenth of the rows. Hence the default.
 
-    With ``"2:4"`` this is training with N:M masks that move. SR-STE (arXiv 2102.04010) is another way to it. It trains
-    the pruned weights too, so it needs a dense copy of the model, which in place does not exist.
+    With ``"2:4"`` this is training with N:M masks that move. Another way to it, which trains the pruned weights too and
+    keeps them beside the model, is :class:`StraightThrough` (SR-STE).
 
     Raises:
         ValueError: on construction: a share out of range, or steps that are not positive.

@@ -10,18 +10,18 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distprune.collectives import Group, agree, communicator, max_together, together
+from distprune.collectives import Group, agree, communicator, together
 from distprune.models import NamePattern
 from distprune.patterns import Pattern, Scope, says_how_much
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores import Movement, ScoreLike, as_score
-from distprune.shards import LocalShard, dtensor_like, gradients_of, local_of
+from distprune.shards import LocalShard, gradients_of
 from distprune.training.binding import in_backward
+from distprune.training.carried import laid_out, load_in_place
 from distprune.training.hold import Hold, hold_zeros
-from distprune.training.optimizers import Optimizers, parameters_of
+from distprune.training.optimizers import Optimizers, only_makes_state
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rises
@@ -141,7 +141,7 @@ class SparseTraining:
                 place, as ``torch.distributed.checkpoint`` does it.
         """
         if isinstance(self._score, Movement) and "movement" in state_dict:
-            self._load_sums(state_dict["movement"])
+            load_in_place(self._comm, self._sums(), state_dict["movement"], "sums of movement")
         elif isinstance(self._score, Movement):
             self._movement = {}
             if int(state_dict["step"]):
@@ -178,7 +178,7 @@ class SparseTraining:
                 "an optimizer that steps within the backward pass cannot prune over time, since the ranks are not in "
                 "step there; prune first, and call hold_zeros"
             )
-        if self._makes_state(optimizer):
+        if only_makes_state(self._comm, optimizer):
             return
         step, how = self.step, self._regrow
         if isinstance(self._score, Movement):
@@ -208,20 +208,6 @@ class SparseTraining:
         self.sparsities = {each.name: each.sparsity for each in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
-    def _makes_state(self, optimizer: Optimizer) -> bool:
-        """Return whether this is no step of training. At a learning rate of 0, every rank must call it: one round.
-
-        torch.distributed.checkpoint makes the state of a fresh optimizer by a step at rate 0, with gradients of zero.
-        """
-        if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
-            return False
-        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-
-        def fill(any_there: torch.Tensor) -> None:
-            any_there[0] = any(bool(local_of(gradient).any()) for gradient in gradients)
-
-        return not bool(max_together(self._comm, (1,), fill)[0])
-
     def _add_movement(self) -> None:
         shards = self._request.find().shards
         for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
@@ -237,31 +223,7 @@ class SparseTraining:
 
     def _sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of movement in their parameters' layout, zeros at first."""
-        sums = {}
-        for shard in self._request.find().shards:
-            if shard.tensor is None:
-                raise NotImplementedError(
-                    f"the sum of movement of {shard.name!r} has a place that no checkpoint knows (FSDP1); shard the "
-                    "model with fully_shard (FSDP2), or save the weights alone"
-                )
-            total = self._sum_of(shard)
-            sums[shard.name] = dtensor_like(shard.tensor, total) if isinstance(shard.tensor, DTensor) else total
-        return sums
-
-    def _load_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
-        own = self._sums()
-        if sums.keys() != own.keys():
-            raise ValueError(f"sums of movement of other parameters: {sorted(sums.keys() ^ own.keys())[:4]}")
-        for name, total in own.items():
-            given, mine = local_of(sums[name]), local_of(total)
-            is_elsewhere = isinstance(total, DTensor) and given.data_ptr() != mine.data_ptr()
-            if given.shape != mine.shape or (is_elsewhere and self._comm.size > 1):
-                raise ValueError(
-                    f"the sum of movement of {name!r} is laid out otherwise, or may be another rank's part of it: load "
-                    "it in place, with torch.distributed.checkpoint"
-                )
-        for name, total in own.items():
-            local_of(total).copy_(local_of(sums[name]))
+        return laid_out(self._request.find().shards, self._sum_of, "sums of movement")
 
 
 def _listed(level: float | dict[str, float]) -> list[float]:

@@ -348,7 +348,7 @@ def _prunes_in_backward(model: nn.Module) -> None:
     ("call", "error", "says"),
     [
         (_all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
-        (_other_optimizer, ValueError, "none of the 8 held parameters is among those of SGD"),
+        (_other_optimizer, ValueError, "none of the 8 pruned parameters is among those of SGD"),
         (_goes_down, ValueError, "the schedule goes down from 0.5 to 0.25"),
         (_no_gradient, ValueError, "'layers.0.attention.q.weight' has no gradient"),
         (lambda model: hold_zeros(model, "adam"), TypeError, "expected a torch.optim.Optimizer"),

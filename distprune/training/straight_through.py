@@ -1,0 +1,374 @@
+"""Training with masks that move at every step: pruned forward and backward, dense weights under the optimizer.
+
+Nouns: the *latent weights* are the dense ones, which the optimizer steps. Between steps the model has what the mask
+keeps of them, and what it prunes is *set aside*, so both together are the latent weights, and nothing is stored twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from distprune.collectives import Communicator, Group, communicator, max_together, sum_together
+from distprune.masks import bring_back, set_aside
+from distprune.models import Found, NamePattern, find_shards
+from distprune.patterns import Pattern, Ranked, as_pattern, says_how_much
+from distprune.pruning.agreement import Facts, agree_on, all_shown
+from distprune.pruning.fitting import fitted
+from distprune.pruning.prune_model import choose_masks
+from distprune.scores import LocalScores, Magnitude, Score
+from distprune.shards import LocalShard, chunk_size, fetched, gradients_of, private, ranges_of
+from distprune.training.binding import Weak, in_backward
+from distprune.training.carried import laid_out, load_in_place
+from distprune.training.optimizers import (
+    Optimizers,
+    check_moves,
+    closure_of,
+    inside,
+    only_makes_state,
+    parameters_of,
+    unwrapped,
+    with_closure,
+)
+
+_outside_dynamo = private("torch", "_disable_dynamo")
+
+
+@final
+class StraightThrough:
+    """Train ``model`` with a mask that is chosen anew after every step, from weights that all go on learning (SR-STE).
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> training = StraightThrough(model, optimizer, pattern="2:4")
+    >>> model(torch.ones(8)).sum().backward()
+    >>> optimizer.step()
+    >>> sparsity(model)
+    0.5
+
+    Forward and backward see the pruned weights W ⊙ M. Their gradient g(W ⊙ M), dense, goes straight through to the
+    latent weights W, also to those that M prunes. These decay by λ, so that they do not come back by chance:
+    W ← W - η (g(W ⊙ M) + λ (1 - M) ⊙ W), with the η and the rule of your optimizer; then M is chosen anew from |W|,
+    exactly over ranks; a W that is zero is a weight like others. (SR-STE, arXiv 2102.04010, section 3.) The model is
+    pruned at once, and between steps, so what is saved, evaluated or exported of it is what the pattern says.
+
+    Args:
+        model: in any layout that :func:`distprune.prune_model` takes, wrapped, moved and cast before this.
+        optimizer: one, several, a wrapper or a container of some. With several the mask moves after the last one in the
+            list that steps a pruned weight.
+        pattern: one that says how much is pruned: ``"2:4"``, ``PerRow(0.5)``, ``Unstructured(0.5)``,
+            ``Block(16, 0.5)``, ``Channels(0.5)``.
+        decay: λ. It is added to the gradient at the step, after clipping. 0: the plain straight-through estimator.
+        every: so many steps a mask stays.
+        include: as in :func:`distprune.prune_model`, as is ``exclude``.
+        group: the ranks that hold parts of the model; all of them step together.
+
+    What is set aside takes a second copy of this rank's part of the weights, and for the checkpoint belongs to
+    :meth:`state_dict`. What you write into a pruned weight between steps counts, with a warning. Gradients stay dense,
+    so do not hold the same zeros (:func:`distprune.hold_zeros`). A copy (``deepcopy``, pickle) that is made together
+    with the model and the optimizer trains the copies; only that of the default group can be pickled.
+
+    Every rank of ``group`` must make it, and step. Rounds of a step: one of 16 bytes, and those of
+    :func:`distprune.prune_model` where the mask is chosen, whatever the number of layers. An error within a step leaves
+    the model pruned by the mask of before: at once if it is raised here, else at the next forward or ``state_dict``.
+
+    Raises:
+        ValueError, TypeError: on every rank, nothing changed, as :func:`distprune.prune_model`; ``decay`` or ``every``
+            out of range; a pattern that does not say how much; an optimizer without any of the parameters. At a step:
+            weights became NaN; the parameters are laid out otherwise than before; a gradient that is not reduced.
+        NotImplementedError: on every rank: an optimizer that wraps another and writes weights itself (Lookahead); at a
+            step: one that steps within the backward pass, where ranks are not in step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        pattern: Pattern | str = "2:4",
+        decay: float = 2e-4,
+        every: int = 1,
+        include: NamePattern | Sequence[NamePattern] = (),
+        exclude: NamePattern | Sequence[NamePattern] = (),
+        group: Group = None,
+    ) -> None:
+        self.step = 0  # how many were done
+        self._model, self._pattern, self._decay, self._every = model, pattern, decay, every
+        self._include, self._exclude = include, exclude
+        self._comm: Communicator = communicator(group)
+        self._aside: dict[str, torch.Tensor] = {}  # by parameter, of local shape
+        self._was_written = False  # to a pruned weight, on some rank, since the mask was chosen
+        self._start()
+
+        def look() -> Found:
+            _check_arguments(pattern, decay, every)
+            self._optimizers = _that_step(optimizer)
+            found = find_shards(model, include, exclude)
+            self._layout = _layout_of(found.shards)
+            return found
+
+        shards, masks = self._chosen(look)
+
+        def prepare(moves: torch.Tensor) -> None:
+            check_moves(self._optimizers, shards)
+            self._aside = {shard.name: torch.zeros_like(shard.local) for shard in shards}
+            for i, each in enumerate(self._optimizers):
+                moves[i] = any(where is not None for where in ranges_of(shards, parameters_of(each)))
+
+        moves = max_together(self._comm, (len(self._optimizers),), prepare).tolist()
+        self._optimizers = [each for each, of_each in zip(self._optimizers, moves, strict=True) if of_each]
+        self._attach()
+        for shard, mask in zip(shards, masks, strict=True):  # from here on no rank can fail
+            set_aside(shard.local, self._aside[shard.name], mask)
+
+    def _start(self) -> None:
+        """Begin with what no copy takes along."""
+        self._dense: dict[int, list[LocalShard]] = {}  # what has its latent weights, by the optimizer that steps it
+        self._found: Found | None = None  # in the step that is going on
+        self._handles: list[RemovableHandle] = []
+
+    def _attach(self) -> None:
+        self._handles = [
+            self._model.register_forward_pre_hook(Weak(self._prune_again), prepend=True),
+            self._model.register_state_dict_pre_hook(Weak(self._prune_again)),  # type: ignore[no-untyped-call]
+        ]
+        for optimizer in self._optimizers:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle needs: hooks go with neither, so they are set anew."""
+        self._prune_again()
+        left_out = ("_dense", "_found", "_handles")
+        return {name: value for name, value in vars(self).items() if name not in left_out} | {
+            "trains": bool(self._handles)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        trains = state.pop("trains")
+        vars(self).update(state)
+        self._start()
+        if trains:
+            self._attach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps done, and by parameter what is set aside. Local.
+
+        These have their parameters' layout (DTensors, where these are), and are not copied. So
+        ``torch.distributed.checkpoint`` saves them beside the model, and loads them in place at another number of
+        ranks.
+
+        Raises:
+            NotImplementedError: under FSDP1, whose places no checkpoint knows.
+        """
+        self._prune_again()
+        return {"step": self.step, "aside": self._laid_out()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`; weights and optimizer are loaded as ever. Local.
+
+        Raises:
+            KeyError, ValueError: nothing changed: it has not what was set aside (to go on from a pruned model alone,
+                load that, and make this anew), that of other parameters, or of another rank: DTensors that were not
+                loaded in place, as ``torch.distributed.checkpoint`` does it.
+        """
+        self._prune_again()
+        step = int(state_dict["step"])
+        load_in_place(self._comm, self._laid_out(), state_dict["aside"], "weights set aside")
+        self.step = step
+
+    def finish(self) -> None:
+        """Leave the model pruned as it is, drop what is set aside, and prune nothing any more. Local."""
+        self._prune_again()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._aside = [], {}
+
+    def _laid_out(self) -> dict[str, torch.Tensor]:
+        found = find_shards(self._model, self._include, self._exclude).shards
+        shards = [shard for shard in found if shard.name in self._aside]
+        return laid_out(shards, lambda shard: self._aside[shard.name], "weights set aside")
+
+    def _chosen(self, find: Callable[[], Found]) -> tuple[list[LocalShard], list[torch.Tensor]]:
+        """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it."""
+
+        def look() -> tuple[Found, Facts, Score, Pattern]:
+            found = find()
+            pattern = as_pattern(self._pattern)
+            facts: dict[str, object] = {"pattern": repr(pattern), "decay": repr(self._decay), "every": self._every}
+            facts |= {"include": all_shown(self._include), "exclude": all_shown(self._exclude)}
+            facts["number of optimizers"] = len(self._optimizers)
+            shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
+            return dataclasses.replace(found, shards=shards), facts, Magnitude(), pattern
+
+        agreed, pattern = agree_on(self._comm, look)
+        agreed.check_found()
+
+        def make_scores() -> list[LocalScores]:  # of latent weights, whose zeros are weights like others
+            return [LocalScores(shard, Magnitude()) for shard in agreed.shards()]
+
+        ranked = Ranked(self._comm, agreed.roster, Magnitude(), make_scores, of_left=True)
+        masks, _ = choose_masks(ranked, ranked.choose(pattern))
+        return [scores.shard for scores in ranked.scores], masks
+
+    @_outside_dynamo  # type: ignore[untyped-decorator]
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._make_dense(optimizer)
+            return None
+
+        def evaluate() -> Any:  # may be called again, on weights that have moved
+            self._prune_again()
+            loss = closure()
+            self._make_dense(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, evaluate)
+
+    @torch.no_grad()
+    def _make_dense(self, optimizer: Optimizer) -> None:
+        """Before a step: give it the latent weights, and their decay."""
+        if in_backward():
+            raise NotImplementedError(
+                "an optimizer that steps within the backward pass cannot train straight through, since the ranks are "
+                "not in step there; let it step after the backward pass"
+            )
+        self._prune_again()  # if a step did not end
+        if only_makes_state(self._comm, optimizer):
+            return
+        gradients: list[torch.Tensor | None] = []
+
+        def open_up(num_written: torch.Tensor) -> None:
+            self._found = find_shards(self._model, self._include, self._exclude)
+            if _layout_of(self._found.shards) != self._layout:
+                raise ValueError(
+                    "the parameters are laid out otherwise, or are others, than when StraightThrough was made; make it "
+                    "after the model is wrapped, moved and cast"
+                )
+            shards, parameters = self._own(self._found), parameters_of(optimizer)
+            ranges = ranges_of(shards, parameters)
+            of_shards = gradients_of(shards, parameters)
+            for shard, where, gradient in zip(shards, ranges, of_shards, strict=True):
+                if where is not None and gradient is None and where.parameter.grad is not None:
+                    raise ValueError(
+                        f"the gradient of {shard.name!r} is sparse, or not reduced over the ranks, so its pruned "
+                        "weights cannot decay; leave it out with exclude, or reduce it before the step"
+                    )
+            dense = self._dense[id(optimizer)] = []
+            nums = []
+            for shard, where, gradient in zip(shards, ranges, of_shards, strict=True):
+                if where is not None:
+                    nums.append(bring_back(shard.local, self._aside[shard.name]))
+                    dense.append(shard)
+                    gradients.append(gradient)
+            num_written[0] = sum(map(int, fetched(nums)))
+
+        try:
+            num_written = int(sum_together(self._comm, (1,), open_up)[0])
+        except Exception:
+            self._prune_again()
+            raise
+        if num_written:
+            self._was_written = True
+            warnings.warn(
+                f"{num_written} pruned weights were written to since the last step, as by a checkpoint that was loaded "
+                "without StraightThrough's state_dict: they go on from what they are now",
+                stacklevel=3,
+            )
+        # What GradScaler leaves to a fused optimizer to divide by.
+        scale = getattr(optimizer, "grad_scale", None)
+        by = self._decay if scale is None else self._decay * scale
+        for shard, gradient in zip(self._dense[id(optimizer)], gradients, strict=True):
+            if gradient is not None and self._decay:
+                _add(gradient, self._aside[shard.name], by)
+
+    @_outside_dynamo  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._dense:
+            return  # it made its state, or did not call its closure
+        if optimizer is not self._optimizers[-1]:
+            self._prune_again()
+            return
+        self.step += 1
+        if self.step % self._every and not self._was_written:
+            self._prune_again()
+            return
+        found, dense = self._found, self._dense[id(optimizer)]
+        assert found is not None
+        shards = self._own(found)
+        moved = {shard.name for shard in dense}
+        for shard in shards:
+            if shard.name not in moved:
+                bring_back(shard.local, self._aside[shard.name])
+                dense.append(shard)
+        try:
+            shards, masks = self._chosen(lambda: found)
+        except Exception:
+            self._prune_again()
+            raise
+        for shard, mask in zip(shards, masks, strict=True):
+            set_aside(shard.local, self._aside[shard.name], mask)
+        self._dense, self._found, self._was_written = {}, None, False
+
+    def _own(self, found: Found) -> list[LocalShard]:
+        return [shard for shard in found.shards if shard.name in self._aside]
+
+    def _prune_again(self) -> None:
+        """Set aside what is dense, by the mask of before: within a step, or after one that raised. Local."""
+        for shards in self._dense.values():
+            for shard in shards:
+                set_aside(shard.local, self._aside[shard.name])
+        self._dense, self._found = {}, None
+
+
+def _check_arguments(pattern: Pattern | str, decay: float, every: int) -> None:
+    says_none = pattern is None or (isinstance(pattern, str) and not says_how_much(pattern))
+    as_pattern(pattern, 0.0 if says_none else None)
+    if says_none:
+        raise ValueError(
+            f"pattern={pattern!r} does not say how much is pruned; pass it as a value, such as PerRow(0.5), or as N:M"
+        )
+    if not 0 <= decay < math.inf:
+        raise ValueError(f"decay={decay!r} must be a number from 0 up, such as 2e-4")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r} must be a number of steps, at least 1")
+
+
+def _that_step(optimizer: Optimizers) -> list[Optimizer]:
+    """Return the optimizers that step weights, or raise: wrappers that write weights themselves. Local."""
+    found = unwrapped(optimizer)
+    for each in found:
+        if inside(each) is not None:
+            raise NotImplementedError(
+                f"{type(each).__name__} wraps an optimizer and writes weights of its own, which would not be the "
+                "latent ones; pass the optimizer inside, and do without the wrapper"
+            )
+    return found
+
+
+def _layout_of(shards: Sequence[LocalShard]) -> dict[str, object]:
+    return {shard.name: (shard.geometry, shard.local.dtype, shard.local.device) for shard in shards}
+
+
+def _add(gradient: torch.Tensor, values: torch.Tensor, by: float | torch.Tensor) -> None:
+    """Add ``values`` times ``by``, rounded before the sum, so that no layout has a fused sum. Chunk by chunk."""
+    if gradient.numel() == 0:
+        return
+    gradient, values = (each[None] if each.ndim == 0 else each for each in (gradient, values))
+    num_rows = max(1, chunk_size(gradient.device) * len(gradient) // gradient.numel())
+    for into, some in zip(torch.split(gradient, num_rows), torch.split(values, num_rows), strict=True):
+        into.add_(some * by)
