@@ -5,6 +5,7 @@ The bytes are the same whatever the number of ranks and the layout, so any other
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
+from distprune.checkpoint.mapped_file import mapped_file_at
 from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
@@ -50,13 +52,17 @@ def write_chunk(
     """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local.
 
     Raises:
-        OSError: the disk is full or not writable; it names the tensor.
+        OSError: the disk is full or not writable, or ``values`` are mapped and their file has become shorter; it names
+            the tensor.
     """
-    data, itemsize = bytes_of(values).data, entry.dtype.itemsize
+    written, itemsize = bytes_of(values), entry.dtype.itemsize
+    data = written.data
     try:
         for flat_start, low, high in stretches:
             _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
     except OSError as error:
+        if error.errno == errno.EFAULT and (path := mapped_file_at(written.ctypes.data)):
+            raise OSError(f"cannot read {entry.name!r}: {path} has become shorter while it was read") from error
         raise OSError(error.errno, f"cannot write {entry.name!r}: {error.strerror}") from error
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from distprune.checkpoint import inspect_directory
+from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command
 from distprune.cli.display import Display, show_inspection
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
@@ -99,6 +100,7 @@ def run() -> NoReturn:
     128 + n for signal n.
     """
     open_standard_streams()
+    explain_bus_errors()
     forgive_lost_output("stderr")
     launch = Launch()
     shown = io.StringIO()

@@ -174,7 +174,10 @@ class _BlockPruner:
             counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_layer])
             reports.append(LayerReport(f"{name}.{of_layer}", *counts))
         dense = {f"{name}.{path}": reason for path, reason in dense.items()}
-        return BlockReport(index, name, tuple(reports), dense, seconds, used.num_rounds, used.num_bytes)
+        residual = tuple(
+            f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
+        )
+        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
 
     def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:
         """Let ``restore`` bring block ``index`` to what it was pruned to before, and advance behind it if it does.

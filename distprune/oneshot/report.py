@@ -48,6 +48,7 @@ class BlockReport:
     name: str
     layers: tuple[LayerReport, ...]
     dense: dict[str, str]  # other weights, by name: why they are left as they are (a router, a gate)
+    residual: tuple[str, ...]  # layers that have hidden states as their target: their outputs are added as they are
     seconds: dict[str, float]
     num_rounds: int
     num_bytes: int

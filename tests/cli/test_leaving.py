@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from distprune.cli.meeting import Meeting
 from distprune.jobs import PruneJob, run_prune_job
+from distprune.jobs.stretches import StretchWriter
+from distprune.pruning.streamed import StreamedPruning
 from tests.cli.test_launches import finish
+from tests.hf_models import make_model
 from tests.sampling import only_whole
 from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
@@ -44,17 +48,17 @@ class Pair:
             "long": folder / "long.txt",
         }
         self.ranks: list[BaseProcess] = []
-        self._variables = by_hand(2)
+        self.variables = by_hand(2)
 
     def start(self, first: list[str], second: list[str]) -> None:
-        self._variables = by_hand(2)
+        self.variables = by_hand(2)
         for rank, line in enumerate((first, second)):
             self.start_one(rank, line)
 
     def start_one(self, rank: int, line: list[str], be: Callable[..., None] = be_rank) -> BaseProcess:
         arguments = [word.format(**self.places) for word in line]
         log = str(self.folder / f"log{rank}")
-        self.ranks.append(CONTEXT.Process(target=be, args=(self._variables[rank], arguments, log)))
+        self.ranks.append(CONTEXT.Process(target=be, args=(self.variables[rank], arguments, log)))
         self.ranks[-1].start()
         return self.ranks[-1]
 
@@ -156,6 +160,46 @@ def test_a_rank_that_fails_in_a_forward_ends_the_other(pair: Pair, fails: str) -
     cause = "can't allocate memory"
     assert cause in (pair.said(0) if is_told else pair.said(1))
     assert is_told or "another rank has ended" in pair.said(0)
+    assert not (pair.outputs / "out").exists()
+
+
+CUT_OFF: dict[str, tuple[Any, str, list[str]]] = {
+    "choosing": (StreamedPruning, "__init__", [*LINE, "--streamed"]),
+    "writing": (StretchWriter, "write", [*LINE, "--streamed"]),
+}
+
+
+def be_rank_while_weights_are_cut_off(
+    when: str, weights: str, variables: dict[str, str], arguments: list[str], log: str
+) -> None:
+    owner, name, _ = CUT_OFF[when]
+    method = getattr(owner, name)
+
+    def cutting(*given: Any) -> Any:
+        os.truncate(weights, 4096)
+        return method(*given)
+
+    setattr(owner, name, cutting)
+    be_rank(variables, arguments, log)
+
+
+@pytest.mark.parametrize("when", CUT_OFF)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.sampled(2)
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(
+    pair: Pair, tmp_path: Path, when: str, num_ranks: int
+) -> None:
+    """The system sends SIGBUS, which would kill the process without a word."""
+    model = make_model(tmp_path / "model", hidden_size=64)
+    pair.places["model"] = model
+    weights = str(model / "model.safetensors")
+    pair.variables = by_hand(num_ranks) if num_ranks > 1 else [{}]
+    for rank in range(num_ranks):
+        pair.start_one(rank, CUT_OFF[when][2], partial(be_rank_while_weights_are_cut_off, when, weights))
+    assert [pair.code(rank) for rank in range(num_ranks)] == [1] * num_ranks
+    said = "".join(pair.said(rank) for rank in range(num_ranks))
+    assert f"{weights} has become shorter while it was read" in said
+    assert "Traceback" not in said
     assert not (pair.outputs / "out").exists()
 
 
