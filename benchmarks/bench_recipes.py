@@ -34,8 +34,9 @@ RATE, WARM_UP = 3e-3, 100
 DENSE, SMALL = "dense", "dense, of as many parameters as are kept"
 LATE, GRADUAL = "one-shot at half of the steps", "gradual"
 STATIC, RIGL, SET = "from the start, never moved", "from the start, RigL", "from the start, SET"
+SR_STE = "from the start, SR-STE"
 AT_END = "one-shot at the end"  # what the dense one becomes
-WAYS = (DENSE, STATIC, SET, RIGL, GRADUAL, SMALL, LATE)
+WAYS = (DENSE, STATIC, SET, RIGL, SR_STE, GRADUAL, SMALL, LATE)
 
 
 def speeches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +91,8 @@ def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, nu
         RIGL: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50, by="gradient")},
         SET: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50)},
     }
+    if way == SR_STE:
+        return prune.StraightThrough(model, optimizer, pattern=prune.Unstructured(prune.erk(model, SPARSITY), "tensor"))
     if way not in schedules:
         return None
     always = {name: prune.constant(share) for name, share in prune.erk(model, SPARSITY).items()}
@@ -164,7 +167,7 @@ def main() -> None:
         f"sparse ones end with {SPARSITY:.0%} zeros in the layers; embeddings stay. Gradual: cubic, from a tenth to "
         "seven tenths of the steps, all weights in competition. Those that are sparse from the start have their zeros "
         "shared by ERK; RigL (by gradient) and SET (by chance) move 30 % of the kept weights, falling to none, every "
-        "50 steps until three quarters of them."
+        "50 steps until three quarters of them; SR-STE chooses anew at every step, of weights that all go on learning."
     )
     sizes = ("layers", "samples", "steps", "seeds")
     options = " ".join(f"--{name} {getattr(arguments, name)}" for name in sizes)

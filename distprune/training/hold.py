@@ -125,7 +125,9 @@ class Hold:
                 held = self._binding.held
                 for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
                     each.take(counts)
-                check_moves(self._optimizers or (), [each.shard for each in held])
+                optimizers = self._optimizers or []
+                moves = any(self._binding.of(optimizer) for optimizer in optimizers)
+                check_moves(optimizers, [each.shard for each in held], moves=moves)
                 self._attach()
         except Exception:
             self.remove()

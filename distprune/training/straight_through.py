@@ -119,10 +119,10 @@ class StraightThrough:
         shards, masks = self._chosen(look)
 
         def prepare(moves: torch.Tensor) -> None:
-            check_moves(self._optimizers, shards)
             self._aside = {shard.name: torch.zeros_like(shard.local) for shard in shards}
             for i, each in enumerate(self._optimizers):
                 moves[i] = any(where is not None for where in ranges_of(shards, parameters_of(each)))
+            check_moves(self._optimizers, shards, moves=bool(moves.any()))
 
         moves = max_together(self._comm, (len(self._optimizers),), prepare).tolist()
         self._optimizers = [each for each, of_each in zip(self._optimizers, moves, strict=True) if of_each]

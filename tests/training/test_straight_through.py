@@ -128,12 +128,8 @@ def test_is_the_plain_loop(pool: ProcessPool, layout: str, num_ranks: int, kind:
             check(got, wanted)
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.5)
-
-
-def _fused(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.5, fused=True)
+_adamw = functools.partial(torch.optim.AdamW, lr=0.5, weight_decay=0.5)
+_fused = functools.partial(torch.optim.AdamW, lr=0.5, fused=True)
 
 
 class _Both:
@@ -246,13 +242,7 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "seen",
-    [
-        lambda model, _: model(inputs()[0]),
-        lambda model, _: model.state_dict(),
-        lambda _, training: training.finish(),
-        None,
-    ],
+    "seen", [lambda model, _: model(inputs()[0]), lambda model, _: model.state_dict(), lambda _, it: it.finish(), None]
 )
 def test_a_step_that_fails(seen: Callable[[nn.Module, StraightThrough], object] | None) -> None:
     """The mask of before is there when the model is next looked at, and nothing of the latent weights is lost."""
@@ -324,9 +314,9 @@ def rounds_on_rank(_: int, num_layers: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_layers", [2, 30])
-def test_rounds_do_not_grow_with_layers(num_layers: int) -> None:
-    assert run_threads(2, rounds_on_rank, num_layers) == [[1, 4, 1, 4]] * 2
+def test_rounds_do_not_grow_with_layers() -> None:
+    for num_layers in (2, 30):
+        assert run_threads(2, rounds_on_rank, num_layers) == [[1, 4, 1, 4]] * 2
 
 
 class Lookahead(torch.optim.SGD):
