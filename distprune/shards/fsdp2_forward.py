@@ -36,7 +36,7 @@ def take_roots(model: nn.Module) -> None:
 
 
 def reset_forward(model: nn.Module) -> None:
-    """Put all of ``model`` back to its shards, and to where no forward has begun: one was stopped, or will be.
+    """Put all of ``model`` back to its shards, and to where no pass has begun: one was stopped, or will be.
 
     FSDP2 keeps what it has gathered for a forward that has not ended, and does not prepare for the backward of
     what it takes for a part of it. Gradients that are being accumulated stay, which ``FSDPModule.reset_iter_state``
@@ -45,9 +45,13 @@ def reset_forward(model: nn.Module) -> None:
     for state in _states_in(model):
         state._training_state = _TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False  # of a backward pass that was stopped
         state._modules_to_run_forward.clear()
         for group in groups_of(state):
             group._training_state = _TrainingState.IDLE
+            # Ranks that were stopped in different places would gather in different orders.
+            getattr(group.comm_ctx, "post_forward_order", []).clear()  # there is none before a forward
+            group._post_forward_indices.clear()
             group.reshard()
 
 

@@ -21,6 +21,7 @@ from distprune.collectives import cannot_meet
 from distprune.evaluation import log_likelihoods
 from distprune.models import decoder_blocks
 from distprune.removal import order_layers, shrink_model
+from distprune.shards import local_of
 from tests.architectures import samples, tiny_model
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.test_evaluation import ragged
@@ -79,15 +80,23 @@ def raised_by(call: Callable[[nn.Module], object], model: nn.Module) -> tuple[st
     return "nothing", False, 0.0
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return those of a step of training, which FSDP2 reduces at the end of the backward pass, too."""
+    model.zero_grad()
+    model(input_ids=TOKENS).logits.square().mean().backward()
+    return [local_of(cast(torch.Tensor, parameter.grad)).clone() for parameter in model.parameters()]
+
+
 def told_on_rank(rank: int, call: str, places: list[str]) -> list[tuple[str, bool, float]]:
     model = nested()
-    before = CALLS["perplexity"](model)
+    trained, before = gradients(model), CALLS["perplexity"](model)
     found = []
     for place in places:
         handle = fail_at(model, place) if rank == 1 else None
         found.append(raised_by(CALLS[call], model))
         if handle is not None:
             handle.remove()
+        assert all(map(torch.equal, gradients(model), trained))
         assert CALLS["perplexity"](model) == before
     return found
 
