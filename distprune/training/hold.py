@@ -125,7 +125,7 @@ class Hold:
                 held = self._binding.held
                 for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
                     each.take(counts)
-                optimizers = self._optimizers or []
+                optimizers: list[Optimizer] = self._optimizers or []
                 moves = any(self._binding.of(optimizer) for optimizer in optimizers)
                 check_moves(optimizers, [each.shard for each in held], moves=moves)
                 self._attach()
