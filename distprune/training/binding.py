@@ -159,18 +159,22 @@ class Binding:
 
 
 class Weak:
-    """Calls a method, with the arguments given here, as long as its object is alive; a copy calls nothing."""
+    """Calls a method, with the arguments given here, as long as its object and they are alive; a copy calls nothing.
+
+    A hook of a parameter that kept its arguments would keep the parameter: Python finds no cycles through tensors.
+    """
 
     def __init__(self, method: Callable[..., None] | None, *arguments: Any) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
-        self._arguments = arguments
+        self._arguments = [weakref.ref(argument) for argument in arguments]
 
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or _transform() is not None:
             return  # what is compiled is not replaced, and what torch.func transforms has no memory to read
         method = None if self._method is None else self._method()
-        if method is not None:
-            method(*self._arguments)
+        arguments = [argument() for argument in self._arguments]
+        if method is not None and None not in arguments:
+            method(*arguments)
 
     @override
     def __reduce__(self) -> Any:

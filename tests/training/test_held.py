@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
@@ -121,6 +123,25 @@ def written_on_rank(_: int, layout: str, way: str) -> None:
 @pytest.mark.sampled(5)
 def test_what_is_written_between_steps(pool: ProcessPool, layout: str, way: str) -> None:
     pool.run(1 if layout == "plain" else 2, written_on_rank, layout, way)
+
+
+def let_go_on_rank(_: int) -> bool:
+    model: nn.Module = nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    prune.prune_model(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hold_zeros(model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    return gone() is None
+
+
+def test_a_model_that_nobody_needs_is_let_go(pool: ProcessPool) -> None:
+    """Through hooks of parameters, where Python finds no cycles, it would stay, and gloo's threads with it."""
+    assert pool.run(2, let_go_on_rank) == [True, True]
 
 
 def by_hand_on_rank(_: int, is_sharded: bool) -> None:
