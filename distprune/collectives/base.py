@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
+
+_FAILED, _OUT_OF_STEP = "_failed_to_communicate", "_is_out_of_step"  # on an exception
 
 
 @dataclass
@@ -140,30 +142,29 @@ class Communicator(ABC):
 
 
 @contextmanager
-def communicating() -> Iterator[None]:
+def _marking(mark: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        setattr(error, mark, True)
+        raise
+
+
+def communicating() -> AbstractContextManager[None]:
     """Mark what the body raises: the ranks may no longer meet."""
-    try:
-        yield
-    except Exception as error:
-        error._failed_to_communicate = True  # type: ignore[attr-defined]
-        raise
+    return _marking(_FAILED)
 
 
-@contextmanager
-def out_of_step() -> Iterator[None]:
+def out_of_step() -> AbstractContextManager[None]:
     """Mark what the body raises: the other ranks may be waiting in a collective that this one has left."""
-    try:
-        yield
-    except Exception as error:
-        error._is_out_of_step = True  # type: ignore[attr-defined]
-        raise
+    return _marking(_OUT_OF_STEP)
 
 
 def has_lost_ranks(error: Exception) -> bool:
     """Return whether a communicator raised ``error``."""
-    return getattr(error, "_failed_to_communicate", False)
+    return getattr(error, _FAILED, False)
 
 
 def cannot_meet(error: Exception) -> bool:
     """Return whether to tell the other ranks of ``error`` would be to wait for them in vain."""
-    return has_lost_ranks(error) or getattr(error, "_is_out_of_step", False)
+    return has_lost_ranks(error) or getattr(error, _OUT_OF_STEP, False)

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from distprune.selection import Put, put_size
-from distprune.shards import as_array, chunk_size, count_zeros, flat_chunk, on_host
+from distprune.shards import as_array, chunk_size, flat_chunk, on_host
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
@@ -114,7 +114,7 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
             before.copy_(now)
         counts[2] = too_few
         return counts
-    too_few_zeros = least > 0 and count_zeros([bits_of(local)])[0] < least
+    too_few_zeros = not _has_zeros(bits_of(local), least)
     num_changed = num_held = 0
     for values, before in _pieces(bits_of(local), kept):
         now = before if too_few_zeros else values != 0
@@ -123,6 +123,14 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
             num_changed += int(np.count_nonzero(now != before))
             before[...] = now
     return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
+
+
+def _has_zeros(bits: torch.Tensor, least: int) -> bool:
+    """Return whether ``least`` of ``bits`` are zero at least: read no further than that shows. On the host."""
+    pieces = _pieces(bits)
+    while least > 0 and (views := next(pieces, None)) is not None:
+        least -= views[0].size - int(np.count_nonzero(views[0]))
+    return least <= 0
 
 
 def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:

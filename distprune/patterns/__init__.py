@@ -67,7 +67,7 @@ def as_pattern(
 
 def says_how_much(pattern: Pattern | str | None) -> bool:
     """Return whether ``pattern`` itself says how much is pruned, as ``"2:4"`` does. Local."""
-    return isinstance(pattern, Pattern) or (pattern or "")[:1].isdigit()
+    return isinstance(pattern, Pattern) or (isinstance(pattern, str) and pattern[:1].isdigit())
 
 
 def _from_text(text: str, sparsity: float | Mapping[str, float] | None) -> Pattern:

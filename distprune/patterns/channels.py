@@ -25,7 +25,7 @@ from distprune.patterns.unit_sums import (
 )
 from distprune.scores import LocalScores
 from distprune.selection import Order, Put, raise_nans
-from distprune.shards import Geometry, Matrix, fetched
+from distprune.shards import Geometry, Matrix, fetched, indices_of
 
 
 @final
@@ -177,8 +177,7 @@ def _channels(scores: LocalScores, dim: int) -> ShardUnits:
     shape, geometry, first = scores.shard.shape, scores.shard.geometry, None
     if len(geometry.global_shape) < len(shape):  # flattened
         geometry, first = Geometry.whole(shape), 0
-    runs = [torch.arange(start, stop, device="cpu") for start, stop in geometry.dim_runs[dim]]
-    channels = torch.cat([torch.arange(0, device="cpu"), *runs])
+    channels = indices_of(geometry.dim_runs[dim])
     later = dim % len(shape) + 1
     before, after = math.prod(geometry.local_shape[: later - 1]), math.prod(geometry.local_shape[later:])
     if after == 1:  # a line is along the dim

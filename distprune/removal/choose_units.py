@@ -28,7 +28,7 @@ from distprune.removal.plan import Kept
 from distprune.removal.readers import Readers, find_readers
 from distprune.removal.remover import Refit, UnitRemover
 from distprune.scores import Magnitude, Score
-from distprune.shards import cut, local_shard
+from distprune.shards import cut, indices_of, local_shard
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
@@ -220,8 +220,7 @@ def _shift_biases(
     def fill(words: torch.Tensor) -> None:
         for name, part in zip(linears, torch.split(words, sizes), strict=True):
             if name in offsets and (rows := offsets[name][0]).owned:
-                places = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in rows.runs])
-                part[places] = offsets[name][1].double().cpu()
+                part[indices_of(rows.runs)] = offsets[name][1].double().cpu()
 
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)
     with together(comm):

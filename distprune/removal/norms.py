@@ -9,7 +9,7 @@ import torch
 from distprune.collectives import Communicator, max_together, sum_together
 from distprune.models import Cut, Units, expert_place
 from distprune.scores.exact_sum import grid_scale, on_grid
-from distprune.shards import LocalShard, all_finite
+from distprune.shards import LocalShard, all_finite, indices_of
 
 _CHUNK = 1 << 20  # weights in float64 at a time
 
@@ -60,9 +60,7 @@ def _num_weights(shard: LocalShard, cut: Cut) -> int:
 
 def _sums(shard: LocalShard, cut: Cut, scale: int) -> torch.Tensor:
     """Return the sums of squares of this rank's weights by their index along the cut's dim, (size,) int64."""
-    local, runs = shard.local, shard.geometry.dim_runs[cut.dim]
-    held = [torch.arange(start, stop, device="cpu") for start, stop in runs]
-    places = torch.cat([torch.arange(0, device="cpu"), *held])
+    local, places = shard.local, indices_of(shard.geometry.dim_runs[cut.dim])
     sums = torch.zeros(shard.shape[cut.dim], dtype=torch.int64, device="cpu")
     if cut.expert is not None:
         if (place := expert_place(shard.geometry.dim_runs[0], cut.expert)) is None:

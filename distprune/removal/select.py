@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
-from distprune.shards import runs_of_splits, splits_of
+from distprune.shards import indices_of, runs_of_splits, splits_of
 
 # What one rank has for another: of every slice, where it is with the sender and where with the receiver.
 _Piece = list[tuple[torch.Tensor, torch.Tensor]]
@@ -110,6 +110,4 @@ def _moves(
 
 def _held(tensor: torch.Tensor, dim: int, size: int, coordinate: Sequence[int]) -> torch.Tensor:
     """Return which indices of ``dim``, of the global ``size``, are held at ``coordinate`` of the mesh."""
-    runs = runs_of_splits(size, splits_of(tensor, dim, coordinate) if isinstance(tensor, DTensor) else ())
-    held = [torch.arange(start, stop, device="cpu") for start, stop in runs]
-    return torch.cat([torch.arange(0, device="cpu"), *held])
+    return indices_of(runs_of_splits(size, splits_of(tensor, dim, coordinate) if isinstance(tensor, DTensor) else ()))

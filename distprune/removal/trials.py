@@ -132,8 +132,10 @@ def divide_budget(
         order, num_layers = known.layers_gone, len(decoder_blocks(model))
         if num_layers - int(wanted.get("layers", num_layers)) > len(order):
             num_left = int(wanted["layers"])
-            how: dict[str, Any] = {"criterion": layer_criterion, "group": comm, "offload": offload}
-            order = tuple(order_layers(model, samples, num_left, known=order, **how))
+            going = order_layers(
+                model, samples, num_left, criterion=layer_criterion, known=order, group=comm, offload=offload
+            )
+            order = tuple(going)
         after = _losses_without(comm, model, choose, fitted, held_out, wanted, order)
         costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, before, strict=True)]
         cost = min(max(costs), _MOST_COST)

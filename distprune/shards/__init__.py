@@ -6,7 +6,7 @@ from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
 from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
 from distprune.shards.fsdp2_resize import drop_modules, even_parts, resize
-from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, runs_of_splits
+from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, indices_of, runs_of_splits
 from distprune.shards.in_step import in_step
 from distprune.shards.layouts import (
     dtensor_like,
@@ -64,6 +64,7 @@ __all__ = [
     "grain_of",
     "in_order",
     "in_step",
+    "indices_of",
     "is_flattened",
     "is_held",
     "is_laid_out_like",

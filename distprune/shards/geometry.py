@@ -69,6 +69,11 @@ def in_order(splits: Sequence[Split]) -> list[Split]:
     return ordered
 
 
+def indices_of(runs: Runs) -> torch.Tensor:
+    """Return the indices that ``runs`` cover, in their order, (num,) int64, on the CPU."""
+    return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
+
+
 def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:
     """Return chunk ``index`` of ``num_chunks`` of what ``runs`` cover, as ``torch.chunk`` cuts it."""
     size = sum(stop - start for start, stop in runs)

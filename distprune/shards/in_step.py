@@ -42,7 +42,7 @@ def in_step(comm: Communicator, model: nn.Module, *, layers_communicate: bool = 
     steps = _Steps(comm, layers_communicate)
     try:
         with ExitStack() as stack:
-            for module in model.modules():
+            for module in model.modules() if comm.size > 1 else ():
                 if module is model or isinstance(module, FSDPModule | FullyShardedDataParallel):
                     steps.attach(module, stack)
             yield steps.run

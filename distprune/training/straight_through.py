@@ -336,9 +336,9 @@ class StraightThrough:
 
 
 def _check_arguments(pattern: Pattern | str, decay: float, every: int) -> None:
-    says_none = pattern is None or (isinstance(pattern, str) and not says_how_much(pattern))
-    as_pattern(pattern, 0.0 if says_none else None)
-    if says_none:
+    says = says_how_much(pattern)
+    as_pattern(pattern, None if says else 0.0)
+    if not says:
         raise ValueError(
             f"pattern={pattern!r} does not say how much is pruned; pass it as a value, such as PerRow(0.5), or as N:M"
         )

@@ -66,10 +66,11 @@ class Attached:
         if self.training is not None:
             self.training.remove()
         if self._schedule is None:
-            self.training = hold = hold_zeros(model, optimizer, **self._options)  # type: ignore[misc]
+            self.training = hold_zeros(model, optimizer, **self._options)  # type: ignore[misc]
         else:
             self.training = SparseTraining(model, optimizer, schedule=self._schedule, **self._options)
-            hold = self.training.hold
+        hold = self.hold
+        assert hold is not None  # it has just begun
         self._at_begin, self._told = hold.counts_by_name(), {}
         if self._schedule is None and not self._loads_later and not any(c.num_held for c in self._at_begin.values()):
             hold.remove()
@@ -78,6 +79,11 @@ class Attached:
                 "prune the model first"
             )
         return self.training
+
+    @property
+    def hold(self) -> Hold | None:
+        """What holds the zeros, once it has begun."""
+        return self.training.hold if isinstance(self.training, SparseTraining) else self.training
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done, the same on every rank; empty without a schedule. Local."""

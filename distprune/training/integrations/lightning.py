@@ -78,8 +78,6 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
     @override
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish after all callbacks have seen the end of training: some write averages into the model there."""
-        training = self.training
-        if training is not None:
-            hold = training.hold if isinstance(training, SparseTraining) else training
-            hold.apply_to(pl_module)
+        if self._attached.hold is not None:
+            self._attached.hold.apply_to(pl_module)
         self._attached.finish()
