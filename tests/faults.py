@@ -27,6 +27,8 @@ from typing_extensions import override
 
 import distprune
 from distprune.collectives import slow
+from distprune.pruning import agreement
+from distprune.shards import layouts
 from tests.worlds import run_threads
 
 __all__ = ["Place", "Tried", "faults"]
@@ -58,9 +60,28 @@ _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_gr
 # They work on what all ranks hold alike, sums over ranks of a few KiB and dtypes, and say which round comes next, so
 # they cannot stand inside one. What one rank cannot do there, none can.
 _AGREED = {
-    "selection/competition.py": ("Undecided.narrow",),
+    "selection/competition.py": (
+        "Ranges.are_one",
+        "Ranges.at",
+        "Ranges.bins",
+        "Ranges.hold",
+        "Ranges.largest",
+        "Ranges.of",
+        "Ranges.put",
+        "Ranges.widths",
+        "Ranges._extents",
+        "Standings.__init__",
+        "Standings.narrow_keys",
+        "Standings.narrow_positions",
+        "Standings.skip_ties",
+        "Standings.with_ties",
+        "Standings.without_key",
+        "Standings._narrow",
+    ),
+    "selection/counts.py": ("BinCounts.__init__", "summed_counts"),
+    "selection/kth_value.py": ("select_lowest", "_check"),
     "selection/order.py": ("Order.last", "Order.value"),
-    "selection/sampling.py": ("_bracket_of_slots", "_bracket_of_strides"),
+    "selection/sampling.py": ("sample_brackets", "_fraction", "_narrowed"),
 }
 _TEXT = "an injected error"
 
@@ -218,6 +239,8 @@ class _Run:
 
 def _run(num_ranks: int, call: Callable[[int], Callable[[], Any]], traced: int, target: Place | None) -> _Run:
     ranks, tracers = _Ranks(num_ranks), []
+    layouts._places.clear()  # what calls keep for later ones is found anew in each
+    agreement._settled.clear()
 
     def on_rank(rank: int) -> Any:
         _rank.number = rank

@@ -21,7 +21,7 @@ from distprune.collectives.base import Communicator, Traffic, cannot_meet, has_l
 from distprune.collectives.guarded import Guarded
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
-from distprune.collectives.roster import Member, Roster, natural_order, roster_of_all, roster_of_one
+from distprune.collectives.roster import Layout, Member, Roster, natural_order, roster_of_all, roster_of_one
 from distprune.collectives.slow import work_together
 from distprune.collectives.tensors import (
     as_bytes,
@@ -43,6 +43,7 @@ __all__ = [
     "Communicator",
     "Group",
     "Guarded",
+    "Layout",
     "Member",
     "MpiRanks",
     "ProcessGroup",

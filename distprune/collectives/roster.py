@@ -7,32 +7,64 @@ is the one list all of them agree on; a parameter's index in it is its place in 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import heapq
 import itertools
+import json
 import re
+import zlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
+import torch
+
+from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
+
+_WORD = 8  # bytes
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter as a rank describes it."""
+    """One parameter as a rank describes it.
+
+    ``layout``: which ranks hold which parts of it. If all its holders, ``num_ranks`` of them, state the same, their
+    parts fit together. ``None``: nothing that ranks could compare says so.
+    """
 
     name: str
     global_shape: tuple[int, ...]
     dtype: str
+    layout: Layout | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``name``: the same for equal layouts. ``num_ranks``: over how many ranks, ``None`` if each holds all of it.
+
+    ``num_copies``: how many ranks hold the same elements.
+    """
+
+    name: str
+    num_ranks: int | None
+    num_copies: int
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The agreed list. Member ``i`` was listed by ``num_holders[i]`` ranks, the lowest is ``first_holder[i]``."""
+    """The agreed list. Member ``i`` was listed by ``num_holders[i]`` ranks, the lowest is ``first_holder[i]``.
+
+    ``num_copies[i]`` ranks hold the same elements of it, if the layout says that the parts of all fit together; else it
+    is ``None``: then the ranks have to count.
+    """
 
     members: tuple[Member, ...]
     first_holder: tuple[int, ...]
     num_holders: tuple[int, ...]
+    num_copies: tuple[int | None, ...]
+    digest: str = field(default="", compare=False)  # of all ranks' lists, where they differ
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
@@ -41,46 +73,90 @@ class Roster:
 
 def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
-    return dataclasses.replace(_merge([list(members)]), num_holders=(comm.size,) * len(members))
+    return _merge([(0, comm.size, members)])
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the union of all ranks' lists; every rank of ``comm`` must call it.
 
-    The lists travel once (two rounds; bytes: ranks x the longest list as text). The order keeps every
-    rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that the
-    stages of a pipeline come out in the order of the whole model.
+    Two rounds: a digest of each rank's list, and each different list, compressed, from the first rank that has it. The
+    order keeps every rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that
+    the stages of a pipeline come out in the order of the whole model.
 
     Raises:
         ValueError: on every rank, when a name stands twice in one list, ranks give one name different
             shapes or dtypes, or list the same parameters in different orders.
     """
-    lists = comm.gather([[member.name, list(member.global_shape), member.dtype] for member in members])
+    text, layouts = [], list[Layout | None]()
+    for member in members:
+        if member.layout not in layouts:
+            layouts.append(member.layout)
+        text.append([member.name, member.global_shape, member.dtype, layouts.index(member.layout)])
+    stated = [None if each is None else [each.name, each.num_ranks, each.num_copies] for each in layouts]
+    own = zlib.compress(json.dumps([stated, text]).encode())
+    digest = int.from_bytes(hashlib.sha256(own).digest()[: _WORD - 1], "little")
+
+    def announce(told: torch.Tensor) -> None:
+        told[comm.rank] = torch.tensor([digest, len(own)], dtype=torch.int64, device="cpu")
+
+    told = sum_together(comm, (comm.size, 2), announce)
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, of_rank in enumerate(told.tolist()):
+        ranks.setdefault(tuple(of_rank), []).append(rank)
+    sizes = [-(-size // _WORD) for _, size in ranks]
+    firsts = [of[0] for of in ranks.values()]
+
+    def tell(words: torch.Tensor) -> None:
+        if comm.rank in firsts:
+            buffer = torch.split(words, sizes)[firsts.index(comm.rank)].view(torch.uint8)
+            buffer[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+
+    words = torch.split(sum_together(comm, (sum(sizes),), tell), sizes)
     # From here on every rank works on the same lists, so every rank raises the same error.
-    return _merge([[Member(name, tuple(shape), dtype) for name, shape, dtype in entries] for entries in lists])
+    lists = []
+    for ((_, size), of), packed in zip(ranks.items(), words, strict=True):
+        stated, entries = json.loads(zlib.decompress(bytes(packed.view(torch.uint8)[:size].numpy())))
+        known = [None if each is None else Layout(*each) for each in stated]
+        named = [Member(name, tuple(shape), dtype, known[layout]) for name, shape, dtype, layout in entries]
+        lists.append((of[0], len(of), named))
+    of_all = hashlib.sha256(json.dumps(told.tolist()).encode()).hexdigest()
+    return dataclasses.replace(_merge(lists), digest=of_all)
 
 
-def _merge(lists: list[list[Member]]) -> Roster:
+def _merge(lists: Sequence[tuple[int, int, Sequence[Member]]]) -> Roster:
+    """Merge different lists, each with the first rank that has it, and the number of those."""
     known: dict[str, tuple[Member, int]] = {}
-    num_holders: dict[str, int] = {}
-    for rank, members in enumerate(lists):
-        names = [member.name for member in members]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
+    num_holders: Counter[str] = Counter()
+    unknown: set[str] = set()  # members that ranks state different layouts of, or none
+    for rank, num, members in lists:
         for member in members:
-            num_holders[member.name] = num_holders.get(member.name, 0) + 1
             first, holder = known.setdefault(member.name, (member, rank))
             if first != member:
                 raise ValueError(
                     f"ranks disagree on parameter {member.name!r}: {_describe(first)} on rank {holder}, "
                     f"{_describe(member)} on rank {rank}; ranks of one group must work on one model"
                 )
-    order = _merged_order([[member.name for member in members] for members in lists])
+            if member.layout is None or member.layout != first.layout:
+                unknown.add(member.name)
+            num_holders[member.name] += num
+        if len({member.name for member in members}) != len(members):
+            counted = Counter(member.name for member in members)
+            twice = next(name for name, count in counted.items() if count > 1)
+            raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
+    names = [[member.name for member in members] for _, _, members in lists]
+    order = names[0] if len(names) == 1 else _merged_order(names)
+
+    def num_copies(name: str) -> int | None:
+        layout, num = known[name][0].layout, num_holders[name]
+        if layout is None or name in unknown or layout.num_ranks not in (None, num):
+            return None
+        return num if layout.num_ranks is None else layout.num_copies
+
     return Roster(
         tuple(known[name][0] for name in order),
         tuple(known[name][1] for name in order),
         tuple(num_holders[name] for name in order),
+        tuple(num_copies(name) for name in order),
     )
 
 

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from distprune.collectives import Communicator, out_of_step, sum_together, together
 from distprune.jobs.training_state import read_state, write_state
-from distprune.masks import bits_of, make_zeros_positive
+from distprune.masks import make_zeros_positive
 from distprune.models import evaluating
 from distprune.pruning.agreement import agree_on_model
-from distprune.shards import LocalShard, checksum, count_zeros, local_of
+from distprune.shards import LocalShard, bits_of, checksum, count_zeros, local_of
 from distprune.training import Hold, hold_zeros
 
 _BETAS = (0.9, 0.95)

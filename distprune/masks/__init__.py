@@ -6,7 +6,6 @@ from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
     Zeroing,
     as_numbers,
-    bits_of,
     bring_back,
     make_zeros_positive,
     read_kept,
@@ -28,7 +27,6 @@ from distprune.masks.reparametrized import (
 __all__ = [
     "Zeroing",
     "as_numbers",
-    "bits_of",
     "bring_back",
     "dense_state_dict",
     "is_masked",

@@ -12,11 +12,10 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from distprune.selection import Put, put_size
-from distprune.shards import as_array, chunk_size, flat_chunk, on_host
+from distprune.shards import as_array, bits_of, chunk_size, flat_chunk, on_host
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -66,7 +65,7 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``mask`` (bool) as zeros and ones of ``dtype``. Local, chunk by chunk."""
     if not on_host(mask.device) or dtype not in _FLOATS:
         return mask.to(dtype)
-    one = torch.ones((), dtype=dtype, device="cpu").view(_INTEGER_OF_SIZE[dtype.itemsize]).numpy()[()]
+    one = bits_of(torch.ones((), dtype=dtype, device="cpu")).numpy()[()]
     # As bits, and in memory for which numpy asks huge pages: half of the time that torch takes.
     bits = torch.from_numpy(np.empty(tuple(mask.shape), one.dtype))
     for words, keep in _pieces(bits, mask):
@@ -81,6 +80,10 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """
     if tensors[0].numel() == 0:
         return
+    local = tensors[0]
+    if on_host(local.device) and local.numel() <= chunk_size(local.device):
+        yield tuple(tensor.numpy() for tensor in tensors)
+        return
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
     local = tensors[0]
@@ -88,11 +91,6 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     views: Any = [tensor.numpy() for tensor in tensors] if on_host(local.device) else tensors
     for start in range(0, num_rows, step):
         yield tuple(view[start : start + step] for view in views)
-
-
-def bits_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating-point ``local`` as integers: a view. Only +0.0 has none set."""
-    return local.view(_INTEGER_OF_SIZE[local.itemsize])
 
 
 @torch.no_grad()

@@ -62,6 +62,10 @@ class Ranked:
     def scores(self) -> Sequence[LocalScores]:
         """The scores of this rank's shards."""
         scores = self.make_scores()
+        for each in scores:
+            if each.shard.local.is_meta:
+                name = each.shard.name
+                raise ValueError(f"{name!r} has no values on this rank (meta): prune when all ranks have them")
         return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
 
     @cached_property
@@ -101,7 +105,8 @@ class Ranked:
         Raises:
             TypeError: their scores have no common order.
         """
-        dtypes = [getattr(torch, self.roster.members[i].dtype.removeprefix("torch.")) for i in members]
+        names = {self.roster.members[i].dtype for i in members}
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in names]
         kinds = [(self.score.ordered_by, self.score.dtype(dtype)) for dtype in dtypes]
         return common_order(kinds, zeros_gone=self.score.zero_where_weights_are and not self.of_left)
 
@@ -126,16 +131,20 @@ class Choice:
     ``decide(scores, put)`` puts what stays of one of this rank's shards, or of a piece of one on the host that cuts no
     unit (see :meth:`Pattern.unit`). It returns how many elements are pruned, how many of these were gone before, and
     how many scores are NaN: int64, on the device of the scores. It is local; the caller runs it within its next round
-    and sums the NaNs, which must be 0.
+    and sums the NaNs, which must be 0. ``decide_all`` does the same for many shards, where that is quicker together.
     """
 
     thresholds: list[float | int | None]
     decide: Callable[[LocalScores, Put], torch.Tensor]
+    decide_all: Callable[[Sequence[LocalScores], Sequence[Put]], Sequence[torch.Tensor]] | None = None
 
     def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
         """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
         puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
-        counts = fetched([self.decide(each, put) for each, put in zip(scores, puts, strict=True)])
+        with own_settings():
+            counts = fetched(
+                [*map(self.decide, scores, puts)] if self.decide_all is None else self.decide_all(scores, puts)
+            )
         return [Chosen(put.mask, *of.tolist()) for put, of in zip(puts, counts, strict=True)]
 
 

@@ -233,12 +233,10 @@ class _OwnBlocks:
 
     def stays(self, selection: Selection) -> list[BoolArray]:
         """Return which blocks of each of :meth:`entries` stay."""
-        masks = []
-        for entry in self.entries():
-            put = MaskPut.empty(entry.geometry.local_shape, entry.scores.device)
-            selection.decide(entry, put)
-            masks.append(put.mask.numpy())
-        return masks
+        entries = self.entries()
+        puts = [MaskPut.empty(entry.geometry.local_shape, entry.scores.device) for entry in entries]
+        selection.decide(entries, puts)
+        return [put.mask.numpy() for put in puts]
 
     def _entry(self, member: int, ids: IntArray, table: torch.Tensor, *, owned: bool) -> Entry:
         name, score = self._ranked.roster.members[member].name, self._ranked.score

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,7 +21,8 @@ def take_census(
     """Return by member, over all ranks, how many elements were pruned before, and how many shard edges cut.
 
     Elements, or blocks, are cut off from the others of their group, row or block; ``num_cut`` counts them. Every rank
-    must call it. One round of 16 bytes a parameter, and 8 more for each of the two counts; what is not counted is 0.
+    must call it. One round of 8 bytes a parameter for each of the two counts, and for what has to be checked (see
+    :func:`check_parts`); none if there is nothing to do. What is not counted is 0.
 
     Raises:
         ValueError: on every rank: replicas differ, or an element is owned by no rank or by several.
@@ -39,13 +40,18 @@ def take_census(
     def parts() -> list[_Part]:
         return [(scores.shard, scores.reads) for scores in ranked.scores]
 
-    counts = _checked(ranked.comm, ranked.roster, parts, counts_gone + (num_cut is not None), count).T.tolist()
-    none = [0] * len(ranked.numels)
+    none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
+    if not num_counts and all(num == 1 for num in ranked.roster.num_copies):
+        return none, none
+    counts = _checked(ranked.comm, ranked.roster, parts, num_counts, count).T.tolist()
     return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]
 
 
 def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
-    """Check that the ranks' ``shards`` fit together. Every rank must call it: one round of 16 bytes a parameter.
+    """Check that the ranks' ``shards`` fit together. Every rank must call it: one round.
+
+    It has 8 bytes for every parameter of which there are copies, and 16 for those whose layout does not say that the
+    ranks' parts fit together (FSDP1, rows spread by hand).
 
     Raises:
         ValueError: on every rank: replicas differ, an element is owned by no rank or by several, or a rank has no
@@ -61,40 +67,51 @@ def _checked(
     num_counts: int = 0,
     count: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> torch.Tensor:
-    """Check the ranks' ``parts``; return the sum of ``count``, of the same round."""
-    index = roster.index()
+    """Check the ranks' ``parts``; return the sum of ``count``, (members, ``num_counts``), of the same round."""
+    members, index = roster.members, roster.index()
+    counted = {
+        member: place for place, member in enumerate(i for i, num in enumerate(roster.num_copies) if num is None)
+    }
+    copied = {member: place for place, member in enumerate(i for i, num in enumerate(roster.num_copies) if num != 1)}
+    sizes = [len(counted), len(copied), len(members) * num_counts]
 
     def fill(words: torch.Tensor) -> None:
-        found = parts()
-        for shard, _ in found:
+        fingerprints, checksums, counts = torch.split(words, sizes)
+        found = [(index[shard.name], shard, reads) for shard, reads in parts()]
+        for member, shard, _ in found:
             if shard.local.is_meta:
                 raise ValueError(f"{shard.name!r} has no values on this rank (meta): prune when all ranks have them")
-            if shard.owned:
-                words[index[shard.name], 0] = shard.geometry.fingerprint()
-        copied = [(shard, checksum(reads)) for shard, reads in found if shard.num_replicas != 1]
-        for (shard, _), of_reads in zip(copied, fetched([number for _, number in copied]), strict=True):
+            if shard.owned and member in counted:
+                fingerprints[counted[member]] = shard.geometry.fingerprint()
+        held = [(member, shard, checksum(reads)) for member, shard, reads in found if shard.num_replicas != 1]
+        for (member, shard, _), of_reads in zip(held, fetched([number for *_, number in held]), strict=True):
             # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-            words[index[shard.name], 1] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
-        count(words[:, 2:])
+            checksums[copied[member]] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
+        count(counts.view(len(members), num_counts))
 
-    words = sum_together(comm, (len(roster.members), 2 + num_counts), fill)
-    for i, member in enumerate(roster.members):
-        if (int(words[i, 0]) - Geometry.whole(member.global_shape).fingerprint()) % Geometry.PRIME == 0:
+    fingerprints, checksums, counts = torch.split(sum_together(comm, (sum(sizes),), fill), sizes)
+    for member, number in zip(counted, fingerprints.tolist(), strict=True):
+        whole = members[member]
+        if (number - Geometry.whole(whole.global_shape).fingerprint()) % Geometry.PRIME == 0:
             continue
 
-        def num_owned(owned: torch.Tensor, name: str = member.name) -> None:
+        def num_owned(owned: torch.Tensor, name: str = whole.name) -> None:
             owned[0] = sum(shard.geometry.local_numel for shard, _ in parts() if shard.owned and shard.name == name)
 
-        num, numel = int(sum_together(comm, (1,), num_owned)), math.prod(member.global_shape)
+        num, numel = int(sum_together(comm, (1,), num_owned)), math.prod(whole.global_shape)
         overlap = ", some of them twice" if num == numel else ""
         raise ValueError(
-            f"of the {numel} elements of {member.name!r} the ranks own {num}{overlap}: every element must be "
+            f"of the {numel} elements of {whole.name!r} the ranks own {num}{overlap}: every element must be "
             "owned by exactly one rank; pass a group of all ranks that hold a part, and give copies the same layout"
         )
-    for i, member in enumerate(roster.members):
-        if int(words[i, 1]):
+    for member, number in zip(copied, checksums.tolist(), strict=True):
+        if number:
             raise ValueError(
-                f"ranks that should hold the same values of {member.name!r} hold different ones; make the replicas "
-                "equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
+                f"ranks that should hold the same values of {members[member].name!r} hold different ones; make the "
+                "replicas equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
             )
-    return words[:, 2:]
+    return counts.view(len(members), num_counts)
+
+
+def _places(members: Iterable[int]) -> dict[int, int]:
+    return {member: place for place, member in enumerate(members)}

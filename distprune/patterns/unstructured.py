@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -63,10 +64,10 @@ class Unstructured(Pattern):
             self.sparsity, num_gone, ranked.order, lambda: [entry(scores) for scores in ranked.scores]
         )
 
-        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
-            return selection.decide(entry(scores), put)
+        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
+            return selection.decide([entry(each) for each in scores], puts)
 
-        return Choice(thresholds, decide)
+        return Choice(thresholds, lambda scores, put: decide_all([scores], [put])[0], decide_all)
 
     @override
     def regrowth(self, share: float) -> tuple[Pattern, Pattern]:

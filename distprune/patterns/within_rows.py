@@ -6,7 +6,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import numpy as np
@@ -18,8 +18,18 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, decide_cut, find_units
 from distprune.scores import LocalScores
-from distprune.selection import MaskPut, Order, Put, count_beyond, keep_highest_per_row, put_size
-from distprune.shards import Matrix, count_true, fetched, on_host, sent
+from distprune.selection import (
+    SMALL,
+    KeyBits,
+    MaskPut,
+    Order,
+    Put,
+    batches,
+    count_beyond,
+    keep_highest_per_row,
+    put_size,
+)
+from distprune.shards import Geometry, Matrix, count_true, fetched, on_host, sent
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
@@ -62,12 +72,13 @@ class WithinRows(Pattern):
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
         own = [self.of(member.name) for member in ranked.roster.members]  # so does this
         parts: dict[int, _RowUnits] = {}
+        units = cache(find_units)  # of equal shapes alike
 
         def rows_of(scores: LocalScores) -> _RowUnits:
             member = ranked.index[scores.shard.name]
             if member in parts and parts[member].scores is scores:
                 return parts[member]
-            return _RowUnits(scores, own[member], orders[member], ranked.of_left)
+            return _RowUnits(scores, own[member], orders[member], ranked.of_left, units)
 
         def num_cut(scores: LocalScores) -> int:
             part = parts[ranked.index[scores.shard.name]] = rows_of(scores)
@@ -78,13 +89,16 @@ class WithinRows(Pattern):
                 return _keep_as_many(torch.maximum(keys, ~keys), keys >= 0, keys.shape[1])
             return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
+        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
+            return _decide([rows_of(each) for each in scores], puts)
+
         if ranked.checks:
             for batch in _batches(take_census(ranked, num_cut=num_cut)[1]):
                 held = [each for each in batch if each[0] in parts]
                 stays = decide_cut(ranked.comm, partial(_cut_parts, parts, held), keep)
                 for i, (member, _, _) in enumerate(held):
                     parts[member].answers.append((stays, i))
-        return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put))
+        return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put), decide_all)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
@@ -155,20 +169,74 @@ class PerRow(WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
+def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tensor]:
+    """Put what stays of ``parts``, of small ones together; return the counts of each."""
+    counts = [*torch.zeros((len(parts), 3), dtype=torch.int64, device="cpu")]
+    small: dict[object, list[int]] = {}
+    for i, (part, put) in enumerate(zip(parts, puts, strict=True)):
+        if (kind := part.kind) is None:
+            counts[i] = part.decide(put)
+        else:
+            small.setdefault(kind, []).append(i)
+    for which in small.values():
+        bits = KeyBits(parts[which[0]].order)
+        for batch in batches([parts[i].scores.shard.geometry.local_numel for i in which]):
+            some = which[batch]
+            _decide_joined(bits, [parts[i] for i in some], [puts[i] for i in some], [counts[i] for i in some])
+    return counts
+
+
+def _decide_joined(
+    bits: KeyBits, parts: Sequence[_RowUnits], puts: Sequence[Put], counts: Sequence[torch.Tensor]
+) -> None:
+    whole = [slice(0, part.scores.shard.geometry.local_numel) for part in parts]
+    keys = bits.keys([(part.scores, at) for part, at in zip(parts, whole, strict=True)])
+    stays = parts[0].keep(torch.from_numpy(keys)).numpy()
+    order, start = parts[0].order, 0
+    lowest, highest = (keys.min(), keys.max()) if len(keys) else (order.first, order.first)
+    for at, put, counted in zip(whole, puts, counts, strict=True):
+        end = start + at.stop
+        own, kept, numbers = keys[start:end], stays[start:end], counted.numpy()
+        numbers[0] = len(kept) - np.count_nonzero(kept)
+        numbers[2], numbers[1] = count_beyond(order, own, own.dtype.type(-1), lowest, highest)
+        put.stays(at, torch.from_numpy(kept))
+        start = end
+
+
 class _RowUnits:
     """The groups, or the rows, of one parameter on this rank."""
 
-    def __init__(self, scores: LocalScores, pattern: WithinRows, order: Order, of_left: bool) -> None:
+    def __init__(
+        self,
+        scores: LocalScores,
+        pattern: WithinRows,
+        order: Order,
+        of_left: bool,
+        units: Callable[[Geometry, Matrix, int], LocalUnits],
+    ) -> None:
         self.scores = scores
         self._pattern = pattern
         self._of_left = of_left
-        self._order = order
+        self.order = order
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
-        self.units: LocalUnits = find_units(scores.shard.geometry, self._matrix, self._length)
+        self.units = units(scores.shard.geometry, self._matrix, self._length)
         self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
         self._cut: list[torch.Tensor] = []  # local offsets
         self.answers: list[tuple[Callable[[], list[BoolArray]], int]] = []  # for each of ``_cut``: which stay, of whom
+
+    @property
+    def kind(self) -> object:
+        """What small parts that can be decided together have in common; ``None`` where this one is decided alone."""
+        scores, units = self.scores, self.units
+        is_small = on_host(scores.device) and scores.shard.geometry.local_numel <= SMALL and not scores.regrows
+        is_whole = units.is_dense and not len(units.loose) and not self.answers
+        return (self._pattern, self.order, self._length, self._of_left) if is_small and is_whole else None
+
+    def keep(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return what stays, 1-D, of the ``keys`` of whole units, 1-D, on the host. Local."""
+        rows = keys.view(-1, self._length)
+        return self._pattern.keep_units(rows, _gone(self.order, rows), of_left=self._of_left).view(-1)
 
     def cut(self, member: int, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor | None]:
         """Return the elements in cut units of one of ``num_stretches`` stretches of the rows, and an owner's keys."""
@@ -181,7 +249,7 @@ class _RowUnits:
 
     def _sent_keys(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the keys that a home is told; where weights regrow, the bits of what is gone are inverted."""
-        keys = self.scores.keys(self._order, offsets)
+        keys = self.scores.keys(self.order, offsets)
         return torch.where(self._was_kept(offsets), keys, ~keys) if self.scores.regrows else keys
 
     def _was_kept(self, at: slice | torch.Tensor) -> torch.Tensor:
@@ -197,7 +265,7 @@ class _RowUnits:
         into = put if flags is None else MaskPut(flags)
         width, columns = len(units.whole), sent(torch.from_numpy(units.whole), device)
         num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))
-        memory = torch.empty(step * width, dtype=self._order.key_dtype, device=device)  # fresh each time would be slow
+        memory = torch.empty(step * width, dtype=self.order.key_dtype, device=device)  # fresh each time would be slow
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             if not units.is_dense:
@@ -216,7 +284,7 @@ class _RowUnits:
             return counts
         for offsets, (stays, i) in zip(self._cut, self.answers, strict=True):
             there = sent(offsets, device)
-            self._count(scores.keys(self._order, there), counts)
+            self._count(scores.keys(self.order, there), counts)
             flags[there] = sent(torch.from_numpy(stays()[i]), device)
         counts[0] = len(flags) - count_true(flags)
         put.stays(everything, flags)
@@ -229,10 +297,10 @@ class _RowUnits:
         left = put.bits(at)
         out = put.flags(at, self.scores.device).numpy() if left is None else left
         found = self._pattern.keep_bits(bits, magnitude, out)
-        if found is None or found[1] < self._order.first:  # what is gone has rules of its own
+        if found is None or found[1] < self.order.first:  # what is gone has rules of its own
             return False
         num_kept, lowest, highest = found
-        num_nans, _ = count_beyond(self._order, bits, magnitude, lowest, highest)
+        num_nans, _ = count_beyond(self.order, bits, magnitude, lowest, highest)
         counts += torch.tensor([len(out) - num_kept, 0, num_nans], dtype=torch.int64, device="cpu")
         if left is None:
             put.stays(at, torch.from_numpy(out))
@@ -245,7 +313,7 @@ class _RowUnits:
     ) -> torch.Tensor:
         """Return what stays of whole units, 1-D, and in ``out``, if given; count gone and NaN. ``memory``: of keys."""
         width = len(self.units.whole)
-        keys = self.scores.keys(self._order, at, memory).view(-1, width)
+        keys = self.scores.keys(self.order, at, memory).view(-1, width)
         is_gone, out = self._count(keys, counts), None if out is None else out.view(-1, width)
         if self.scores.regrows:
             return _keep_as_many(keys, self._was_kept(at), self._length, out).view(-1)
@@ -253,10 +321,10 @@ class _RowUnits:
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""
-        if (is_gone := _gone(self._order, keys)) is not None:
+        if (is_gone := _gone(self.order, keys)) is not None:
             counts[1] += is_gone.sum()
-        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self._order.last):
-            counts[2] += (keys > self._order.last).sum()
+        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self.order.last):
+            counts[2] += (keys > self.order.last).sum()
         return is_gone
 
 

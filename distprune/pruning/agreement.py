@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,9 +68,9 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     ``look`` is local. It returns this rank's parameters, the facts that all ranks must state alike, the score, and
     anything else, which is returned as it is.
 
-    One round of 64 bytes if all ranks hold the same parameters. If not (pipeline stages), up to four more: their lists
-    of parameters are sent once, and the matches are summed. Then a rank without decoder blocks prunes nothing by
-    default if another rank has some, because the default follows from the whole model.
+    One round of 64 bytes if all ranks hold the same parameters, or those of an earlier call. If not (pipeline stages),
+    up to four more: the matches are summed, and each different list of parameters is sent once. Then a rank without
+    decoder blocks prunes nothing by default if another rank has some, because the default follows from the whole model.
 
     A score that needs a seed gets one from torch's default generator. Every rank draws, so that equal generators stay
     equal; the first rank's seed is used.
@@ -77,36 +79,63 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         Exception: what ``look`` raised, and elsewhere the same built-in type, naming the rank.
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    looked, statement, drawn, error = None, None, 0, None
+    looked, statement, settled, key, drawn, error = None, None, None, "", 0, None
     try:
         looked = look()
         found, facts, score, _ = looked
-        statement = [
-            facts,
-            [num for _, num in found.patterns],
-            _lacks_blocks(found),
-            [[m.name, list(m.global_shape), m.dtype] for m in _members(found.shards)],
-        ]
+        key = _digest([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), _described(found.shards)])
+        settled = _settled.get(key)
+        statement = [facts, settled.digest if settled else key]
         drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
     except Exception as caught:
         error = caught
     all_same, drawn = same_everywhere(comm, statement, error, drawn)
     assert looked is not None  # else all have raised
     found, facts, score, rest = looked
-    num_matches = [num for _, num in found.patterns]
-    if all_same:
-        roster = roster_of_one(comm, _members(found.shards))
-    else:
+    if not all_same:
         agree(comm, facts)
-        mine = [*num_matches, int(found.has_blocks)]
-        *num_matches, num_with_blocks = sum_together(
-            comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
-        ).tolist()
-        if _lacks_blocks(found) and num_with_blocks:
-            found = dataclasses.replace(found, shards=[])
-        roster = roster_of_all(comm, _members(found.shards))
-    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
-    return Agreed(comm, roster, patterns, score.seeded(drawn) if score.needs_seed else score, found.shards), rest
+        settled = _settle(comm, found)
+    elif settled is None:
+        settled = _Settled(key, roster_of_one(comm, _members(found.shards)), [num for _, num in found.patterns])
+    _settled[key] = settled
+    _settled.move_to_end(key)
+    if len(_settled) > _MOST_SETTLED:
+        _settled.popitem(last=False)
+    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, settled.num_matches, strict=True)]
+    seeded = score.seeded(drawn) if score.needs_seed else score
+    return Agreed(comm, settled.roster, patterns, seeded, [] if settled.leaves_out else found.shards), rest
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What ranks settled in an earlier call: ``digest`` is the same on all of them.
+
+    ``leaves_out``: this rank prunes nothing by default, because it has no decoder blocks.
+    """
+
+    digest: str
+    roster: Roster
+    num_matches: list[int]
+    leaves_out: bool = False
+
+
+_MOST_SETTLED = 16  # models and arguments; a roster takes some 200 bytes a parameter
+_settled: OrderedDict[str, _Settled] = OrderedDict()  # by the digest of what a rank stated
+
+
+def _settle(comm: Communicator, found: Found) -> _Settled:
+    """Put together what different ranks found. Every rank must call it: three rounds."""
+    mine = [*(num for _, num in found.patterns), int(found.has_blocks)]
+    *num_matches, num_with_blocks = sum_together(
+        comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
+    ).tolist()
+    leaves_out = _lacks_blocks(found) and num_with_blocks > 0
+    roster = roster_of_all(comm, [] if leaves_out else _members(found.shards))
+    return _Settled(_digest([roster.digest, num_matches, num_with_blocks]), roster, num_matches, leaves_out)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _lacks_blocks(found: Found) -> bool:
@@ -148,7 +177,15 @@ def _shown(pattern: NamePattern) -> str:
 
 
 def _members(shards: Sequence[LocalShard]) -> list[Member]:
-    return [Member(shard.name, shard.shape, str(shard.local.dtype)) for shard in shards]
+    return [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in shards]
+
+
+def _described(shards: Sequence[LocalShard]) -> list[object]:
+    layouts = [shard.layout for shard in shards]
+    return [
+        [shard.name, shard.shape, str(shard.local.dtype), None if layout is None else layout.name]
+        for shard, layout in zip(shards, layouts, strict=True)
+    ]
 
 
 def check_seed(seed: int | None) -> None:

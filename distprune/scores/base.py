@@ -11,12 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from typing_extensions import override
 
-from distprune.shards import LocalShard, chunk_size, count_true, fetched, flat_chunk, flat_chunks, is_zero, on_host
+from distprune.shards import (
+    LocalShard,
+    as_array,
+    chunk_size,
+    count_true,
+    fetched,
+    flat_chunk,
+    flat_chunks,
+    is_zero,
+    on_host,
+)
 
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
 
@@ -193,8 +204,12 @@ class LocalScores:
         """
         if not self.score.is_weight or not (order.zeros_gone or self.gone is None):
             return None
-        bits: tuple[Any, Any] | None = order.bits(self.shard.local)
-        return bits
+        mask = order.mask_of_bits(self.shard.local.dtype)
+        return None if mask is None or self._array is None else (self._array, mask)
+
+    @cached_property
+    def _array(self) -> Any:
+        return as_array(self.shard.local)
 
 
 def local_scores(

@@ -1,8 +1,10 @@
-"""Which elements compete, and the state of each competition, which all ranks agree on, while it is decided."""
+"""Which elements compete, and the standings of all competitions, which all ranks agree on, while they are decided."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,8 @@ import torch
 from distprune.selection.order import Order
 
 Words = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Keys = npt.NDArray[np.signedinteger]
 
 _HISTOGRAM_NUMEL = 1 << 16  # values at a time: the temporaries of one part are used again for the next
 
@@ -29,37 +33,84 @@ class Competition:
 
 
 @dataclass(frozen=True)
-class Range:
-    """Integers from ``low`` to ``high`` inclusive, divided into equal bins, of which the last may be shorter."""
+class Ranges:
+    """Integers from ``low`` to ``high`` inclusive, one range a competition, each divided into equal bins.
 
-    low: int
-    high: int
+    The last bins of a range may be shorter, or empty. Differences are unsigned: those of int64 may not fit into int64.
+    """
 
-    def bin_width(self, num_bins: int) -> int:
-        return -(-(self.high - self.low + 1) // num_bins)
+    low: Words
+    high: Words
 
-    def bin(self, index: int, num_bins: int) -> Range:
-        """Return the part that bin ``index`` covers."""
-        width = self.bin_width(num_bins)
-        low = self.low + index * width
-        return Range(low, min(low + width - 1, self.high))
+    @staticmethod
+    def of(bounds: Sequence[tuple[int, int]]) -> Ranges:
+        low, high = np.array(bounds, dtype=np.int64).reshape(-1, 2).T.copy()
+        return Ranges(low, high)
+
+    @property
+    def largest(self) -> int:
+        """The number of integers in the largest."""
+        return int(self._extents.max()) + 1
+
+    @property
+    def are_one(self) -> Flags:
+        """Which hold one integer."""
+        are_one: Flags = np.equal(self.low, self.high)
+        return are_one
+
+    def at(self, places: Words | Flags) -> Ranges:
+        """Return a copy of the ranges at ``places``."""
+        return Ranges(self.low[places], self.high[places])
+
+    def put(self, places: Words | Flags, ranges: Ranges) -> None:
+        """Replace the ranges at ``places``."""
+        self.low[places], self.high[places] = ranges.low, ranges.high
+
+    def widths(self, num_bins: int) -> npt.NDArray[np.uint64]:
+        """Return the width of the bins of each."""
+        return self._extents // np.uint64(num_bins) + np.uint64(1)
+
+    def bins(self, first: Words, last: Words, num_bins: int) -> Ranges:
+        """Return what the bins from ``first`` to ``last`` inclusive cover of each."""
+        widths = self.widths(num_bins)
+        begin, end = (np.minimum(index.astype(np.uint64), self._extents // widths) * widths for index in (first, last))
+        end += np.minimum(widths - np.uint64(1), self._extents - end)
+        return Ranges(self.low + begin.view(np.int64), self.low + end.view(np.int64))
+
+    def hold(self, values: Words | Keys, of: Keys | None) -> Flags:
+        """Return which of ``values`` are inside of their ranges: see :func:`add_histogram`."""
+        place = 0 if of is None else of
+        inside: Flags = np.logical_and(values >= self.low[place], values <= self.high[place])
+        return inside
+
+    @property
+    def _extents(self) -> npt.NDArray[np.uint64]:
+        return (self.high - self.low).view(np.uint64)
 
 
-def add_histogram(row: torch.Tensor, values: torch.Tensor, within: Range) -> None:
-    """Add the counts of ``values``, all of them inside ``within``, to the bins ``row`` (int64); all on the host."""
-    width, all_values = within.bin_width(len(row)), values.numpy()
-    for start in range(0, len(all_values), _HISTOGRAM_NUMEL):
-        part = all_values[start : start + _HISTOGRAM_NUMEL]
-        # Unsigned 64-bit arithmetic wraps, so the difference is right over the whole signed range.
-        above_low = part.astype(np.int64).view(np.uint64) - np.uint64(within.low % (1 << 64))
-        bins = above_low if width == 1 else above_low // np.uint64(width)
-        row.numpy()[:] += np.bincount(bins.view(np.int64), minlength=len(row))
+def add_histogram(bins: Words, values: Words | Keys, of: Keys | None, within: Ranges, weight: int = 1) -> None:
+    """Add the counts of ``values``, each inside of its range, to ``bins`` (competitions, bins); all on the host.
+
+    ``of``: the competition of each value; ``None``: there is one.
+    """
+    num_bins, flat = bins.shape[1], bins.reshape(-1)
+    widths = within.widths(num_bins)
+    for start in range(0, len(values), _HISTOGRAM_NUMEL):
+        part = values[start : start + _HISTOGRAM_NUMEL].astype(np.int64)
+        place = 0 if of is None else of[start : start + _HISTOGRAM_NUMEL]
+        above_low = (part - within.low[place]).view(np.uint64)
+        if of is not None or widths[0] != 1:
+            above_low //= widths[place]
+        counted = above_low.view(np.int64)
+        if of is not None:
+            counted += place * num_bins
+        flat += np.bincount(counted, minlength=len(flat)) * weight
 
 
-def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Range, counted: torch.Tensor) -> None:
-    """Add the counts of those of ``values`` that are ``counted`` (bool); no synchronization."""
-    width = within.bin_width(len(row))
-    above_low = values.to(torch.int64) - within.low  # wraps; read as unsigned
+def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Ranges, counted: torch.Tensor) -> None:
+    """Add the counts of those of ``values`` that are ``counted`` (bool) to ``row``, of one range; without waiting."""
+    width, low = int(within.widths(len(row))[0]), int(within.low[0])
+    above_low = values.to(torch.int64) - low  # wraps; read as unsigned
     bins = ((above_low >> 1) & torch.iinfo(torch.int64).max).div_(width, rounding_mode="floor").mul_(2)
     bins += (above_low - bins * width) >= width
     # What is not counted adds 0, spread over the bins: many additions to one place wait for each other.
@@ -67,38 +118,72 @@ def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Ran
     row.scatter_add_(0, torch.where(counted, bins, elsewhere), counted.to(torch.int64))
 
 
-@dataclass
-class Undecided:
-    """What the ranks know of one competition: its k-th lowest element is in ``keys``, then in ``positions``.
+class Standings:
+    """What the ranks know of every competition: its k-th lowest element is in ``keys``, then in ``positions``.
 
-    ``num_before`` elements precede the range that is left, ``num_within`` are in it. Every rank holds the
-    same values, since they come from reduced counts alone.
+    ``num_before`` elements precede the range that is left, ``num_within`` are in it. Every rank holds the same values,
+    since they come from reduced counts alone.
     """
 
-    competition: Competition
-    keys: Range
-    positions: Range
-    num_before: int = 0
-    num_within: int = 0
-    needs_scan: bool = True
-    only_gone: bool = False  # no more are pruned than were before
+    def __init__(self, competitions: Sequence[Competition]) -> None:
+        self.competitions = competitions
+        self.num_lowest = np.array([each.num_lowest for each in competitions], dtype=np.int64)
+        self.num_positions = np.array([each.num_positions for each in competitions], dtype=np.int64)
+        self.all_keys = Ranges.of([(each.order.first, each.order.last) for each in competitions])
+        self.keys = self.all_keys.at(np.arange(len(competitions)))
+        self.positions = Ranges(np.zeros_like(self.num_positions), np.maximum(self.num_positions - 1, 0))
+        self.num_before = np.zeros_like(self.num_positions)
+        self.num_within = self.num_positions.copy()
+        self.needs_scan = np.ones(len(competitions), dtype=np.bool_)
+        self.only_gone = np.zeros(len(competitions), dtype=np.bool_)  # no more are pruned than were before
+
+    @cached_property
+    def key_dtype(self) -> np.dtype[np.signedinteger]:
+        """The dtype that holds the keys of all competitions."""
+        sizes = {each.order.key_dtype.itemsize for each in self.competitions}
+        return np.dtype(f"i{max(sizes, default=8)}")
 
     @property
-    def is_key_known(self) -> bool:
-        """Whether one key is left, and the elements below it are counted."""
-        return self.keys.low == self.keys.high and not self.needs_scan
+    def without_key(self) -> Words:
+        """The competitions of which more than one key is left, or the elements below it are not counted."""
+        return np.flatnonzero(~self.only_gone & (self.needs_scan | ~self.keys.are_one))
+
+    @property
+    def with_ties(self) -> Words:
+        """The competitions, of known keys, of which more than one position is left."""
+        return np.flatnonzero(~self.positions.are_one)
+
+    def narrow_keys(self, of: Words, bins: Words, below: Words) -> None:
+        """Take over one round of counts of the competitions ``of``; where the bracket missed, go on beside it."""
+        scanned, k, keys = self.needs_scan[of], self.num_lowest[of], self.keys.at(of)
+        num_inside = bins.sum(1)
+        missed_below, missed_above = scanned & (k <= below), scanned & (k > below + num_inside)
+        everything = self.all_keys.at(of)
+        is_gone = missed_below & (keys.low == everything.low)
+        missed_below &= ~is_gone
+        self.only_gone[of[is_gone]] = True
+        low = Ranges(everything.low, keys.low - 1)
+        high = Ranges(keys.high + 1, everything.high)
+        for missed, beside in ((missed_below, low), (missed_above, high)):
+            self.keys.put(of[missed], beside.at(missed))
+        hit = ~(is_gone | missed_below | missed_above)
+        self.num_before[of] += np.where(hit & scanned, below, 0)
+        self.needs_scan[of[hit]] = False
+        self._narrow(self.keys, of[hit], bins[hit])
+
+    def narrow_positions(self, of: Words, bins: Words) -> None:
+        """Take over one round of counts of the competitions ``of``."""
+        self._narrow(self.positions, of, bins)
 
     def skip_ties(self) -> None:
-        """Skip the rounds that break ties if all ties are pruned, or nothing new is."""
-        if self.only_gone or self.num_before + self.num_within == self.competition.num_lowest:
-            self.positions = Range(self.positions.high, self.positions.high)
+        """Skip the rounds that break ties where all ties are pruned, or nothing new is."""
+        skipped = self.only_gone | (self.num_before + self.num_within == self.num_lowest)
+        self.positions.low[skipped] = self.positions.high[skipped]
 
-    def narrow(self, within: Range, bins: Words) -> Range:
-        """Return the bin of ``within`` that holds the k-th, and pass over the elements before it."""
-        if within.low == within.high or self.only_gone:
-            return Range(within.low, within.low)
-        passed = np.cumsum(bins)
-        index = int(np.searchsorted(passed, self.competition.num_lowest - self.num_before))
-        self.num_within = int(bins[index])
-        self.num_before += int(passed[index]) - self.num_within
-        return within.bin(index, len(bins))
+    def _narrow(self, ranges: Ranges, of: Words, bins: Words) -> None:
+        """Keep the bins that hold the k-th, and pass over the elements before them."""
+        passed = self.num_before[of, None] + np.cumsum(bins, axis=1)
+        index = (passed < self.num_lowest[of, None]).sum(1)
+        self.num_within[of] = num_within = np.take_along_axis(bins, index[:, None], 1)[:, 0]
+        self.num_before[of] = np.take_along_axis(passed, index[:, None], 1)[:, 0] - num_within
+        ranges.put(of, ranges.at(of).bins(index, index, bins.shape[1]))

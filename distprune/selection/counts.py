@@ -1,40 +1,93 @@
-"""One round of counts: int64 counts for each competition, made where the scores are, and summed over ranks."""
+"""A round of counts: some for each of several competitions, summed over ranks in a message of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from distprune.collectives import Communicator, sum_together
-from distprune.selection.competition import Undecided, Words
-from distprune.selection.scan import Entry
-from distprune.shards import fetched, on_host
+from distprune.selection.competition import Keys, Ranges, Words, add_histogram
+
+_NUM_WORDS = 1 << 14  # of 8 bytes that all competitions share in a round: 128 KiB
+_LEAST = 3  # words of one competition, however many there are
+
+
+class BinCounts:
+    """Counts of the competitions ``left`` of ``num``: of elements in bins of the ranges ``within``, one of each.
+
+    ``bins``: (left, columns). ``beyond``: how many are below the range and above it, (left, 2). ``num_nans``: in all.
+    """
+
+    def __init__(self, num: int, left: Words, within: Ranges, num_columns: int) -> None:
+        self.bins = np.zeros((len(left), num_columns), dtype=np.int64)
+        self.beyond = np.zeros((len(left), 2), dtype=np.int64)
+        self.num_nans = 0
+        self.within = within
+        self.rows = np.full(num, -1)
+        self.rows[left] = np.arange(len(left))
+
+    def has(self, competition: int) -> bool:
+        """Return whether ``competition`` is counted."""
+        return bool(self.rows[competition] >= 0)
+
+    def of(self, competition: int) -> Ranges:
+        """Return the range of one competition that is counted."""
+        return self.within.at(self.rows[competition, None])
+
+    def add(self, values: Keys | Words, of: Keys | int | None, weight: int = 1) -> None:
+        """Add ``values``, inside of their ranges: all of one competition, or ``of`` several; ``None``: of the first.
+
+        Those of competitions that are not counted are left out.
+        """
+        if of is None or isinstance(of, int):
+            row = int(self.rows[of or 0])
+            if row >= 0:
+                add_histogram(self.bins[row : row + 1], values, None, self.of(of or 0), weight)
+            return
+        rows = self.rows[of]
+        counted = rows >= 0
+        add_histogram(self.bins, values[counted], rows[counted], self.within, weight)
 
 
 def summed_counts(
     comm: Communicator,
-    states: Sequence[Undecided],
-    num_words: int,
-    entries: Callable[[], Iterable[Entry]],
-    count: Callable[[torch.Tensor, Entry, Undecided], None],
-) -> Words:
-    """Return the sum over ranks of what ``count`` adds, (competitions, words): one round, and on each device one wait.
+    num: int,
+    left: Words,
+    within: Ranges,
+    most: int,
+    count: Callable[[BinCounts], None],
+    *,
+    most_columns: int,
+    with_beyond: bool = False,
+) -> BinCounts:
+    """Return the sum over ranks of what ``count`` adds to the counts of the competitions ``left`` of ``num``.
 
-    ``count`` is called for each of this rank's ``entries``, with the row of its competition, on the device of its
-    scores. Every rank must call this. What raises on one rank while it counts is raised on all.
+    There are as many bins, ``most_columns`` at most, as fit into a message of 128 KiB, or into 24 bytes a competition
+    if that is more. No sum is more than ``most``: then several counts share a word. ``with_beyond``: what is beyond the
+    ranges is counted too. Every rank must call it: one round. What ``count`` raises on one rank is raised on all.
     """
+    num_rows, num_extra, bits = len(left), 2 if with_beyond else 0, min(most.bit_length() + 1, 63)
+    per_word = 63 // bits  # a bit more than is needed: so that counts which are wrong are seen to be
+    most_words = max(_NUM_WORDS // num_rows, _LEAST)
+    num_columns = min(most_words * per_word - num_extra, most_columns, within.largest)
+    num_words = -(-(num_columns + num_extra) // per_word)
+    shifts = bits * np.arange(per_word)
 
-    def fill(counts: torch.Tensor) -> None:
-        there: dict[torch.device, torch.Tensor] = {}
-        for entry in entries():
-            device = entry.scores.device
-            if not on_host(device) and device not in there:
-                there[device] = torch.zeros_like(counts, device=device)
-            of_device = counts if on_host(device) else there[device]
-            count(of_device[entry.competition], entry, states[entry.competition])
-        for counted in fetched([*there.values()]):
-            counts += counted
+    def packed(message: torch.Tensor) -> None:
+        own = BinCounts(num, left, within, num_columns)
+        count(own)
+        padded = np.zeros((num_rows, num_words * per_word), dtype=np.int64)
+        padded[:, :num_columns] = own.bins
+        padded[:, num_columns : num_columns + num_extra] = own.beyond[:, :num_extra]
+        message[:-1] = torch.from_numpy((padded.reshape(-1, per_word) << shifts).sum(1))
+        message[-1] = own.num_nans
 
-    summed: Words = sum_together(comm, (len(states), num_words), fill).numpy()
+    message = sum_together(comm, (num_rows * num_words + 1,), packed).numpy()
+    unpacked = (message[:-1, None] >> shifts) & np.int64((1 << bits) - 1)
+    columns = unpacked.reshape(num_rows, -1)
+    summed = BinCounts(num, left, within, num_columns)
+    summed.bins, summed.num_nans = columns[:, :num_columns], int(message[-1])
+    summed.beyond[:, :num_extra] = columns[:, num_columns : num_columns + num_extra]
     return summed

@@ -19,25 +19,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from distprune.collectives import Communicator, together
 from distprune.host_loops import load
-from distprune.selection.competition import Competition, Range, Undecided, Words
-from distprune.selection.counts import summed_counts
+from distprune.selection.competition import Competition, Flags, Standings, Words
+from distprune.selection.counts import BinCounts, summed_counts
 from distprune.selection.decide import decide
-from distprune.selection.device_tally import count_keys_on_device, count_positions_on_device
+from distprune.selection.device_tally import DeviceTally
 from distprune.selection.put import Put
 from distprune.selection.sampling import sample_brackets
-from distprune.selection.scan import NUM_BELOW, NUM_COUNTS, NUM_GONE, NUM_INSIDE, NUM_NANS, Entry, key_chunks
-from distprune.selection.tally import SurvivorMemory, Tally
+from distprune.selection.scan import Entry, key_chunks
+from distprune.selection.tally import Tally
 from distprune.shards import count_true, fetched, on_host
 
-# int64 words of one competition's row in a message, of which a word says whether all went well: 16 KiB in every round
-# when many are batched; when one is alone, 64 KiB a round over keys and 128 KiB a round over positions.
-_NUM_WORDS_BATCHED = (1 << 11) - 1
-_NUM_WORDS_ALONE_KEYS = (1 << 13) - 1
-_NUM_WORDS_ALONE_POSITIONS = (1 << 14) - 1
+# Bins of one competition in a round: 64 KiB over keys and 128 KiB over positions at most, if they cannot be packed.
+_KEY_BINS, _POSITION_BINS = 1 << 13, (1 << 14) - 2
 
 # Elements on the host: loading the compiled loops takes 0.9 s, of which each gets back about a nanosecond. For fewer
 # they are used only if they are loaded already.
@@ -49,11 +47,11 @@ class Selection:
     """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where nothing new is."""
 
     thresholds: list[float | int | None]
-    states: Sequence[Undecided]
+    standings: Standings
 
-    def decide(self, entry: Entry, put: Put) -> torch.Tensor:
-        """Put what stays of ``entry``, or of a piece of one: see :func:`distprune.selection.decide.decide`."""
-        return decide(entry, self.states[entry.competition], put)
+    def decide(self, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
+        """Put what stays of ``entries``, or of pieces of some: see :func:`distprune.selection.decide.decide`."""
+        return decide(self.standings, entries, puts)
 
 
 def select_lowest(
@@ -68,12 +66,11 @@ def select_lowest(
     ``competitions``. ``make_entries`` returns the rank's own entries, with replicas. Every element must be owned by
     exactly one rank.
 
-    Communicates sums only. Rounds: 2 to sample; over keys 1 for 16-bit scores, 2 for 32-bit, 4 for
-    64-bit (5 when batched), and more only for scores so spread out that a bracket spans many powers of
-    two (at most 2, 3, and 5 or 6), or when a bracket missed; over positions none unless some of the
-    elements that tie with a k-th go and others stay, then at most 3 (up to 8e9 positions). Bytes a
-    round: 16 KiB for each of several competitions; alone, 64 KiB, over positions 128 KiB (at most 640 KiB
-    in all for 32-bit scores).
+    Communicates sums only. Rounds of one competition: to sample, where there are more than 2**18 elements a rank, 2 as
+    a rule; over keys 1 for 16-bit scores, 2 or 3 for 32-bit, 4 or 5 for 64-bit, and more when a bracket missed; over
+    positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to 4e12
+    positions). A message has 64 KiB, over positions 128 KiB. Many competitions share 128 KiB a round, or 24 bytes each
+    if that is more: with fewer bins, there are more rounds.
 
     Local work on a CPU: a sample, one read of the scores, and one more to decide; on a device one read for each round
     over keys and positions, one wait for the device a round, and one read to decide. Temporaries stay under 64 MiB.
@@ -89,108 +86,84 @@ def select_lowest(
                 f"{competition.name}: {competition.num_lowest} elements are to be pruned, "
                 f"there are {competition.num_positions}"
             )
-    states = [
-        Undecided(c, Range(c.order.first, c.order.last), Range(0, max(c.num_positions - 1, 0))) for c in competitions
-    ]
-    own = _OwnPart(states, make_entries)
+    standings = Standings(competitions)
+    own = _OwnPart(standings, make_entries)
     if not competitions:
-        return Selection([], states)
-    batched = len(competitions) > 1
-    num_key_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_KEYS
-    num_position_words = _NUM_WORDS_BATCHED if batched else _NUM_WORDS_ALONE_POSITIONS
-    sample_brackets(comm, states, lambda: own.entries, num_key_words)
-    while not all(state.is_key_known or state.only_gone for state in states):
-        counts = summed_counts(comm, states, num_key_words, lambda: own.entries, own.count_keys)
-        _check(comm, own, states, counts)
-        for state, row in zip(states, counts, strict=True):
-            _narrow_keys(state, row)
-    for state in states:
-        state.skip_ties()
-    while any(state.positions.low < state.positions.high for state in states):
-        counts = summed_counts(comm, states, num_position_words, lambda: own.entries, own.count_positions)
-        for state, row in zip(states, counts, strict=True):
-            state.positions = state.narrow(state.positions, row)
-    thresholds = [None if s.only_gone else s.competition.order.value(s.keys.low) for s in states]
-    return Selection(thresholds, states)
+        return Selection([], standings)
+    num = len(competitions)
+    sample_brackets(comm, standings, lambda: own.entries, _KEY_BINS)
+    while len(left := standings.without_key):
+        within, needs_scan = standings.keys.at(left), standings.needs_scan[left]
+        most, wanted = int(standings.num_within[left].max()), bool(needs_scan.any())
+        counts = summed_counts(
+            comm, num, left, within, most, own.count_keys, most_columns=_KEY_BINS, with_beyond=wanted
+        )
+        _check(comm, own, standings, left, counts, needs_scan)
+        standings.narrow_keys(left, counts.bins, counts.beyond[:, 0])
+    standings.skip_ties()
+    while len(left := standings.with_ties):
+        within, most = standings.positions.at(left), int(standings.num_within[left].max())
+        counts = summed_counts(comm, num, left, within, most, own.count_positions, most_columns=_POSITION_BINS)
+        standings.narrow_positions(left, counts.bins)
+    keys = zip(competitions, standings.only_gone.tolist(), standings.keys.low.tolist(), strict=True)
+    return Selection([None if only_gone else each.order.value(key) for each, only_gone, key in keys], standings)
 
 
 class _OwnPart:
     """What this rank counts. Its methods run within a round: what they raise is raised on all ranks."""
 
-    def __init__(self, states: Sequence[Undecided], make_entries: Callable[[], Sequence[Entry]]) -> None:
-        self._states = states
+    def __init__(self, standings: Standings, make_entries: Callable[[], Sequence[Entry]]) -> None:
+        self._standings = standings
         self._make_entries = make_entries
-        self._memory = SurvivorMemory()
-        self._tallies: dict[int, Tally] = {}  # by the id of the entry
 
     @cached_property
     def entries(self) -> list[Entry]:
         """What this rank counts: of replicas, those that it owns."""
-        entries = self._make_entries()
+        entries = [entry for entry in self._make_entries() if entry.owned and entry.geometry.local_numel]
         if sum(entry.geometry.local_numel for entry in entries if on_host(entry.scores.device)) >= _WORTH_LOADING:
             load()
-        return [entry for entry in entries if entry.owned and entry.geometry.local_numel]
+        return entries
 
-    def count_keys(self, row: torch.Tensor, entry: Entry, state: Undecided) -> None:
-        if on_host(entry.scores.device):
-            self._tally(entry, state).count_keys(row)
-        else:
-            count_keys_on_device(row, entry, state)
+    @cached_property
+    def _tallies(self) -> list[Tally | DeviceTally]:
+        here = [entry for entry in self.entries if on_host(entry.scores.device)]
+        there = [entry for entry in self.entries if not on_host(entry.scores.device)]
+        return [Tally(self._standings, here), DeviceTally(self._standings, there)]
 
-    def count_positions(self, row: torch.Tensor, entry: Entry, state: Undecided) -> None:
-        if on_host(entry.scores.device):
-            self._tally(entry, state).count_positions(row)
-        else:
-            count_positions_on_device(row, entry, state)
+    def count_keys(self, counts: BinCounts) -> None:
+        for tally in self._tallies:
+            tally.count_keys(counts)
 
-    def _tally(self, entry: Entry, state: Undecided) -> Tally:
-        if id(entry) not in self._tallies:
-            self._tallies[id(entry)] = Tally(entry, state, self._memory)
-        return self._tallies[id(entry)]
+    def count_positions(self, counts: BinCounts) -> None:
+        for tally in self._tallies:
+            tally.count_positions(counts)
 
     def num_nans(self) -> dict[str, int]:
         """Return how many scores are NaN, by name."""
         counts: dict[str, torch.Tensor] = {}
         for entry in self.entries:
-            order = self._states[entry.competition].competition.order
+            order = self._standings.competitions[entry.competition].order
             nans = (count_true(keys > order.last) for _, keys in key_chunks(entry, order))
             counts[entry.name] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
         return dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
 
 
-def _narrow_keys(state: Undecided, row: Words) -> None:
-    """Take over one round of key counts; where the bracket missed, go on beside it."""
-    k, order = state.competition.num_lowest, state.competition.order
-    if state.only_gone:
-        return
-    if state.needs_scan:
-        below, inside, gone = (int(row[i]) for i in (NUM_BELOW, NUM_INSIDE, NUM_GONE))
-        if k <= below and state.keys.low > order.first:
-            state.keys = Range(order.first, state.keys.low - 1)
-            return
-        if k <= gone:
-            state.only_gone = True
-            return
-        if k > below + inside:
-            state.keys = Range(state.keys.high + 1, order.last)
-            return
-        state.num_before, state.num_within, state.needs_scan = below, inside, False
-    state.keys = state.narrow(state.keys, row[NUM_COUNTS:])
-
-
-def _check(comm: Communicator, own: _OwnPart, states: Sequence[Undecided], counts: Words) -> None:
-    """Raise, on every rank alike, if the scanned elements are not what the caller said."""
-    if any(state.needs_scan and row[NUM_NANS] for state, row in zip(states, counts, strict=True)):
+def _check(
+    comm: Communicator, own: _OwnPart, standings: Standings, left: Words, counts: BinCounts, scanned: Flags
+) -> None:
+    """Raise, on every rank alike, if the elements of the competitions that were ``scanned`` are not as was said."""
+    if counts.num_nans:
         with together(comm):
             num_nans = own.num_nans()
         raise_nans(comm, num_nans)
-    for state, row in zip(states, counts, strict=True):
-        competition, num_scanned = state.competition, sum(row[:NUM_NANS].tolist())
-        if state.needs_scan and not state.only_gone and num_scanned != competition.num_positions:
-            raise ValueError(
-                f"{competition.name}: {num_scanned} elements compete, {competition.num_positions} were announced; "
-                "every element must be owned by exactly one rank"
-            )
+    num_scanned = counts.bins.sum(1) + counts.beyond.sum(1)
+    wrong = np.flatnonzero(scanned & (num_scanned != standings.num_positions[left]))
+    for row in wrong[:1]:
+        competition = standings.competitions[left[row]]
+        raise ValueError(
+            f"{competition.name}: other elements compete than the {competition.num_positions} that were announced; "
+            "every element must be owned by exactly one rank"
+        )
 
 
 def raise_nans(comm: Communicator, num_nans: Mapping[str, int]) -> NoReturn:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import as_array, on_host
+from distprune.shards import on_host
 
 OrderedBy = Literal["magnitude", "value"]
 
@@ -86,12 +86,16 @@ class Order:
         keys = torch.where(bits < 0, -(bits & magnitude), bits)
         return keys.masked_fill_(keys < self.first, self.last + 1)  # a NaN with a sign
 
-    def bits(self, values: torch.Tensor) -> tuple[npt.NDArray[np.signedinteger], np.signedinteger] | None:
-        """Return the bits of ``values``, 1-D, a view, and what makes them keys by ``&``; ``None``: nothing."""
-        if self.ordered_by != "magnitude" or values.dtype != self.value_dtype:
+    def mask_of_bits(self, dtype: torch.dtype) -> np.signedinteger | None:
+        """Return what makes keys of the bits of values of ``dtype`` by ``&``; ``None``: nothing does."""
+        if self.ordered_by != "magnitude" or dtype != self.value_dtype:
             return None
-        bits = as_array(values)
-        return None if bits is None else (bits, bits.dtype.type(self._magnitude))
+        return self._mask_of_bits
+
+    @cached_property
+    def _mask_of_bits(self) -> np.signedinteger:
+        mask: np.signedinteger = np.dtype(f"i{self.key_dtype.itemsize}").type(self._magnitude)
+        return mask
 
     def value(self, key: int) -> float | int:
         """Return the score whose key is ``key``."""
@@ -108,7 +112,12 @@ def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]], *, zeros_gone: 
         TypeError: values that no common order holds: integers beside floats, magnitudes beside plain
             values, integers by magnitude, or a dtype this library does not order (complex, quantized).
     """
-    distinct = sorted(set(kinds), key=str)
+    return _common_order(frozenset(kinds), zeros_gone)
+
+
+@cache  # parameters of one kind share theirs
+def _common_order(kinds: frozenset[tuple[OrderedBy, torch.dtype]], zeros_gone: bool) -> Order:
+    distinct = sorted(kinds, key=str)
     ordered_by, dtypes = {kind[0] for kind in distinct}, [kind[1] for kind in distinct]
     if len(ordered_by) != 1:
         raise TypeError("scores ordered by magnitude and by value cannot compete with each other")

@@ -1,126 +1,123 @@
-"""A bracket of keys that holds the k-th lowest with near certainty, from two small samples.
+"""A bracket of keys that holds the k-th lowest with near certainty, from a sample of every n-th element.
 
-First round, *slots*: a fixed number of positions, one drawn in every equal stretch of a competition;
-whoever owns the element puts its key in the slot. Second round, *strides*: every n-th local element,
-counted in bins over the bracket the slots gave. Nothing here decides anything; a bad bracket costs
-one more pass.
+The sample is drawn once. Each round counts it in equal bins of the bracket that is left, and keeps those between two
+elements of the sample: one that is hardly after the k-th of all, and one that is hardly before it. Nothing here decides
+anything; a bad bracket costs one more pass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distprune.collectives import Communicator
-from distprune.selection.competition import Range, Undecided, Words, add_histogram, add_histogram_on_device
-from distprune.selection.counts import summed_counts
+from distprune.selection.competition import Keys, Ranges, Standings, Words
+from distprune.selection.counts import BinCounts, summed_counts
 from distprune.selection.scan import Entry
-from distprune.shards import on_host, sent
+from distprune.shards import fetched
 
+# Elements of a rank, on average, a competition and in all: fewer are all set aside, and no bracket is needed. Many
+# competitions have few bins each, and so take more rounds to sample.
+_WORTH, _MOST_SET_ASIDE = 1 << 18, 1 << 21
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
 _MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
-_MOST_SLOTS_A_POSITION = 8  # where there are fewer elements than slots
-_NUM_STRIDE_HEADER = 2  # sampled in all, sampled below the bracket
+_LOCAL_SAMPLE = 1 << 22  # of one rank, on average; where a rank has far more, each stands for several
+_MOST_ROUNDS = 6
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    keys: Keys
+    of: Words | None  # the competition of each, if there are several
+    weight: int  # how many each stands for
 
 
 def sample_brackets(
-    comm: Communicator, states: Sequence[Undecided], entries: Callable[[], Sequence[Entry]], num_words: int
+    comm: Communicator, standings: Standings, entries: Callable[[], Sequence[Entry]], most_columns: int
 ) -> None:
-    """Set the key range of every state to its bracket: two rounds of ``num_words`` int64 a competition."""
-    for fill, bracket in ((_fill_slots, _bracket_of_slots), (_count_strides, _bracket_of_strides)):
-        for state, row in zip(states, summed_counts(comm, states, num_words, entries, fill), strict=True):
-            # What is gone comes before all others: a bracket of those that compete begins above it.
-            keys, first = bracket(state, row), state.competition.order.first
-            state.keys = Range(max(keys.low, first), max(keys.high, first))
+    """Set the keys of all competitions to their brackets, where sampling is worth it. Every rank must call it.
+
+    Two rounds as a rule, six at most.
+    """
+    num_per_rank = int(standings.num_positions.sum()) // comm.size
+    if num_per_rank <= min(_WORTH * len(standings.competitions), _MOST_SET_ASIDE):
+        return
+    num, brackets = len(standings.competitions), standings.keys
+    fraction, left = _fraction(standings), np.arange(num)
+    num_below = np.zeros_like(standings.num_positions)
+    num_sampled: Words | None = None
+    sample: list[_Sample] = []
+
+    def count(counts: BinCounts) -> None:
+        if not sample:
+            sample.append(_drawn(standings, entries(), max(_MAX_STRIDE, num_per_rank // _LOCAL_SAMPLE)))
+        keys, of, weight = sample[0].keys, sample[0].of, sample[0].weight
+        if num_sampled is None:  # the first round: what is below is gone
+            of_gone = np.zeros(1, dtype=np.int64) if of is None else of
+            is_gone = keys < brackets.low[of_gone]
+            counts.beyond[:, 0] = np.bincount(np.broadcast_to(of_gone, keys.shape)[is_gone], minlength=num) * weight
+        inside = brackets.hold(keys, of)
+        counts.add(keys[inside], None if of is None else of[inside], weight)
+
+    for _ in range(_MOST_ROUNDS):
+        is_first = num_sampled is None
+        most = int((standings.num_positions if num_sampled is None else num_sampled)[left].max())
+        within = brackets.at(left)
+        found = summed_counts(comm, num, left, within, most, count, most_columns=most_columns, with_beyond=is_first)
+        if num_sampled is None:
+            num_below[:] = found.beyond[:, 0]
+            num_sampled = num_below + found.bins.sum(1)
+        left = _narrowed(brackets, num_below, left, found.bins, num_sampled[left], fraction[left])
+        if not len(left):
+            break
 
 
-def _fill_slots(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
-    positions = _slot_positions(len(row), state.competition.num_positions)
-    first = entry.first_position
-    start, stop = np.searchsorted(positions, (first, first + entry.geometry.global_numel))
-    offsets, held = entry.geometry.local_offsets_at(positions[start:stop] - first)
-    keys = _keys_at(entry, state, sent(torch.from_numpy(offsets[held]), row.device))
-    row[sent(torch.from_numpy(start + np.flatnonzero(held)), row.device)] = _encode(keys, state)
+def _fraction(standings: Standings) -> Floats:
+    return np.asarray(standings.num_lowest / np.maximum(standings.num_positions, 1))
 
 
-@lru_cache(maxsize=64)
-def _slot_positions(num_slots: int, num_positions: int) -> npt.NDArray[np.int64]:
-    """Return the position that each slot samples, in order: one in every equal stretch."""
-    num_slots = min(num_slots, _MOST_SLOTS_A_POSITION * num_positions)
-    slot = np.arange(num_slots)
-    # At a place within its stretch that no period of the data can follow (Weyl sequence).
-    jitter = slot * 0x9E3779B9 % (1 << 32) / (1 << 32)
-    scale = num_positions / max(num_slots, 1)
-    return np.minimum((slot + jitter) * scale, num_positions - 1).astype(np.int64)
-
-
-def _keys_at(entry: Entry, state: Undecided, offsets: torch.Tensor) -> torch.Tensor:
-    return entry.scores.keys(state.competition.order, offsets).to(torch.int64)
-
-
-def _shift(state: Undecided) -> int:
-    return 2 if state.competition.order.key_dtype == torch.int64 else 0
-
-
-def _encode(keys: torch.Tensor, state: Undecided) -> torch.Tensor:
-    """Keys as positive numbers (0 is an empty slot); 64-bit keys lose two bits to make room."""
-    lowest = state.competition.order.gone >> _shift(state)
-    return ((keys >> _shift(state)) - lowest + 1).clamp_(min=1)
-
-
-def _decode(code: int, state: Undecided) -> int:
-    return (code - 1 + (state.competition.order.gone >> _shift(state))) << _shift(state)
-
-
-def _fraction(state: Undecided) -> float:
-    return state.competition.num_lowest / max(state.competition.num_positions, 1)
-
-
-def _ranks(num_sampled: int, fraction: float) -> tuple[float, float]:
-    margin = _MARGIN * math.sqrt(num_sampled * fraction * (1 - fraction)) + _MARGIN
-    return fraction * num_sampled - margin, fraction * num_sampled + margin
-
-
-def _bracket_of_slots(state: Undecided, row: Words) -> Range:
-    order = state.competition.order
-    codes = np.sort(row[row > 0])
-    below, above = _ranks(len(codes), _fraction(state))
-    low = order.gone if below < 1 else _decode(int(codes[math.floor(below) - 1]), state)
-    high = order.last
-    if math.ceil(above) < len(codes):
-        high = _decode(int(codes[math.ceil(above)]), state) + (1 << _shift(state)) - 1
-    return Range(low, min(high, order.last))
-
-
-def _count_strides(row: torch.Tensor, entry: Entry, state: Undecided) -> None:
-    numel = entry.geometry.local_numel
+def _drawn(standings: Standings, entries: Sequence[Entry], max_stride: int) -> _Sample:
+    """Return every n-th element of this rank's part of each competition. One wait for a device."""
+    numels = np.array([entry.geometry.local_numel for entry in entries], dtype=np.int64)
+    of = np.array([entry.competition for entry in entries], dtype=np.int64)
+    strides = np.clip(standings.num_positions // _STRIDE_SAMPLE, _MIN_STRIDE, max_stride)
+    weight = int((numels // strides[of]).sum()) // (2 * _LOCAL_SAMPLE) + 1
     # Odd, so that it walks through the columns of matrices whose width is a power of two.
-    stride = min(max(state.competition.num_positions // _STRIDE_SAMPLE, _MIN_STRIDE), _MAX_STRIDE) | 1
-    step = stride * _STRIDE_SAMPLE
-    bins = row[_NUM_STRIDE_HEADER:]
-    for start in range(0, numel, step):
-        keys = _keys_at(entry, state, torch.arange(start, min(start + step, numel), stride, device=row.device))
-        inside = (keys >= state.keys.low) & (keys <= state.keys.high)
-        row[:_NUM_STRIDE_HEADER] += torch.stack([torch.ones_like(keys).sum(), (keys < state.keys.low).sum()])
-        if on_host(row.device):
-            add_histogram(bins, keys[inside], state.keys)
-        else:
-            add_histogram_on_device(bins, keys, state.keys, inside)
+    strides = (strides * weight) | 1
+    passed = np.zeros_like(strides)  # by competition, the elements before
+    found: list[torch.Tensor] = []
+    num_found = np.zeros_like(numels)
+    for i, entry in enumerate(entries):
+        competition, numel = entry.competition, entry.geometry.local_numel
+        order, stride = standings.competitions[competition].order, int(strides[competition])
+        for start in range(int(-passed[competition] % stride), numel, stride * _STRIDE_SAMPLE):
+            found.append(entry.keys(order, slice(start, min(start + stride * _STRIDE_SAMPLE, numel), stride)))
+            num_found[i] += len(found[-1])
+        passed[competition] += numel
+    keys = np.concatenate([np.empty(0, dtype=standings.key_dtype), *(each.numpy() for each in fetched(found))])
+    return _Sample(keys, np.repeat(of, num_found) if len(strides) > 1 else None, weight)
 
 
-def _bracket_of_strides(state: Undecided, row: Words) -> Range:
-    bins = row[_NUM_STRIDE_HEADER:]
-    passed = row[1] + np.cumsum(bins)
-    below, above = _ranks(int(row[0]), _fraction(state))
-    low, high = state.keys.low, state.keys.high
-    first_bin, last_bin = int(np.searchsorted(passed, below)), int(np.searchsorted(passed, above))
-    if below > row[1] and first_bin < len(bins):
-        low = state.keys.bin(first_bin, len(bins)).low
-    if last_bin < len(bins):
-        high = max(state.keys.bin(last_bin, len(bins)).high, low)
-    return Range(low, high)
+def _narrowed(
+    brackets: Ranges, num_below: Words, left: Words, bins: Words, num_sampled: Words, fraction: Floats
+) -> Words:
+    """Narrow the brackets that are ``left`` by one round of counts; return those for which another is worth it."""
+    margin = _MARGIN * np.sqrt(num_sampled * fraction * (1 - fraction)) + _MARGIN
+    passed = num_below[left, None] + np.cumsum(bins, axis=1)
+    lowest, highest = num_sampled * fraction - margin, num_sampled * fraction + margin
+    first = np.minimum((passed < np.floor(lowest)[:, None]).sum(1), bins.shape[1] - 1)
+    last = np.minimum((passed <= np.ceil(highest)[:, None]).sum(1), bins.shape[1] - 1)
+    at_first, at_last = (np.take_along_axis(passed, index[:, None], 1)[:, 0] for index in (first, last))
+    num_below[left] = at_first - np.take_along_axis(bins, first[:, None], 1)[:, 0]
+    before = brackets.at(left)
+    narrowed = before.bins(first, last, bins.shape[1])
+    brackets.put(left, narrowed)
+    is_wide = at_last - num_below[left] > 4 * margin  # twice what is inside at best
+    is_narrower = (narrowed.low > before.low) | (narrowed.high < before.high)
+    return left[is_wide & is_narrower & ~narrowed.are_one]

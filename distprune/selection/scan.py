@@ -1,33 +1,32 @@
-"""One read of the local scores against a bracket of keys: the only pass over all the elements.
+"""Reads of the local scores, a stretch of elements at a time: small entries joined, large ones in pieces.
 
-Nouns: a *bracket* is the inclusive range of keys in which the threshold is known to lie. Elements
-above it stay, elements below it go; those inside are the *survivors*, still undecided.
+Nouns: a *stretch* is elements that follow each other in a competition, of one entry or of several. A *bracket* is the
+inclusive range of keys in which the threshold is known to lie. Elements above it stay, elements below it go; those
+inside are the *survivors*, still undecided. The *place* of an element counts all elements of this rank before it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distprune.host_loops import compiled
-from distprune.selection.competition import Range, Words
+from distprune.selection.competition import Keys, Words
 from distprune.selection.order import Order
 from distprune.shards import Geometry, chunk_size
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
-# Counts of elements: below the bracket, inside, above; NaNs (which lie above), gone ones (which lie below).
-NUM_BELOW, NUM_INSIDE, NUM_ABOVE, NUM_NANS, NUM_GONE, NUM_COUNTS = range(6)
-
-_LAST_SHORT_START = (1 << 32) - (1 << 22)  # a chunk that starts here or before ends below 2**32
-_NUM_CHUNKS = 4  # at a time: what Python does between takes longer than a larger cache
+_LAST_SHORT_START = (1 << 32) - (1 << 22)  # a stretch that starts here or before ends below 2**32
+_NUM_CHUNKS = 4  # in a stretch: what Python does between takes longer than a larger cache
 _SPAN = 1 << 20  # elements: below this a second thread costs more than it brings
 
 
@@ -54,38 +53,104 @@ class Entry:
     competition: int
     first_position: int  # the place, among the competition's positions, of flat index 0
 
+    def keys(self, order: Order, at: slice) -> torch.Tensor:
+        """Return the keys of every n-th element."""
+        if (bits := self.scores.bits(order)) is not None:
+            return torch.from_numpy(bits[0][at] & bits[1])
+        return self.scores.keys(order, torch.arange(at.start, at.stop, at.step, device=self.scores.device))
+
 
 @dataclass(frozen=True)
-class Survivors:
-    """Undecided local elements: their offsets in the shard and their keys, in ascending offset order."""
+class Stretch:
+    """Elements of one competition, on the host: of some entries, in order. ``place``: of the first."""
 
-    offsets: Array  # uint32, or int64 where that is too short
-    keys: Array  # the order's key dtype
+    competition: int
+    pieces: Sequence[tuple[Entry, slice]]
+    place: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What a scan of a stretch found: places, ascending, and keys of the survivors; how many others there are."""
+
+    places: Array  # uint32, or int64 where that is too short
+    keys: Keys  # the order's key dtype
+    num_below: int
+    num_above: int  # with NaNs
+    num_nans: int
 
     @property
     def num_bytes(self) -> int:
-        return int(self.offsets.nbytes + self.keys.nbytes)
+        return int(self.places.nbytes + self.keys.nbytes)
+
+
+def stretches(entries: Sequence[Entry], size: int) -> Iterator[Stretch]:
+    """Yield all elements of ``entries``, ``size`` at a time, or those of one competition. Local."""
+    pieces: list[tuple[Entry, slice]] = []
+    place = numel = 0
+    for entry in entries:
+        if pieces and entry.competition != pieces[0][0].competition:
+            yield Stretch(pieces[0][0].competition, pieces, place, numel)
+            pieces, place, numel = [], place + numel, 0
+        start, stop = 0, entry.geometry.local_numel
+        while start < stop:
+            end = min(stop, start + size - numel)
+            pieces.append((entry, slice(start, end)))
+            numel, start = numel + end - start, end
+            if numel == size:
+                yield Stretch(entry.competition, pieces, place, numel)
+                pieces, place, numel = [], place + numel, 0
+    if pieces:
+        yield Stretch(pieces[0][0].competition, pieces, place, numel)
+
+
+def stretch_size(device: torch.device) -> int:
+    """Return how many elements are scanned at a time."""
+    return chunk_size(device) * _NUM_CHUNKS
+
+
+SMALL = 1 << 14  # elements of one shard on the host: so many and fewer are read together with those of others
 
 
 class KeyBits:
-    """Integers of which ``&`` makes the keys of one shard's elements, on the host, range by range.
+    """Integers of which ``&`` makes the keys of elements on the host, stretch by stretch; in the same memory.
 
-    Where compiled loops read them they are the weights' own bits, if that is possible; else the keys, in memory for
-    ``size`` of them.
+    Where compiled loops read one piece they are the weights' own bits, if that is possible; else the keys.
     """
 
-    def __init__(self, scores: Keyed, order: Order, size: int) -> None:
-        self._scores, self._order = scores, order
-        self._all = scores.bits(order) if compiled() is not None else None
-        self.are_weights = self._all is not None
-        self._memory = torch.empty(size if self._all is None else 0, dtype=order.key_dtype, device="cpu")
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._memory = torch.empty(0, dtype=order.key_dtype, device="cpu")
+        self.are_weights = False  # the integers that were returned last
 
-    def __call__(self, at: slice) -> tuple[Array, Any]:
-        """Return the integers at ``at``, and what they are to be combined with."""
-        if self._all is not None:
-            return self._all[0][at], self._all[1]
-        keys = self._scores.keys(self._order, at, self._memory).numpy()
-        return keys, keys.dtype.type(-1)
+    def __call__(self, pieces: Sequence[tuple[Keyed, slice]]) -> tuple[Array, Any]:
+        """Return the integers of ``pieces``, and what they are to be combined with."""
+        found = [(scores.bits(self._order), scores, at) for scores, at in pieces]
+        only = found[0][0] if len(found) == 1 and compiled() is not None else None
+        self.are_weights = only is not None
+        if only is not None:
+            return only[0][pieces[0][1]], only[1]
+        numel = sum(at.stop - at.start for _, at in pieces)
+        if len(self._memory) < numel:
+            self._memory = torch.empty(numel, dtype=self._order.key_dtype, device="cpu")
+        joined, start = self._memory.numpy(), 0
+        for of_weights, scores, at in found:
+            stop = start + at.stop - at.start
+            if of_weights is not None:
+                np.bitwise_and(of_weights[0][at], of_weights[1], out=joined[start:stop])
+            else:
+                into = self._memory[start:stop]
+                keys = scores.keys(self._order, at, into)
+                if keys.data_ptr() != into.data_ptr():
+                    joined[start:stop] = keys.numpy()
+            start = stop
+        return joined[:numel], joined.dtype.type(-1)
+
+    def keys(self, pieces: Sequence[tuple[Keyed, slice]]) -> Array:
+        """Return the keys of ``pieces``."""
+        bits, magnitude = self(pieces)
+        return bits & magnitude if self.are_weights else bits
 
 
 def key_chunks(entry: Entry, order: Order) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -96,69 +161,54 @@ def key_chunks(entry: Entry, order: Order) -> Iterator[tuple[slice, torch.Tensor
         yield at, entry.scores.keys(order, at)
 
 
-def scan(
-    entry: Entry, order: Order, bracket: Range, offsets: tuple[int, int] | None = None
-) -> Iterator[tuple[Words, Survivors]]:
-    """Yield counts and survivors of the local elements, which are on the CPU, chunk by chunk in order.
-
-    ``offsets``: only those from the first of the two to before the second; by default all of them.
-    """
-    begin, end = offsets or (0, entry.geometry.local_numel)
-    step = chunk_size(entry.scores.device) * _NUM_CHUNKS
-
-    own = threading.local()
-
-    def one(start: int) -> tuple[Words, Survivors]:
-        if not hasattr(own, "scan"):  # fresh memory for each chunk would be as slow as the scan
-            own.scan = _ChunkScan(entry.scores, order, bracket, step)
-        found: tuple[Words, Survivors] = own.scan(slice(start, min(start + step, end)))
-        return found
-
-    starts = range(begin, end, step)
-    num_threads = min(torch.get_num_threads(), (end - begin) // _SPAN)
+def in_threads(function: Callable[[Stretch], T], all_stretches: Sequence[Stretch]) -> Iterator[T]:
+    """Yield what ``function`` returns of each, in order; in several threads if torch has some and it is worth it."""
+    num_threads = min(torch.get_num_threads(), sum(stretch.numel for stretch in all_stretches) // _SPAN)
     if num_threads <= 1:
-        yield from map(one, starts)
+        yield from map(function, all_stretches)
         return
     # numpy lets go of the interpreter lock; torch's own threads would sit idle meanwhile.
     with ThreadPoolExecutor(num_threads) as pool:
-        ahead = 4 * num_threads  # chunks in flight, so that survivors waiting to be taken stay few
-        for first in range(0, len(starts), ahead):
-            yield from pool.map(one, starts[first : first + ahead])
+        ahead = 4 * num_threads  # in flight, so that survivors waiting to be taken stay few
+        for first in range(0, len(all_stretches), ahead):
+            yield from pool.map(function, all_stretches[first : first + ahead])
 
 
-class _ChunkScan:
-    """Scans one chunk after the other, of up to ``size`` elements, in the same memory."""
+class Scan:
+    """Scans stretches of one order, in the same memory for all of one thread."""
 
-    def __init__(self, scores: Keyed, order: Order, bracket: Range, size: int) -> None:
-        self._order, self._bits = order, KeyBits(scores, order, size)
-        self._loops = compiled()
-        dtype = torch.empty(0, dtype=order.key_dtype, device="cpu").numpy().dtype
-        self._low, self._high = dtype.type(bracket.low), dtype.type(bracket.high)
-        if self._loops is None:
-            self._flags = np.empty((3, size), dtype=np.bool_)
-        else:
-            self._offsets, self._inside = np.empty(size, dtype=np.int64), np.empty(size, dtype=dtype)
+    def __init__(self, order: Order) -> None:
+        self._order, self._own = order, threading.local()
 
-    def __call__(self, at: slice) -> tuple[Words, Survivors]:
-        """Return counts and survivors at ``at``."""
-        num = at.stop - at.start
-        bits, magnitude = self._bits(at)
-        if self._loops is not None:
-            num_kept, num_inside, lowest, highest = self._loops.find_inside(
-                bits, magnitude, self._low, self._high, self._offsets, self._inside
+    def __call__(self, stretch: Stretch, low: int, high: int) -> Scanned:
+        """Return what is inside of the bracket from ``low`` to ``high``, and how many are not."""
+        order, own, num = self._order, self._own, stretch.numel
+        if not hasattr(own, "bits"):
+            own.bits, own.size = KeyBits(order), 0
+        bits, magnitude = own.bits([(entry.scores, at) for entry, at in stretch.pieces])
+        low_key, high_key = bits.dtype.type(low), bits.dtype.type(high)
+        if own.size < num:  # fresh memory for each stretch would be as slow as the scan
+            own.size, own.loops = num, compiled()
+            if own.loops is None:
+                own.flags = np.empty((3, num), dtype=np.bool_)
+            else:
+                own.offsets, own.inside = np.empty(num, dtype=np.int64), np.empty(num, dtype=bits.dtype)
+        if own.loops is not None:
+            num_kept, num_inside, _, highest = own.loops.find_inside(
+                bits, magnitude, low_key, high_key, own.offsets, own.inside
             )
-            offsets, found = self._offsets[:num_inside], self._inside[:num_inside].copy()
+            offsets, found = own.offsets[:num_inside], own.inside[:num_inside].copy()
         else:
-            above, inside, kept = self._flags[:, :num]
-            np.greater_equal(bits, self._low, out=kept)
-            np.greater(bits, self._high, out=above)
+            above, inside, kept = own.flags[:, :num]
+            np.greater_equal(bits, low_key, out=kept)
+            np.greater(bits, high_key, out=above)
             np.not_equal(kept, above, out=inside)
             offsets = np.flatnonzero(inside)
             num_kept, found = int(np.count_nonzero(kept)), bits[offsets]
-            lowest, highest = bits.min(), bits.max()  # less than two counts, and as a rule there is nothing to count
-        beyond = count_beyond(self._order, bits, magnitude, lowest, highest)
-        counts = [num - num_kept, len(offsets), num_kept - len(offsets), *beyond]
-        return np.array(counts), Survivors(_shortened(offsets, at.start), found)
+            highest = bits.max()
+        num_nans = int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
+        places, num_inside = _shortened(offsets, stretch.place), len(offsets)
+        return Scanned(places, found, num - num_kept, num_kept - num_inside, num_nans)
 
 
 def count_beyond(order: Order, bits: Array, magnitude: Any, lowest: Any, highest: Any) -> tuple[int, int]:
@@ -169,9 +219,9 @@ def count_beyond(order: Order, bits: Array, magnitude: Any, lowest: Any, highest
 
 
 def _shortened(offsets: Array, start: int) -> Array:
-    """Return offsets in the shard, in four bytes each wherever the chunk's do not need more."""
+    """Return places from ``start`` on, in four bytes each wherever the stretch's do not need more."""
     if start > _LAST_SHORT_START:
         return offsets + start
-    short = offsets.astype(np.uint32)
+    short: Words = offsets.astype(np.uint32)
     short += np.uint32(start)
     return short

@@ -1,112 +1,123 @@
-"""What an entry on the CPU adds to the counts. Survivors are set aside where they are few."""
+"""What a rank's elements on the host add to the counts. Survivors are set aside, all together, where they are few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
 
-from distprune.selection.competition import Undecided, Words, add_histogram
-from distprune.selection.scan import NUM_COUNTS, Entry, Survivors, scan
+from distprune.selection.competition import Flags, Keys, Standings, Words
+from distprune.selection.counts import BinCounts
+from distprune.selection.scan import Array, Entry, Scan, Scanned, Stretch, in_threads, stretch_size, stretches
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 
 
-@dataclass
-class SurvivorMemory:
-    """What is left of the memory for survivors, shared by a rank's tallies."""
-
-    num_bytes: int = _KEPT_BYTES
-
-    def take(self, num_bytes: int) -> bool:
-        if num_bytes > self.num_bytes:
-            return False
-        self.num_bytes -= num_bytes
-        return True
-
-
 class Tally:
-    """Counts of one entry on the CPU. Survivors are set aside where they are few, else found anew when needed."""
+    """Counts of entries on the host. A stretch whose survivors are not set aside is *unread*: each round scans it."""
 
-    def __init__(self, entry: Entry, state: Undecided, memory: SurvivorMemory) -> None:
-        self._entry = entry
-        self._state = state
-        self._memory = memory
-        self._survivors: Survivors | None = None
+    def __init__(self, standings: Standings, entries: Sequence[Entry]) -> None:
+        self._standings, self._entries = standings, entries
+        self._starts = np.cumsum([0, *(entry.geometry.local_numel for entry in entries)])
+        self._unread = [*stretches(entries, stretch_size(torch.device("cpu")))]
+        self._read: list[Stretch] = []
+        self._scan = cache(Scan)  # by order
+        # Of the survivors set aside: their places, or later their positions; keys; competitions, if there are several.
+        self._where: Array = np.empty(0, dtype=np.uint32)
+        self._keys: Keys = np.empty(0, dtype=standings.key_dtype)
+        self._of: Keys | None = None if len(standings.competitions) == 1 else np.empty(0, dtype=np.int32)
+        self._are_positions = False
 
-    def count_keys(self, row: torch.Tensor) -> None:
-        """Add the keys inside the state's range to ``row``; on the first look, what lies outside too."""
-        self._narrow()
-        if self._survivors is not None:
-            self._add_keys(row, self._survivors)
-        elif not (self._state.is_key_known or self._state.only_gone):  # else nothing is left to learn
-            counts = self._scan_keys(row)
-            if self._state.needs_scan:
-                row[:NUM_COUNTS] += torch.from_numpy(counts)
+    def count_keys(self, counts: BinCounts) -> None:
+        """Add the keys inside the ranges, and, on the first look, what is outside."""
+        standings = self._standings
+        self._read_again(standings.needs_scan)
+        self._keep(standings.keys.hold(self._keys, self._of))
+        kept, num_bytes = [], self._where.nbytes + self._keys.nbytes
+        for stretch, found in self._scanned(counts):
+            if standings.needs_scan[of := stretch.competition]:
+                counts.beyond[counts.rows[of]] += found.num_below, found.num_above
+                counts.num_nans += found.num_nans
+            num_bytes += found.num_bytes
+            if num_bytes <= _KEPT_BYTES:
+                kept.append((stretch, found))
+            else:
+                num_bytes -= found.num_bytes
+                self._unread.append(stretch)
+                counts.add(found.keys, of)
+        self._set_aside(kept)
+        counts.add(self._keys, self._of)
 
-    def _scan_keys(self, row: torch.Tensor) -> Words:
-        total = np.zeros(NUM_COUNTS, dtype=np.int64)
-        kept: list[Survivors] | None = []
-        for counts, found in scan(self._entry, self._state.competition.order, self._state.keys):
-            total += counts
-            if kept is not None and self._memory.take(found.num_bytes):
-                kept.append(found)
-                continue
-            for survivors in kept or ():  # too many to keep: count them as they come
-                self._memory.num_bytes += survivors.num_bytes
-                self._add_keys(row, survivors)
-            kept = None
-            self._add_keys(row, found)
-        if kept is not None:
-            self._survivors = _joined(kept)
-            self._add_keys(row, self._survivors)
-        return total
+    def count_positions(self, counts: BinCounts) -> None:
+        """Add the positions inside the ranges, of elements that tie with the k-th key."""
+        keys, positions = self._standings.keys, self._standings.positions
+        if not self._are_positions:
+            self._keep(keys.hold(self._keys, self._of))
+            self._keep(np.argsort(self._where))
+            self._where, self._are_positions = self._positions(self._where), True
+        self._keep(positions.hold(self._where, self._of))
+        counts.add(self._where, self._of)
+        unread = self._unread
+        self._unread = [part for stretch in unread if counts.has(stretch.competition) for part in self._near(stretch)]
+        for stretch, found in self._scanned(counts):
+            ties, within = self._positions(found.places), counts.of(stretch.competition)
+            counts.add(ties[within.hold(ties, None)], stretch.competition)
+        self._unread = unread
 
-    def _add_keys(self, row: torch.Tensor, found: Survivors) -> None:
-        if len(found.keys):
-            add_histogram(row[NUM_COUNTS:], torch.from_numpy(found.keys), self._state.keys)
+    def _scanned(self, counts: BinCounts) -> Iterator[tuple[Stretch, Scanned]]:
+        """Scan what is unread of the competitions that are counted, which is then unread no more."""
+        wanted = [stretch for stretch in self._unread if counts.has(stretch.competition)]
+        self._unread = [stretch for stretch in self._unread if not counts.has(stretch.competition)]
 
-    def _narrow(self) -> None:
-        """Set aside only the survivors that the last round over the keys did not decide."""
-        if self._survivors is None:
-            return
-        self._memory.num_bytes += self._survivors.num_bytes
-        if self._state.needs_scan:  # the bracket missed
-            self._survivors = None
-            return
-        keys, offsets = self._survivors.keys, self._survivors.offsets
-        left = (keys >= self._state.keys.low) & (keys <= self._state.keys.high)
-        self._survivors = Survivors(offsets[left], keys[left])
-        self._memory.num_bytes -= self._survivors.num_bytes
+        def scanned(stretch: Stretch) -> Scanned:
+            of, keys = stretch.competition, self._standings.keys
+            scan = self._scan(self._standings.competitions[of].order)
+            return scan(stretch, int(keys.low[of]), int(keys.high[of]))
 
-    def count_positions(self, row: torch.Tensor) -> None:
-        """Add the positions inside the state's range, of elements that tie with the k-th key."""
-        self._narrow()
-        if self._state.only_gone:
-            return
-        within = self._state.positions
-        for survivors in self._ties():
-            offsets = torch.from_numpy(survivors.offsets.astype(np.int64, copy=False))
-            positions = self._entry.geometry.flat_indices_at(offsets) + self._entry.first_position
-            inside = positions[(positions >= within.low) & (positions <= within.high)]
-            if len(inside):
-                add_histogram(row, inside, within)
+        yield from zip(wanted, in_threads(scanned, wanted), strict=True)
 
-    def _ties(self) -> Iterable[Survivors]:
-        """Return the elements whose key is the k-th: all that are within the state's positions, and maybe others."""
-        if self._survivors is not None:
-            return [self._survivors]
-        geometry, within, offsets = self._entry.geometry, self._state.positions, None
-        if geometry.flat_start is not None:
-            first, numel = self._entry.first_position + geometry.flat_start, geometry.local_numel
-            offsets = min(max(within.low - first, 0), numel), min(max(within.high + 1 - first, 0), numel)
-        found = scan(self._entry, self._state.competition.order, self._state.keys, offsets=offsets)
-        return (survivors for _, survivors in found)
+    def _near(self, stretch: Stretch) -> Iterator[Stretch]:
+        """Yield, piece by piece, what of ``stretch`` may be among the positions of its competition."""
+        of, positions = stretch.competition, self._standings.positions
+        place = stretch.place
+        for entry, at in stretch.pieces:
+            start, stop, first = at.start, at.stop, entry.geometry.flat_start
+            if first is not None:
+                begin = entry.first_position + first
+                start = max(start, int(positions.low[of]) - begin)
+                stop = min(stop, int(positions.high[of]) + 1 - begin)
+            if start < stop:
+                yield Stretch(of, [(entry, slice(start, stop))], place + start - at.start, stop - start)
+            place += at.stop - at.start
 
+    def _positions(self, places: Array) -> Words:
+        """Return the positions of the elements at ``places``, which ascend."""
+        bounds = np.searchsorted(places, self._starts)
+        positions = np.empty(len(places), dtype=np.int64)
+        for i in np.flatnonzero(np.diff(bounds)).tolist():
+            entry, at = self._entries[i], slice(bounds[i], bounds[i + 1])
+            offsets = torch.from_numpy(places[at].astype(np.int64) - self._starts[i])
+            positions[at] = entry.geometry.flat_indices_at(offsets).numpy() + entry.first_position
+        return positions
 
-def _joined(kept: list[Survivors]) -> Survivors:
-    if not kept:
-        return Survivors(np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
-    return Survivors(np.concatenate([s.offsets for s in kept]), np.concatenate([s.keys for s in kept]))
+    def _keep(self, which: Flags | Words) -> None:
+        """Let go of the other survivors; put them into that order."""
+        self._where, self._keys = self._where[which], self._keys[which]
+        self._of = None if self._of is None else self._of[which]
+
+    def _read_again(self, missed: Flags) -> None:
+        """Forget what was read of competitions whose bracket ``missed``."""
+        if self._read and missed.any():
+            self._unread += [stretch for stretch in self._read if missed[stretch.competition]]
+            self._read = [stretch for stretch in self._read if not missed[stretch.competition]]
+            self._keep(np.zeros(len(self._keys), dtype=np.bool_) if self._of is None else ~missed[self._of])
+
+    def _set_aside(self, kept: Sequence[tuple[Stretch, Scanned]]) -> None:
+        self._read += [stretch for stretch, _ in kept]
+        self._where = np.concatenate([self._where, *(found.places for _, found in kept)])
+        self._keys = np.concatenate([self._keys, *(found.keys for _, found in kept)])
+        if self._of is not None:
+            competitions = np.array([stretch.competition for stretch, _ in kept], dtype=np.int32)
+            self._of = np.concatenate([self._of, np.repeat(competitions, [len(found.keys) for _, found in kept])])

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from distprune.shards.local_shard import flat_chunks
+from distprune.shards.local_shard import bits_of, flat_chunks
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x5851F42D4C957F2D  # between tensors: Knuth's, of MMIX; int64 wraps
 
 
@@ -18,7 +17,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         total = total * _FACTOR + tensor.numel()
         for start, values in flat_chunks(tensor.detach()):
-            bits = values.contiguous().view(_INTEGER[values.element_size()]).to(torch.int64)
+            bits = bits_of(values.contiguous()).to(torch.int64)
             # Every element's bits are weighed by its place.
             total += (bits * torch.arange(2 * start + 3, 2 * (start + len(bits)) + 3, 2, device=bits.device)).sum()
     return total

@@ -51,7 +51,7 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
         ownership = None  # whole on every rank: the owner is open
         if is_sharded:
             ranks = dist.get_process_group_ranks(handle.process_group)
-            ownership = Ownership(mesh_ranks=torch.tensor(ranks, dtype=torch.int64, device="cpu"))
+            ownership = Ownership(mesh_ranks=frozenset(ranks))
         data = flat.detach()
         for info, shape, numel, place in zip(
             flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True

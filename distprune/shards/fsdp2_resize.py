@@ -32,9 +32,16 @@ def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tu
     if managed is None:
         num = _num_parts(parameter._spec, dim) if isinstance(parameter, DTensor) else 1
         return num, num
-    spec = managed.param._unsharded_dtensor_spec
+    spec = _spec_before(managed.param)
     num = 1 if spec is None else _num_parts(spec, dim)
     return _num_parts(managed.sharded._spec, dim) if dim > 0 else num, num
+
+
+def _spec_before(param: Any) -> Any:
+    """Return the layout that a parameter has apart from FSDP2, of tensor parallelism; ``None`` if it is whole."""
+    if hasattr(param, "_unsharded_dtensor_spec"):
+        return param._unsharded_dtensor_spec
+    return param._tp_spec if param.is_dtensor else None  # torch 2.11
 
 
 def _num_parts(layout: Any, dim: int) -> int:
@@ -49,7 +56,7 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
     It is sharded as before. The parameter must not be gathered. Local.
     """
     before, size = managed.param, torch.Size(shape)
-    spec = before._unsharded_dtensor_spec  # of tensor parallelism
+    spec = _spec_before(before)
     stride = torch.empty(size, dtype=local.dtype, device="meta").stride()
     dtype, requires_grad = before.sharded_param.dtype, before.sharded_param.requires_grad
     if spec is None:

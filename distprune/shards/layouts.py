@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from distprune.collectives import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard
@@ -36,8 +40,11 @@ def is_held(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``: its local tensor where it is a DTensor, else itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of ``tensor``: its local tensor, detached, where it is a DTensor, else itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # what to_local() does for gradients takes longer than all else
+        return tensor.to_local().detach()
 
 
 def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
@@ -63,7 +70,7 @@ def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return the DTensor of ``local`` in the layout of ``tensor``."""
     return DTensor.from_local(
-        local.reshape(tensor.to_local().shape),
+        local.reshape(local_of(tensor).shape),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -105,12 +112,31 @@ def _layout(tensor: torch.Tensor | None) -> str:
 
 
 def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
-    mesh, global_shape = tensor.device_mesh, tuple(tensor.shape)
-    local = tensor.to_local().detach()
-    coordinate = mesh.get_coordinate()
+    local, (geometry, ownership) = local_of(tensor), _place_of(name, tensor)
+    # FSDP2 keeps an empty shard's padding shape on some dims, and outside of the mesh there is none: only the count
+    # matters.
+    if geometry.local_numel == 0 and tuple(local.shape) != geometry.local_shape:
+        local = local.new_empty(geometry.local_shape)
+    return LocalShard(name, local, geometry, ownership, tensor=tensor)
+
+
+# Parameters of one mesh and shape share them. A mesh is let go of with its last parameter.
+_places: WeakKeyDictionary[DeviceMesh, dict[object, tuple[Geometry, Ownership]]] = WeakKeyDictionary()
+
+
+def _place_of(name: str, tensor: DTensor) -> tuple[Geometry, Ownership]:
+    mesh, placements, global_shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    # Sub-meshes of one mesh are equal on all ranks, whichever ranks they hold there.
+    places, key = _places.setdefault(mesh, {}), (dist.get_rank(), mesh.get_coordinate(), placements, global_shape)
+    if key not in places:
+        places[key] = _new_place(name, tensor)
+    return places[key]
+
+
+def _new_place(name: str, tensor: DTensor) -> tuple[Geometry, Ownership]:
+    mesh, global_shape, coordinate = tensor.device_mesh, tuple(tensor.shape), tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        geometry = Geometry.nothing(global_shape)
-        return LocalShard(name, local.new_empty(geometry.local_shape), geometry, Ownership(owned=False), tensor=tensor)
+        return Geometry.nothing(global_shape), Ownership(owned=False)
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise NotImplementedError(
@@ -120,12 +146,12 @@ def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
         if type(placement) not in (Shard, StridedShard, Replicate):
             raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
     runs = [runs_of_splits(size, splits_of(tensor, dim)) for dim, size in enumerate(global_shape)]
-    geometry = Geometry(global_shape, tuple(runs))
     replica_axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
     # The ranks at this one's place on all other axes.
-    holders = mesh.mesh[tuple(slice(None) if a in replica_axes else c for a, c in enumerate(coordinate))]
-    owned = dist.get_rank() == int(holders.min())
-    # FSDP2 keeps an empty shard's padding shape on some dims; without elements only the count matters.
-    if local.numel() == 0 == geometry.local_numel:
-        local = local.reshape(geometry.local_shape)
-    return LocalShard(name, local, geometry, Ownership(owned, holders.numel(), mesh.mesh.flatten()), tensor=tensor)
+    ranks = mesh.mesh
+    holders = ranks[tuple(slice(None) if a in replica_axes else c for a, c in enumerate(coordinate))]
+    owned = int(ranks[tuple(coordinate)]) == int(holders.min())
+    mesh_ranks = ranks.flatten().tolist()
+    text = repr((tuple(ranks.shape), mesh_ranks, tensor.placements)).encode()
+    layout = Layout(hashlib.sha256(text).hexdigest()[:16], len(mesh_ranks), holders.numel())
+    return Geometry(global_shape, tuple(runs)), Ownership(owned, holders.numel(), frozenset(mesh_ranks), layout)

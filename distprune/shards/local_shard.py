@@ -16,23 +16,28 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from distprune.collectives import Layout
 from distprune.shards.device import chunk_size, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = Layout("whole", None, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
     """``owned``: whether this rank counts the elements. ``num_replicas``: how many ranks hold the same elements.
 
-    ``mesh_ranks``: of which global ranks that is said, 1-D; ``None``: of all. A DTensor says it of its own mesh, and
-    there may be copies on others. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
-    column.)
+    ``mesh_ranks``: of which global ranks that is said; ``None``: of all. A DTensor says it of its own mesh, and there
+    may be copies on others. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
+    column.) ``layout``: which ranks hold which parts, if that is known.
     """
 
     owned: bool = True
     num_replicas: int = 1
-    mesh_ranks: torch.Tensor | None = None
+    mesh_ranks: frozenset[int] | None = None
+    layout: Layout | None = None
 
     def over(self, first_holder: int, num_holders: int) -> Ownership:
         """Return it for all ``num_holders`` ranks that hold a part, of which ``first_holder`` is the lowest. Local.
@@ -41,9 +46,8 @@ class Ownership:
         """
         if self.mesh_ranks is None:
             return self
-        num_copies = max(num_holders // self.mesh_ranks.numel(), 1)
-        owned = self.owned and bool((self.mesh_ranks == first_holder).any())
-        return Ownership(owned, self.num_replicas * num_copies)
+        num_copies = max(num_holders // len(self.mesh_ranks), 1)
+        return Ownership(self.owned and first_holder in self.mesh_ranks, self.num_replicas * num_copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +90,11 @@ class LocalShard:
         """How many ranks hold the same elements; 1 if that is open."""
         return 1 if self.ownership is None else self.ownership.num_replicas
 
+    @property
+    def layout(self) -> Layout | None:
+        """Which ranks hold which parts of it, if that is known; what leaves its owner open is whole on every rank."""
+        return _WHOLE if self.ownership is None else self.ownership.layout
+
     def as_matrix(self) -> Matrix:
         """Return how the parameter is a matrix."""
         return self.matrix or Matrix.of_shape(self.shape)
@@ -116,11 +125,17 @@ def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return rows[start - first_row * row_numel : stop - first_row * row_numel]
 
 
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``values`` as integers: a view. Of floats only +0.0 has none set."""
+    return values.view(_INTEGER_OF_SIZE[values.itemsize])
+
+
 def as_array(tensor: torch.Tensor) -> npt.NDArray[np.signedinteger] | None:
     """Return the bits of all elements, 1-D, as integers: a view. ``None`` where they lie elsewhere or scattered."""
     if not (on_host(tensor.device) and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous()):
         return None
-    return bytes_of(tensor.detach()).view(f"i{tensor.element_size()}")
+    array: npt.NDArray[np.signedinteger] = bits_of(tensor.detach()).numpy().reshape(-1)
+    return array
 
 
 def bytes_of(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -176,6 +176,6 @@ FSDP2 = Inside(
 
 def _moved(names: str, feature: str = "", advice: str = "") -> NotImplementedError:
     return NotImplementedError(
-        f"torch {torch.__version__} has no {names}, on which distprune relies{feature}; use torch 2.13, "
-        f"with which distprune is tested{advice}"
+        f"torch {torch.__version__} has no {names}, on which distprune relies{feature}; use torch 2.11 "
+        f"to 2.15, with which distprune is tested{advice}"
     )

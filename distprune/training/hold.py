@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
-from distprune.masks import bits_of, make_zeros_positive, zero_where_pruned
+from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.patterns import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
-from distprune.shards import ParameterRange, count_zeros, fetched, private
+from distprune.shards import ParameterRange, bits_of, count_zeros, fetched, private
 from distprune.training.binding import Binding
 from distprune.training.held import Held, warn_of_overwritten
 from distprune.training.optimizers import (

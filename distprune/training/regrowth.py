@@ -13,14 +13,14 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives import Communicator, sum_together
-from distprune.masks import bits_of, zero_where_pruned
+from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Pattern, Ranked, as_pattern, check_share, says_how_much
 from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.fitting import fitted
 from distprune.pruning.prune_model import choose_masks, gradients_there
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
-from distprune.shards import LocalShard, count_zeros
+from distprune.shards import LocalShard, bits_of, count_zeros
 
 GrowBy = Literal["gradient", "random"]
 

@@ -199,14 +199,15 @@ def which_all_gather(_: int) -> None:
     model: Any = sharded("llama", reshard_after_forward=True)
     model.model.layers[1].set_custom_all_gather(Own())
     walk = catch_inputs(model, spread(TOKENS, 0, 2).batches)
-    single = torch.distributed.all_gather_single
+    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    single = getattr(torch.distributed, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         used.append("torch's")
         return single(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.all_gather_single", watched)
+        patch.setattr(torch.distributed, name, watched)
         for index in range(2):
             with walk.block(index) as run:
                 run(0)

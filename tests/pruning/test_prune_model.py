@@ -14,6 +14,8 @@ from torch import nn
 from typing_extensions import override
 
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, prune_model, prune_shards
+from distprune.collectives import ProcessGroup
+from distprune.pruning.agreement import agree_on_model
 from distprune.scores import Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
@@ -116,11 +118,32 @@ def test_a_stage_without_blocks_prunes_nothing_by_default(sparsity: float) -> No
         assert all(torch.equal(value, alone.get_parameter(name)) for name, value in parameters.items())
 
 
+def test_what_ranks_hold_is_told_once() -> None:
+    """And told again when one of them holds something else, which it may have held before."""
+
+    def on_rank(rank: int) -> list[tuple[int, int, list[str]]]:
+        first, other = (nn.ModuleDict({f"{kind}{rank}": nn.Linear(8, 4)}) for kind in "ab")
+        found = []
+        for model in (first, first, other if rank else first, first, other if rank else first):
+            comm = ProcessGroup()
+            agreed = agree_on_model(comm, model, (), ())
+            found.append((comm.traffic.num_rounds, comm.traffic.num_bytes, [m.name for m in agreed.roster.members]))
+        return found
+
+    both = run_threads(2, on_rank, draws=True)
+    assert both[0] == both[1]
+    first, again, others, first_again, others_again = both[0]
+    assert first[2] == again[2] == first_again[2] == ["a0.weight", "a1.weight"]
+    assert others[2] == others_again[2] == ["a0.weight", "b1.weight"]
+    assert (first[0], again[:2]) == (5, (1, 64))
+    assert [each[0] for each in (others, first_again, others_again)] == [5, 5, 5]
+
+
 def test_rounds_of_the_whole_call() -> None:
     alone = prune_model(decoder(), 0.5)
-    assert alone.num_rounds == 1 + 1 + 4 + 1  # agree, census, select, count zeros
-    assert alone.num_bytes == 64 + (16 * 4 + 8) + 256 * 1024 + (8 + 16 * 4 + 8)
-    assert prune_model(decoder(), 0.5, scope="tensor").num_rounds == 7
+    assert alone.num_rounds == 1 + 3 + 1  # agree, select, count zeros
+    assert alone.num_bytes < 64 + 3 * 64 * 1024 + (8 + 16 * 4 + 8)
+    assert prune_model(decoder(), 0.5, scope="tensor").num_rounds == 5
 
 
 def pruned_without_seed(rank: int) -> tuple[int | None, list[int], float]:

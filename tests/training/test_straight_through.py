@@ -21,9 +21,9 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.collectives import ProcessGroup
-from distprune.masks import bits_of
 from distprune.models import find_shards
 from distprune.patterns import Pattern, as_pattern
+from distprune.shards import bits_of
 from distprune.training import StraightThrough
 from tests.pattern_oracle import keep_in_pattern
 from tests.sampling import only_whole

@@ -1,0 +1,75 @@
+"""One rank of a group of many, without the others: to count and time what it does, not what comes out.
+
+torch's own fake process group lets DTensors be laid out over any number of ranks; :class:`EqualRanks` answers as if all
+of them held what this one holds. Sums of counts are those of a real group, so a choice goes its usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from typing_extensions import override
+
+from distprune.collectives import Communicator
+
+
+@final
+class EqualRanks(Communicator):
+    """Rank 0 of ``size`` that all hold the same; ``largest`` is the size of its largest message."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.largest = 0
+
+    @override
+    def _count(self, num_bytes: int) -> None:
+        self.largest = max(self.largest, num_bytes)
+        super()._count(num_bytes)
+
+    @override
+    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+        if op == "sum":
+            values *= self.size
+
+    @override
+    def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
+        pass
+
+    @override
+    def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        return [bytes(buffer.numpy())] * self.size
+
+    @override
+    def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        return sent if sent_sizes == sizes else torch.zeros(sum(sizes), dtype=torch.uint8)
+
+
+@contextmanager
+def fake_group(size: int) -> Iterator[EqualRanks]:
+    """Be rank 0 of ``size`` within."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield EqualRanks(size)
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_model(
+    num_parameters: int, size: int, shape: tuple[int, int] = (8, 32), placement: Placement | None = None
+) -> nn.Module:
+    """Return a model of so many matrices over ``size`` ranks, each of which has a part of ``shape`` of each."""
+    mesh, generator = init_device_mesh("cpu", (size,)), torch.Generator().manual_seed(0)
+    model = nn.Module()
+    for i in range(num_parameters):
+        local = torch.randn(shape, generator=generator)
+        whole = DTensor.from_local(local, mesh, [placement or Shard(0)], run_check=False)
+        model.register_parameter(f"p{i}", nn.Parameter(whole))
+    return model

@@ -1,0 +1,43 @@
+"""A thousand ranks on one: rounds and bytes of what every rank does, on a fake process group. Ceilings, not times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+import distprune as prune
+from tests.fake_ranks import EqualRanks, fake_group, sharded_model
+from tests.sampling import only_whole
+
+Call = Callable[[nn.Module, EqualRanks], object]
+
+CALLS: dict[str, Call] = {
+    "global": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
+    "each tensor": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
+    "random": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
+    "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
+    "rows": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
+    "blocks": lambda model, comm: prune.prune_model(model, 0.5, pattern="block:4", group=comm),
+    "masks": lambda model, comm: prune.Masks.of(model, group=comm),
+    "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
+}
+MOST_ROUNDS = 14
+MOST_BYTES, MOST_BYTES_A_PARAMETER = 1 << 20, 16
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
+def test_messages_stay_small(call: str, num_parameters: int) -> None:
+    used = {}
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            model = sharded_model(num_parameters, size)
+            CALLS[call](model, comm)
+            used[size] = comm.traffic
+    for traffic in used.values():
+        assert traffic.num_rounds <= MOST_ROUNDS
+        assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
+    # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
+    assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
