@@ -79,8 +79,9 @@ _AGREED = {
         "Standings._narrow",
     ),
     "selection/counts.py": ("BinCounts.__init__", "summed_counts"),
-    "selection/kth_value.py": ("select_lowest", "_check"),
+    "selection/kth_value.py": ("select_lowest", "_check", "_count"),
     "selection/order.py": ("Order.last", "Order.value"),
+    "selection/told.py": ("can_tell", "tell_keys"),
     "selection/sampling.py": ("sample_brackets", "_fraction", "_narrowed"),
 }
 _TEXT = "an injected error"

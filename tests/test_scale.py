@@ -20,6 +20,7 @@ CALLS: dict[str, Call] = {
     "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
     "rows": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
     "blocks": lambda model, comm: prune.prune_model(model, 0.5, pattern="block:4", group=comm),
+    "channels": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
     "masks": lambda model, comm: prune.Masks.of(model, group=comm),
     "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
 }

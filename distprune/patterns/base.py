@@ -354,19 +354,23 @@ class Competing:
         num_gone: Sequence[int],
         order: Callable[[Sequence[int]], Order],
         make_entries: Callable[[], Sequence[Entry]],
+        what: str = "",
+        *,
+        tells: bool = False,
     ) -> tuple[Selection, list[float | int | None]]:
         """Choose the ``share`` lowest of each competition. Every rank must call it.
 
-        Return also the threshold of each member. ``num_gone``: by member. ``order`` returns the order of some members.
+        Return also the threshold of each member. ``num_gone``: by member. ``order`` returns the order of some members;
+        ``what`` says in an error what is counted.
         Rounds and errors are those of :func:`select_lowest`.
         """
         names = [member.name for member in self.ranked.roster.members]
         competitions = []
         for members in self.members:
             num, gone = sum(self.num_of[i] for i in members), sum(num_gone[i] for i in members)
-            wanted = num_lowest(share, [names[i] for i in members], num, gone, of_left=self.ranked.of_left)
+            wanted = num_lowest(share, [names[i] for i in members], num, gone, what, of_left=self.ranked.of_left)
             name = repr(names[members[0]]) if self.scope == "tensor" else "all parameters together"
             competitions.append(Competition(name, order(members), num, wanted))
-        selection = select_lowest(self.ranked.comm, competitions, make_entries)
+        selection = select_lowest(self.ranked.comm, competitions, make_entries, tells=tells)
         thresholds = selection.thresholds
         return selection, thresholds * len(names) if self.scope == "global" else thresholds

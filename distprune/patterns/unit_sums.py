@@ -19,6 +19,7 @@ from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
+_VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
 
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
@@ -86,13 +87,26 @@ class ShardUnits:
             yield slice(place - first, stop - first), _Tile(units, per_line, per_column)
             place = stop
 
+    def empty_table(self, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the table of ``num`` units without elements."""
+        table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device=device)
+        if self.scores.score.combined_by != "sum":
+            table[:, SUM] = _VALUES.first
+        return table
+
     def table(self, scale: int | None) -> torch.Tensor:
-        """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there."""
-        scores = self.scores
-        table = torch.zeros((self.num_units, NUM_COLUMNS), dtype=torch.int64, device=scores.device)
+        """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there.
+
+        Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
+        """
+        scores, sign = self.scores, _sign(self.scores.score)
+        table = self.empty_table(self.num_units, scores.device)
         for at, units in self.tiles():
             if scale is None:
                 gone = scores.is_gone(at)
+            elif sign is not None:
+                values, gone = addends(scores, at)
+                units.take_largest(table[:, SUM], _VALUES.keys(values * sign))
             else:
                 values, gone = addends(scores, at)
                 if not on_host(scores.device) or not all_finite(values):
@@ -137,6 +151,11 @@ class _Tile:
         sums = sums.sum(1) if self.per_line > 1 else sums[:, 0]  # lines first: by far the faster way
         sums = sums.sum(2) if self.per_column > 1 else sums[:, :, 0]
         totals.index_add_(0, self.units.reshape(-1), sums.reshape(-1))
+
+    def take_largest(self, largest: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep in ``largest``, of the units, the largest of the ``values`` of their elements; both int64."""
+        most = self._parts(values).amax((1, 3))
+        largest.scatter_reduce_(0, self.units.reshape(-1), most.reshape(-1), "amax")
 
     def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
         """Write what there is ``of_units``, bool, into ``out``, of the elements."""
@@ -198,12 +217,28 @@ def agree_on_scales(ranked: Ranked, num_addends: Sequence[int], *, together: boo
     return [grid_scale(num, largest) for num, largest in zip(num_addends, found, strict=True)]
 
 
+def joined_tables(score: Score, num: int, units: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the table of ``num`` units of which ``rows``, of tables, are parts; ``units``: of each its number."""
+    table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device="cpu").index_add_(0, units, rows)
+    if _sign(score) is not None:
+        table[:, SUM] = _VALUES.first
+        table[:, SUM].scatter_reduce_(0, units, rows[:, SUM].contiguous(), "amax")
+    return table
+
+
+def _sign(score: Score) -> float | None:
+    """Return by what scores are multiplied of which the largest counts; ``None`` where they are summed."""
+    return {"sum": None, "max": 1.0, "min": -1.0}[score.combined_by]
+
+
 def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
-    """Return the keys of units, int64: the sums of their elements, negated if the score is ``descending``.
+    """Return the keys of units, int64: the sums of their elements, negated if the score is ``descending``; or extremes.
 
     With more +inf than -inf the sum is +inf, and the reverse; with as many of both, the sum of the finite elements.
     """
     order = unit_order(score)
+    if score.combined_by != "sum":
+        return table[:, SUM] if score.combined_by == "max" else -table[:, SUM]
     sums = table[:, SUM].masked_fill(table[:, NUM_INFINITE] > 0, order.last)
     sums = sums.masked_fill(table[:, NUM_INFINITE] < 0, order.first)
     return -sums if score.descending else sums

@@ -32,6 +32,7 @@ from distprune.selection.put import Put
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry, key_chunks
 from distprune.selection.tally import Tally
+from distprune.selection.told import can_tell, tell_keys
 from distprune.shards import count_true, fetched, on_host
 
 # Bins of one competition in a round: 64 KiB over keys and 128 KiB over positions at most, if they cannot be packed.
@@ -58,6 +59,8 @@ def select_lowest(
     comm: Communicator,
     competitions: Sequence[Competition],
     make_entries: Callable[[], Sequence[Entry]],
+    *,
+    tells: bool = False,
 ) -> Selection:
     """Return what prunes, in every competition, exactly the ``num_lowest`` lowest elements.
 
@@ -71,6 +74,8 @@ def select_lowest(
     positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to 4e12
     positions). A message has 64 KiB, over positions 128 KiB. Many competitions share 128 KiB a round, or 24 bytes each
     if that is more: with fewer bins, there are more rounds.
+
+    ``tells``: where competitors are so few that their keys fit into a message of 128 KiB, they are told in one round.
 
     Local work on a CPU: a sample, one read of the scores, and one more to decide; on a device one read for each round
     over keys and positions, one wait for the device a round, and one read to decide. Temporaries stay under 64 MiB.
@@ -90,7 +95,16 @@ def select_lowest(
     own = _OwnPart(standings, make_entries)
     if not competitions:
         return Selection([], standings)
-    num = len(competitions)
+    is_told = tells and can_tell(standings) and tell_keys(comm, standings, lambda: own.entries)
+    if not is_told:
+        _count(comm, standings, own)
+    keys = zip(competitions, standings.only_gone.tolist(), standings.keys.low.tolist(), strict=True)
+    return Selection([None if only_gone else each.order.value(key) for each, only_gone, key in keys], standings)
+
+
+def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
+    """Narrow down what is left of every competition, round by round. Every rank must call it."""
+    num = len(standings.competitions)
     sample_brackets(comm, standings, lambda: own.entries, _KEY_BINS)
     while len(left := standings.without_key):
         within, needs_scan = standings.keys.at(left), standings.needs_scan[left]
@@ -105,8 +119,6 @@ def select_lowest(
         within, most = standings.positions.at(left), int(standings.num_within[left].max())
         counts = summed_counts(comm, num, left, within, most, own.count_positions, most_columns=_POSITION_BINS)
         standings.narrow_positions(left, counts.bins)
-    keys = zip(competitions, standings.only_gone.tolist(), standings.keys.low.tolist(), strict=True)
-    return Selection([None if only_gone else each.order.value(key) for each, only_gone, key in keys], standings)
 
 
 class _OwnPart:

@@ -59,9 +59,9 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
         ("custom_from_mask", 4),  # between: the computed masks, and whether replicas' are equal
         ("l1_unstructured", 6),  # without ties
         ("random_unstructured", 6),
-        ("ln_structured", 5),
-        ("ln_structured, inf", 4),
-        ("random_structured", 3),
+        ("ln_structured", 8),  # along dim 1, which shard edges cut
+        ("ln_structured, inf", 8),
+        ("random_structured", 4),
     ],
 )
 def test_rounds(call: str, num_rounds: int) -> None:
@@ -87,8 +87,13 @@ def test_bytes_do_not_grow_with_the_elements(call: str) -> None:
 
 def test_channels_travel_and_nothing_else_grows() -> None:
     rounds, num_bytes = traffic("ln_structured", 1, 48)
-    assert traffic("ln_structured", 1, 480) == (rounds, num_bytes + 24 * (480 - 48))  # dim 1 has that many channels
+    # Dim 1 has that many channels: each is told to its home, with which of the two ranks sends 8 to 32 bytes for half
+    # of them, and their scores to all.
+    wider = traffic("ln_structured", 1, 480)
+    assert wider[0] == rounds
+    assert wider[1] - num_bytes <= (480 - 48) * (32 + 1 + 8)
     again = traffic("ln_structured", 1, 48, again=True)
-    assert again == (rounds, num_bytes)  # the sums say which channels are left
+    assert again[0] == rounds + 1  # one counts which channels are left
     drawn, again = traffic("random_structured", 1, 48), traffic("random_structured", 1, 48, again=True)
-    assert again == (drawn[0] + 1, drawn[1] + 24 * 64 + 8)  # one round says which are left
+    assert again[0] == drawn[0] + 1
+    assert traffic("random_structured", 1, 480) == drawn  # along dim 0
