@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.cut_units import home_of
-from distprune.patterns.units import PartUnits, UnitPattern
-from distprune.scores import LocalScores
-from distprune.shards import Geometry, LocalMatrix, Matrix
+from distprune.patterns.unit_sums import UnitLines
+from distprune.patterns.units import UnitPattern
+from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
 
 
 @final
@@ -82,10 +82,10 @@ class Block(UnitPattern):
         return super().choose(ranked)
 
     @override
-    def units_of(self, scores: LocalScores, size: int) -> PartUnits:
-        matrix, num_rows = scores.shard.as_matrix(), scores.shard.as_matrix().num_rows
+    def lines_of(self, shard: LocalShard, size: int) -> UnitLines:
+        matrix, num_rows = shard.as_matrix(), shard.as_matrix().num_rows
         num_across = max(matrix.num_in // self.size, 1)
-        local, first = _lines(scores.shard.geometry, matrix)
+        local, first = _lines(shard.geometry, matrix)
         rows, row, num_of_rows = np.unique(local.rows // self.size, return_inverse=True, return_counts=True)
         columns, column, num_of_columns = np.unique(local.columns // self.size, return_inverse=True, return_counts=True)
         of_rows, of_columns = torch.from_numpy(row * len(columns)), torch.from_numpy(column)
@@ -93,8 +93,8 @@ class Block(UnitPattern):
             lines = of_rows, of_columns[None], first
         else:
             lines = of_columns, of_rows.view(-1, local.num_local_out), first
-        return PartUnits(
-            scores,
+        return UnitLines(
+            (shard.geometry, shard.local.device),
             (rows[:, None] * num_across + columns).reshape(-1),
             lines,
             size,

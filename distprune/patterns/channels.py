@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from distprune.patterns.base import Pattern, Scope, Shares, check_share
 from distprune.patterns.cut_units import home_of
-from distprune.patterns.units import PartUnits, UnitPattern
-from distprune.scores import LocalScores
-from distprune.shards import Geometry, Matrix, indices_of
+from distprune.patterns.unit_sums import UnitLines
+from distprune.patterns.units import UnitPattern
+from distprune.shards import Geometry, LocalShard, Matrix, indices_of
 
 
 @final
@@ -67,8 +67,8 @@ class Channels(UnitPattern):
         return shape[self.dim]
 
     @override
-    def units_of(self, scores: LocalScores, size: int) -> PartUnits:
-        shape, geometry, first = scores.shard.shape, scores.shard.geometry, None
+    def lines_of(self, shard: LocalShard, size: int) -> UnitLines:
+        shape, geometry, first = shard.shape, shard.geometry, None
         if len(geometry.global_shape) < len(shape):  # flattened
             geometry, first = Geometry.whole(shape), 0
         ids, unit = np.unique(indices_of(geometry.dim_runs[self.dim]).numpy(), return_inverse=True)
@@ -81,8 +81,13 @@ class Channels(UnitPattern):
             lines = channels, channels.new_zeros(()).expand(before, after), first
         num_elements = np.full(len(ids), before * after) if first is None else None
         num = shape[self.dim]
-        return PartUnits(
-            scores, ids, lines, size, num_elements, lambda which, num_ranks: home_of(which, 0, num, num_ranks)
+        return UnitLines(
+            (shard.geometry, shard.local.device),
+            ids,
+            lines,
+            size,
+            num_elements,
+            lambda which, num_ranks: home_of(which, 0, num, num_ranks),
         )
 
     @override

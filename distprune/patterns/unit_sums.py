@@ -6,8 +6,9 @@ The sums of their elements' scores are the same in any order, on a grid common t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,14 @@ import torch
 
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
+from distprune.patterns.cut_units import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
-from distprune.selection import Order, Put, raise_nans
+from distprune.selection import SMALL, Order, Put, raise_nans
 from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
 _VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
@@ -31,28 +34,54 @@ def unit_order(score: Score) -> Order:
     return Order("value", score.dtype(torch.float32) if score.scores_units else torch.int64)
 
 
-class ShardUnits:
-    """The units of which one shard holds a part, numbered from 0 to ``num_units``. No communication.
+class UnitLines:
+    """The units of which a shard holds a part, and where their elements are. Shards laid out alike share one.
 
-    The local elements lie in lines of equal length. The unit of element j in line i is ``starts[i % len(starts)] +
-    within[i // len(starts), j]``. ``first``: the flat index at which line 0 begins, if the shard is cut anywhere
-    (FSDP1); without it local elements fill the lines from 0 on.
+    ``ids``: the numbers of the units in the whole parameter, ascending; here they are numbered from 0. The local
+    elements lie in lines of equal length. The unit of element j in line i is ``starts[i % len(starts)] + within[i //
+    len(starts), j]``. ``first``: the flat index at which line 0 begins, if the shard is cut anywhere (FSDP1); without
+    it local elements fill the lines from 0 on. ``num_elements``: of each unit here; ``None``: they are counted. A whole
+    unit has ``size`` elements. ``homes(ids, ranks)``: the homes of some units. No communication.
     """
 
     def __init__(
-        self, scores: LocalScores, num_units: int, starts: torch.Tensor, within: torch.Tensor, first: int | None
+        self,
+        place: tuple[Geometry, torch.device],
+        ids: IntArray,
+        lines: tuple[torch.Tensor, torch.Tensor, int | None],
+        size: int,
+        num_elements: IntArray | None,
+        homes: Callable[[IntArray, int], IntArray],
     ) -> None:
-        self.scores = scores
-        self.num_units = num_units
+        self._geometry, self._device = place
+        self.ids, self.homes = ids, homes
+        starts, within, self._first = lines
         self._host_starts, self._host_within = starts.numpy(), within.numpy()
-        self._starts, self._within = sent(starts, scores.device), sent(within, scores.device)
-        self._first = first
+        self._starts, self._within = sent(starts, self._device), sent(within, self._device)
+        if num_elements is None:
+            there = torch.zeros(len(ids), dtype=torch.int64, device=self._device)
+            for at, units in self.tiles():
+                units.add(there, torch.ones(at.stop - at.start, dtype=torch.int64, device=self._device))
+            num_elements = fetched([there])[0].numpy()
+        self.is_whole: BoolArray = (num_elements == size) & (num_elements > 0)
+        self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
+        self.whole = torch.from_numpy(np.flatnonzero(self.is_whole))
+        self.whole_runs = runs_of(ids[self.is_whole])
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def tiles(self) -> Iterable[tuple[slice, _Tile]]:
+        """Return local elements and their units: whole lines, or parts of some, if that is worth it."""
+        return self._few if self._geometry.local_numel <= SMALL else self._tiles()
+
+    @cached_property
+    def _few(self) -> list[tuple[slice, _Tile]]:
+        return [*self._tiles()]
+
+    def _chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield local elements, and the number of the unit of each."""
-        geometry, device = self.scores.shard.geometry, self.scores.device
+        geometry, device, step = self._geometry, self._device, chunk_size(self._device)
         width, num = self._within.shape[1], len(self._starts)
-        for start, stop in self.scores.chunks():
+        for start in range(0, geometry.local_numel, step):
+            stop = min(start + step, geometry.local_numel)
             if self._first is None and stop - start >= width:  # line by line, which is faster
                 lines = torch.arange(start // width, -(-stop // width), device=device)
                 units = self._starts[lines % num, None] + self._within[lines // num]
@@ -64,14 +93,14 @@ class ShardUnits:
                 lines = at // width
                 yield slice(start, stop), self._starts[lines % num] + self._within[lines // num, at % width]
 
-    def tiles(self) -> Iterator[tuple[slice, _Tile]]:
+    def _tiles(self) -> Iterator[tuple[slice, _Tile]]:
         """Yield local elements and their units: whole lines, or parts of some, if that is worth it."""
-        (num_panels, width), num, size = self._within.shape, len(self._starts), chunk_size(self.scores.device)
-        geometry, first = self.scores.shard.geometry, 0 if self._first is None else None
+        (num_panels, width), num, size = self._within.shape, len(self._starts), chunk_size(self._device)
+        geometry, first = self._geometry, 0 if self._first is None else None
         if self._first is not None and geometry.flat_start is not None:
             first = geometry.flat_start - self._first
         if first is None or (num_panels > 1 and num * width * _WORTH < size):
-            yield from ((at, _Tile(units[None], 1, 1)) for at, units in self.chunks())
+            yield from ((at, _Tile(units[None], 1, 1)) for at, units in self._chunks())
             return
         place, end = first, first + geometry.local_numel
         while place < end:
@@ -87,6 +116,13 @@ class ShardUnits:
             yield slice(place - first, stop - first), _Tile(units, per_line, per_column)
             place = stop
 
+
+class ShardUnits:
+    """The units of one shard, and what their elements make of them. No communication."""
+
+    def __init__(self, scores: LocalScores, lines: UnitLines) -> None:
+        self.scores, self.lines = scores, lines
+
     def empty_table(self, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the table of ``num`` units without elements."""
         table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device=device)
@@ -100,8 +136,8 @@ class ShardUnits:
         Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
         """
         scores, sign = self.scores, _sign(self.scores.score)
-        table = self.empty_table(self.num_units, scores.device)
-        for at, units in self.tiles():
+        table = self.empty_table(len(self.lines.ids), scores.device)
+        for at, units in self.lines.tiles():
             if scale is None:
                 gone = scores.is_gone(at)
             elif sign is not None:
@@ -122,7 +158,7 @@ class ShardUnits:
         """Put what stays of the elements, given which units stay; return the counts of ``Choice.decide``, 0 NaNs."""
         scores, stays = self.scores, sent(keep, self.scores.device)
         counts = torch.zeros(3, dtype=torch.int64, device=scores.device)
-        for at, units in self.tiles():
+        for at, units in self.lines.tiles():
             flags = put.flags(at, scores.device)
             units.spread(stays, flags)
             if not scores.regrows and (gone := scores.is_gone(at)) is not None:
@@ -131,6 +167,13 @@ class ShardUnits:
             counts[0] += len(flags) - count_true(flags)
             put.stays(at, flags)
         return counts
+
+    def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
+        """Return what the homes of the cut units are told, and asked: of what this rank owns, their scores."""
+        cut = np.flatnonzero(self.lines.is_cut)
+        told = table[torch.from_numpy(cut)] if self.scores.shard.owned else self.empty_table(len(cut))
+        rows = np.column_stack([first + self.lines.ids[cut], told.numpy()])
+        return Question(self.lines.homes(self.lines.ids[cut], num_ranks), lambda places: rows[places].tobytes())
 
 
 @dataclass(frozen=True)
@@ -160,6 +203,12 @@ class _Tile:
     def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
         """Write what there is ``of_units``, bool, into ``out``, of the elements."""
         self._parts(out).copy_(torch.take(of_units, self.units)[:, None, :, None])
+
+
+def runs_of(ids: IntArray) -> tuple[tuple[int, int], ...]:
+    """Return ascending ``ids`` as half-open runs."""
+    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
 
 
 def _run(units: IntArray) -> int:

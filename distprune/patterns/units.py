@@ -28,14 +28,16 @@ from distprune.patterns.unit_sums import (
     IntArray,
     ShardUnits,
     UnitKeys,
+    UnitLines,
     agree_on_scales,
     joined_tables,
+    runs_of,
     sums_of,
     unit_order,
 )
 from distprune.scores import LocalScores, Score
 from distprune.selection import Entry, MaskPut, Order, Put, Selection
-from distprune.shards import Geometry, fetched
+from distprune.shards import Geometry, LocalShard, Runs, fetched
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -56,8 +58,11 @@ class UnitPattern(Pattern):
         """Return how many units a parameter of the global ``shape`` has, all of one size."""
 
     @abstractmethod
-    def units_of(self, scores: LocalScores, size: int) -> PartUnits:
-        """Return the units, of ``size`` weights each, of one of this rank's shards or of a piece of one."""
+    def lines_of(self, shard: LocalShard, size: int) -> UnitLines:
+        """Return the units, of ``size`` weights each, of one of this rank's shards or of a piece of one.
+
+        They follow from its layout alone.
+        """
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
@@ -72,7 +77,7 @@ class UnitPattern(Pattern):
         ranked.order(range(len(members)))  # raises alike on all ranks
         own = _OwnUnits(ranked, self)
         gone_before, num_cut = take_census(
-            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: int(own.part(scores).is_cut.sum())
+            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: int(own.part(scores).lines.is_cut.sum())
         )
         if not score.scores_units:
             own.scales = agree_on_scales(ranked, own.sizes, together=self.scope == "global")
@@ -85,7 +90,7 @@ class UnitPattern(Pattern):
 
         order = unit_order(score)
         selection, keys = own.competing.select(
-            self.sparsity, num_gone, lambda _: order, own.entries, self.what, tells=True
+            self.sparsity, num_gone, lambda _: order, lambda: own.entries, self.what, tells=True
         )
         thresholds = [_threshold(key, scale, score) for key, scale in zip(keys, own.scales, strict=True)]
         stays = cache(lambda: own.stays(selection))
@@ -96,42 +101,9 @@ class UnitPattern(Pattern):
 
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
             part, (ids, keep) = own.part(scores), of_units()[ranked.index[scores.shard.name]]
-            return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.ids))], put)
+            return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.lines.ids))], put)
 
         return Choice(thresholds, decide)
-
-
-class PartUnits(ShardUnits):
-    """The units of one shard: their numbers in the whole parameter, ``ids``, ascend. ``size``: of a whole one.
-
-    ``num_elements``: of each here; ``None``: they are counted. ``homes(ids, ranks)``: the home of some units.
-    """
-
-    def __init__(
-        self,
-        scores: LocalScores,
-        ids: IntArray,
-        lines: tuple[torch.Tensor, torch.Tensor, int | None],
-        size: int,
-        num_elements: IntArray | None,
-        homes: Callable[[IntArray, int], IntArray],
-    ) -> None:
-        super().__init__(scores, len(ids), *lines)
-        self.ids, self._homes = ids, homes
-        if num_elements is None:
-            there = torch.zeros(self.num_units, dtype=torch.int64, device=scores.device)
-            for at, units in self.tiles():
-                units.add(there, torch.ones(at.stop - at.start, dtype=torch.int64, device=scores.device))
-            num_elements = fetched([there])[0].numpy()
-        self.is_whole: BoolArray = (num_elements == size) & (num_elements > 0)
-        self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
-
-    def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
-        """Return what the homes of the cut units are told, and asked: of what this rank owns, their scores."""
-        cut = np.flatnonzero(self.is_cut)
-        told = table[torch.from_numpy(cut)] if self.scores.shard.owned else self.empty_table(len(cut))
-        rows = np.column_stack([first + self.ids[cut], told.numpy()])
-        return Question(self._homes(self.ids[cut], num_ranks), lambda places: rows[places].tobytes())
 
 
 class _OwnUnits:
@@ -139,7 +111,8 @@ class _OwnUnits:
 
     def __init__(self, ranked: Ranked, pattern: UnitPattern) -> None:
         self._ranked, self._pattern = ranked, pattern
-        self._parts: dict[int, PartUnits] = {}  # by member
+        self._parts: dict[int, ShardUnits] = {}  # by member
+        self._lines: dict[object, UnitLines] = {}  # by layout
         self.numels = [pattern.num_units(member.global_shape) for member in ranked.roster.members]  # in units
         self.sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, self.numels, strict=True)]
         self.competing = Competing(ranked, pattern.scope, self.numels)
@@ -148,13 +121,20 @@ class _OwnUnits:
         self.inquiry = Inquiry(ranked.comm)
         self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table
 
-    def part(self, scores: LocalScores) -> PartUnits:
+    def part(self, scores: LocalScores) -> ShardUnits:
         """Return the units of ``scores``, of one of this rank's shards or of a piece of one."""
         member = self._ranked.index[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = self._pattern.units_of(scores, self.sizes[member])
+            self._parts[member] = self._units_of(scores, self.sizes[member])
         part = self._parts[member]
-        return part if part.scores is scores else self._pattern.units_of(scores, self.sizes[member])
+        return part if part.scores is scores else self._units_of(scores, self.sizes[member])
+
+    def _units_of(self, scores: LocalScores, size: int) -> ShardUnits:
+        shard = scores.shard
+        key = shard.geometry, shard.shape, shard.matrix, scores.device, size
+        if key not in self._lines:
+            self._lines[key] = self._pattern.lines_of(shard, size)
+        return ShardUnits(scores, self._lines[key])
 
     @cached_property
     def _tables(self) -> dict[int, torch.Tensor]:
@@ -187,39 +167,40 @@ class _OwnUnits:
         """Add the number of units in which something is left, by member."""
         for member, part in self._parts.items():
             if part.scores.shard.owned:
-                left[member] += torch.count_nonzero(
-                    ~self._is_gone(member, self._tables[member][torch.from_numpy(part.is_whole)])
-                )
+                left[member] += torch.count_nonzero(~self._is_gone(member, self._tables[member][part.lines.whole]))
         for member, (_, table) in self._decided[0].items():
             left[member] += torch.count_nonzero(~self._is_gone(member, table))
 
+    @cached_property
     def entries(self) -> list[Entry]:
         """Return what competes: the whole units of each of this rank's shards, then the cut ones that it decides."""
         found = []
         for member, part in self._parts.items():
-            whole = self._tables[member][torch.from_numpy(part.is_whole)]
-            found.append(self._entry(member, part.ids[part.is_whole], whole, owned=part.scores.shard.owned))
-        found += [self._entry(member, *of, owned=True) for member, of in self._decided[0].items()]
+            whole = self._tables[member][part.lines.whole]
+            ids, runs = part.lines.ids[part.lines.is_whole], part.lines.whole_runs
+            found.append(self._entry(member, ids, whole, runs, owned=part.scores.shard.owned))
+        decided = self._decided[0].items()
+        found += [self._entry(member, ids, table, runs_of(ids), owned=True) for member, (ids, table) in decided]
         # Units without weights are nobody's, and gone: the first holder enters them.
         holders = zip(self._ranked.roster.first_holder, self.numels, self.sizes, strict=True)
         for member, (holder, num, size) in enumerate(holders):
             if num and not size and holder == self._ranked.comm.rank:
                 table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device="cpu")
-                found.append(self._entry(member, np.arange(num), table, owned=True))
+                found.append(self._entry(member, np.arange(num), table, ((0, num),), owned=True))
         return found
 
     def stays(self, selection: Selection) -> list[BoolArray]:
         """Return which units of each of :meth:`entries` stay."""
-        entries = self.entries()
+        entries = self.entries
         puts = [MaskPut.empty(entry.geometry.local_shape, entry.scores.device) for entry in entries]
         selection.decide(entries, puts)
         return [put.mask.numpy() for put in puts]
 
-    def _entry(self, member: int, ids: IntArray, table: torch.Tensor, *, owned: bool) -> Entry:
+    def _entry(self, member: int, ids: IntArray, table: torch.Tensor, runs: Runs, *, owned: bool) -> Entry:
         name, score = self._ranked.roster.members[member].name, self._ranked.score
         values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
         is_gone = self._is_gone(member, table) & (not self._ranked.regrows)
-        keys = UnitKeys(Geometry((self.numels[member],), (_runs(ids),)), values, is_gone)
+        keys = UnitKeys(Geometry((self.numels[member],), (runs,)), values, is_gone)
         return self.competing.entry(member, keys, keys.geometry, owned=owned)
 
     def _is_gone(self, member: int, table: torch.Tensor) -> torch.Tensor:
@@ -237,18 +218,12 @@ class _OwnUnits:
         """Return by member the ids of this rank's units, and which of them stay."""
         found = {}
         for i, (member, part) in enumerate(self._parts.items()):
-            keep = np.empty(part.num_units, dtype=np.bool_)
-            keep[part.is_whole] = stays[i]
+            keep = np.empty(len(part.lines.ids), dtype=np.bool_)
+            keep[part.lines.is_whole] = stays[i]
             if answered:
-                keep[part.is_cut] = answered[i]
-            found[member] = part.ids, torch.from_numpy(keep)
+                keep[part.lines.is_cut] = answered[i]
+            found[member] = part.lines.ids, torch.from_numpy(keep)
         return found
-
-
-def _runs(ids: IntArray) -> tuple[tuple[int, int], ...]:
-    """Return ascending ``ids`` as half-open runs."""
-    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
 
 
 def _threshold(key: float | int | None, scale: int | None, score: Score) -> float | int | None:

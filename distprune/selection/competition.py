@@ -145,8 +145,14 @@ class Standings:
 
     @property
     def without_key(self) -> Words:
-        """The competitions of which more than one key is left, or the elements below it are not counted."""
-        return np.flatnonzero(~self.only_gone & (self.needs_scan | ~self.keys.are_one))
+        """The competitions of which several elements with several keys are left, or those below are not counted."""
+        several = ~self.keys.are_one & (self.num_within > 1)
+        return np.flatnonzero(~self.only_gone & (self.needs_scan | several))
+
+    @property
+    def with_one_element(self) -> Words:
+        """The competitions in whose range of several keys one element is left."""
+        return np.flatnonzero(~self.only_gone & ~self.needs_scan & ~self.keys.are_one)
 
     @property
     def with_ties(self) -> Words:

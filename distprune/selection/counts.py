@@ -10,7 +10,7 @@ import torch
 from distprune.collectives import Communicator, sum_together
 from distprune.selection.competition import Keys, Ranges, Words, add_histogram
 
-_NUM_WORDS = 1 << 14  # of 8 bytes that all competitions share in a round: 128 KiB
+_NUM_WORDS = 1 << 13  # of 8 bytes that all competitions share in a round: 64 KiB
 _LEAST = 3  # words of one competition, however many there are
 
 
@@ -18,9 +18,11 @@ class BinCounts:
     """Counts of the competitions ``left`` of ``num``: of elements in bins of the ranges ``within``, one of each.
 
     ``bins``: (left, columns). ``beyond``: how many are below the range and above it, (left, 2). ``num_nans``: in all.
+    ``adds_values``: of ranges that hold one element each, these are added up in the place of counts: it is known then.
     """
 
-    def __init__(self, num: int, left: Words, within: Ranges, num_columns: int) -> None:
+    def __init__(self, num: int, left: Words, within: Ranges, num_columns: int, *, adds_values: bool = False) -> None:
+        self.adds_values = adds_values
         self.bins = np.zeros((len(left), num_columns), dtype=np.int64)
         self.beyond = np.zeros((len(left), 2), dtype=np.int64)
         self.num_nans = 0
@@ -43,11 +45,16 @@ class BinCounts:
         """
         if of is None or isinstance(of, int):
             row = int(self.rows[of or 0])
-            if row >= 0:
+            if row >= 0 and self.adds_values:
+                self.bins[row] += values.sum(dtype=np.int64)
+            elif row >= 0:
                 add_histogram(self.bins[row : row + 1], values, None, self.of(of or 0), weight)
             return
         rows = self.rows[of]
         counted = rows >= 0
+        if self.adds_values:
+            np.add.at(self.bins[:, 0], rows[counted], values[counted])
+            return
         add_histogram(self.bins, values[counted], rows[counted], self.within, weight)
 
 
@@ -64,7 +71,7 @@ def summed_counts(
 ) -> BinCounts:
     """Return the sum over ranks of what ``count`` adds to the counts of the competitions ``left`` of ``num``.
 
-    There are as many bins, ``most_columns`` at most, as fit into a message of 128 KiB, or into 24 bytes a competition
+    There are as many bins, ``most_columns`` at most, as fit into a message of 64 KiB, or into 24 bytes a competition
     if that is more. No sum is more than ``most``: then several counts share a word. ``with_beyond``: what is beyond the
     ranges is counted too. Every rank must call it: one round. What ``count`` raises on one rank is raised on all.
     """
@@ -91,3 +98,20 @@ def summed_counts(
     summed.bins, summed.num_nans = columns[:, :num_columns], int(message[-1])
     summed.beyond[:, :num_extra] = columns[:, num_columns : num_columns + num_extra]
     return summed
+
+
+def summed_values(
+    comm: Communicator, num: int, left: Words, within: Ranges, count: Callable[[BinCounts], None]
+) -> Words:
+    """Return the one element that each of the ranges ``within`` holds: one round of 8 bytes a competition.
+
+    As :func:`summed_counts`, of competitions in whose range one element is left over all ranks.
+    """
+
+    def filled(message: torch.Tensor) -> None:
+        own = BinCounts(num, left, within, 1, adds_values=True)
+        count(own)
+        message.copy_(torch.from_numpy(own.bins[:, 0]))
+
+    values: Words = sum_together(comm, (len(left),), filled).numpy()
+    return values

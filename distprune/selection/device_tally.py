@@ -32,7 +32,10 @@ class DeviceTally:
                 below, above = keys < low, keys > high
                 if needs_scan:
                     row[:3] += torch.stack([below.sum(), above.sum(), (keys > order.last).sum()])
-                add_histogram_on_device(row[3:], keys, within, ~(below | above))
+                if counts.adds_values:
+                    row[3] += keys.masked_fill(below | above, 0).sum(dtype=torch.int64)
+                else:
+                    add_histogram_on_device(row[3:], keys, within, ~(below | above))
 
         self._add(counts, count)
 

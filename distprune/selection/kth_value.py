@@ -24,8 +24,8 @@ import torch
 
 from distprune.collectives import Communicator, together
 from distprune.host_loops import load
-from distprune.selection.competition import Competition, Flags, Standings, Words
-from distprune.selection.counts import BinCounts, summed_counts
+from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
+from distprune.selection.counts import BinCounts, summed_counts, summed_values
 from distprune.selection.decide import decide
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.put import Put
@@ -114,6 +114,9 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
         )
         _check(comm, own, standings, left, counts, needs_scan)
         standings.narrow_keys(left, counts.bins, counts.beyond[:, 0])
+    if len(left := standings.with_one_element):
+        keys = summed_values(comm, num, left, standings.keys.at(left), own.count_keys)
+        standings.keys.put(left, Ranges(keys, keys))
     standings.skip_ties()
     while len(left := standings.with_ties):
         within, most = standings.positions.at(left), int(standings.num_within[left].max())

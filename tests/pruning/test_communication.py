@@ -58,7 +58,7 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
         ("identity", 2),
         ("custom_from_mask", 4),  # between: the computed masks, and whether replicas' are equal
         ("l1_unstructured", 6),  # without ties
-        ("random_unstructured", 6),
+        ("random_unstructured", 5),
         ("ln_structured", 8),  # along dim 1, which shard edges cut
         ("ln_structured, inf", 8),
         ("random_structured", 4),
@@ -71,7 +71,7 @@ def test_rounds(call: str, num_rounds: int) -> None:
 @pytest.mark.parametrize("call", ["each l1", "each ln", "global l1"])
 def test_many_tensors_take_the_rounds_of_one(call: str) -> None:
     one, many = traffic(call, 2), traffic(call, 40)
-    assert many[0] == one[0] <= 10
+    assert one[0] <= many[0] <= one[0] + 1 <= 10  # there may be one more competition that is down to one element
     if call == "global l1":
         assert many[1] - one[1] < 38 * 24 + 20_000  # the census; with more elements, fewer counts share a word
     else:
