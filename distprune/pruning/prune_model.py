@@ -275,14 +275,13 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
     num_nans: dict[str, int] = {}
 
     def count(words: torch.Tensor) -> None:
-        totals = words[1:].view(-1, 2)
+        totals = words[1:].view(-1, 2).numpy()
         chosen = choice.masks(ranked.scores)
         unread_nans = count_unread_nans(ranked.scores)
         for scores, of_shard, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
             masks.append(of_shard.mask)
             if scores.shard.owned:
-                counts = [of_shard.num_pruned, of_shard.num_gone]
-                totals[ranked.index[scores.shard.name]] = torch.tensor(counts, dtype=torch.int64, device="cpu")
+                totals[ranked.index[scores.shard.name]] = of_shard.num_pruned, of_shard.num_gone
                 num_nans[scores.shard.name] = of_shard.num_nans + num_unread
                 words[0] += num_nans[scores.shard.name]
 

@@ -21,7 +21,6 @@ from distprune.shards import (
     LocalShard,
     as_array,
     chunk_size,
-    count_true,
     fetched,
     flat_chunk,
     flat_chunks,
@@ -188,7 +187,7 @@ class LocalScores:
         if self.gone is None:
             return None
         gone = is_zero(_taken(self.gone, at))
-        return gone if not on_host(self.device) or count_true(gone) else None
+        return gone if not on_host(self.device) or gone.numpy().any() else None
 
     def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""
@@ -238,13 +237,14 @@ def local_scores(
 
 def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
-    counts = []
-    for each in scores:
-        counts.append(torch.zeros((), dtype=torch.int64, device="cpu"))
+    counts: dict[int, torch.Tensor] = {}
+    for i, each in enumerate(scores):
         reads = each.score.reads(each.shard, each.evidence)
         if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
-            counts[-1] = sum((values.isnan().sum() for _, values in flat_chunks(each.shard.local)), counts[-1])
-    return [int(count) for count in fetched(counts)]
+            nans = (values.isnan().sum() for _, values in flat_chunks(each.shard.local))
+            counts[i] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
+    found = dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
+    return [found.get(i, 0) for i in range(len(scores))]
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from distprune.scores.base import Elements, Evidence, Score
-from distprune.shards import LocalShard
+from distprune.shards import LocalShard, on_host
 
 
 @final
@@ -59,17 +60,23 @@ class Random(Score):
 def _hash(seed: int | None, name: str, flat: torch.Tensor, numel: int) -> torch.Tensor:
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
-    hashed = flat.to(torch.int32)  # the low 32 bits
+    hashed = _low_bits(flat)
     hashed ^= first
     _mix(hashed)
     if numel > 1 << 32:
-        hashed += (flat >> 32).to(torch.int32) * -0x61C88647  # 2**32 / golden ratio, as in xxHash
+        hashed += _low_bits(flat >> 32) * -0x61C88647  # 2**32 / golden ratio, as in xxHash
     hashed += second
     _mix(hashed)
-    return hashed.bitwise_and_(0x7FFFFFFF)
+    hashed &= 0x7FFFFFFF
+    return torch.from_numpy(hashed) if on_host(flat.device) else torch.as_tensor(hashed)
 
 
-def _mix(hashed: torch.Tensor) -> None:
+def _low_bits(numbers: torch.Tensor) -> Any:
+    """Return the low 32 bits: on the host for numpy, which takes a third of the time that torch does for a few."""
+    return numbers.numpy().astype(np.int32) if on_host(numbers.device) else numbers.to(torch.int32)
+
+
+def _mix(hashed: Any) -> None:
     """fmix32 in place. int32 products wrap; a masked arithmetic shift is a logical one."""
     hashed ^= (hashed >> 16) & 0xFFFF
     hashed *= -0x7A143595  # 0x85EBCA6B

@@ -69,7 +69,7 @@ def select_lowest(
     ``competitions``. ``make_entries`` returns the rank's own entries, with replicas. Every element must be owned by
     exactly one rank.
 
-    Communicates sums only. Rounds of one competition: to sample, where there are more than 2**18 elements a rank, 2 as
+    Communicates sums only. Rounds of one competition: to sample, where there are more than 2**21 elements a rank, 2 as
     a rule; over keys 1 for 16-bit scores, 2 or 3 for 32-bit, 4 or 5 for 64-bit, and more when a bracket missed; over
     positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to 4e12
     positions). A message has 64 KiB, over positions 128 KiB. Many competitions share 128 KiB a round, or 24 bytes each

@@ -20,9 +20,7 @@ from distprune.selection.counts import BinCounts, summed_counts
 from distprune.selection.scan import Entry
 from distprune.shards import fetched
 
-# Elements of a rank, on average, a competition and in all: fewer are all set aside, and no bracket is needed. Many
-# competitions have few bins each, and so take more rounds to sample.
-_WORTH, _MOST_SET_ASIDE = 1 << 18, 1 << 21
+_WORTH = 1 << 21  # elements of a rank, on average: fewer are all set aside, and no bracket is needed
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
 _MIN_STRIDE, _MAX_STRIDE, _STRIDE_SAMPLE = 16, 256, 1 << 17  # elements
 _LOCAL_SAMPLE = 1 << 22  # of one rank, on average; where a rank has far more, each stands for several
@@ -46,7 +44,7 @@ def sample_brackets(
     Two rounds as a rule, six at most.
     """
     num_per_rank = int(standings.num_positions.sum()) // comm.size
-    if num_per_rank <= min(_WORTH * len(standings.competitions), _MOST_SET_ASIDE):
+    if num_per_rank <= _WORTH:
         return
     num, brackets = len(standings.competitions), standings.keys
     fraction, left = _fraction(standings), np.arange(num)

@@ -1,0 +1,77 @@
+"""What one of a thousand ranks does beside reading its weights: CPU time, rounds and bytes, on a fake process group.
+
+``python -m benchmarks.bench_scale`` prints a report. Each rank holds 8 x 32 weights of every parameter, so that what is
+measured is overhead alone. The other ranks are not there: sums come out as if all held what this one holds, which makes
+1,024 equal scores of every one, the worst case for ties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import distprune as prune
+from benchmarks.measure import heading, show, spread, table
+from tests.fake_ranks import EqualRanks, fake_group, sharded_model
+
+_ABOUT = """Nothing was sent: torch's fake process group lays the DTensors out, and sums come out as if all ranks held
+what this one holds, 8 x 32 weights of every parameter. So every score stands as often as there are ranks, the worst
+case for ties. Times are those of one core.
+"""
+
+Call = Callable[[nn.Module, EqualRanks], object]
+
+CALLS: dict[str, Call] = {
+    "global, 50 %": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
+    "each tensor, 50 %": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
+    "random, 50 %": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
+    "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
+    "rows, 50 %": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
+    "channels, 50 %": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
+    "`Masks.of`": lambda model, comm: prune.Masks.of(model, group=comm),
+}
+
+
+def measured(call: Call, size: int, num_parameters: int, num_times: int) -> list[str]:
+    """Return microseconds of CPU a parameter, rounds and KiB.
+
+    Each call has a new model. The first is not timed; rounds and bytes are those of the last.
+    """
+    with fake_group(size) as comm:
+        seconds, used = [], comm.traffic
+        for _ in range(1 + num_times):
+            model = sharded_model(num_parameters, size)
+            before = comm.traffic.copy()
+            started = time.process_time()
+            call(model, comm)
+            seconds.append((time.process_time() - started) / num_parameters * 1e6)
+            used = comm.traffic - before
+        return [spread(seconds[1:], 0), str(used.num_rounds), f"{used.num_bytes / 1024:.0f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000, 5000])
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        [name, f"{size:,}", f"{num:,}", *measured(call, size, num, arguments.times)]
+        for name, call in CALLS.items()
+        for size in arguments.sizes
+        for num in arguments.parameters
+    ]
+    columns = ["call", "ranks", "parameters", "CPU a parameter, µs (median, least to most)", "rounds", "KiB a rank"]
+    text = heading("One of a thousand ranks, simulated", "python -m benchmarks.bench_scale") + "\n" + _ABOUT + "\n"
+    show(text + table(columns, rows), arguments.output)
+
+
+if __name__ == "__main__":
+    main()
