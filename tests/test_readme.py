@@ -24,7 +24,7 @@ SAID = (
         "1,048,576 of them new, in TIME s\n  0.weight   33.33% of 1,048,576\n  2.weight   66.67% of 1,048,576\n"
         "54.0% of the weights are zero\n"
     ),
-    "943,718 of 1,048,576 weights are zero, 6 rounds\n",
+    "943,718 of 1,048,576 weights are zero, 5 rounds\n",
     "80.0% of the weights are zero, and stay so\n",
     "80.0% of the weights are held\n",
     "saliency: 1,048,576 weights are zero\n",

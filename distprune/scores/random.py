@@ -68,7 +68,8 @@ def _hash(seed: int | None, name: str, flat: torch.Tensor, numel: int) -> torch.
     hashed += second
     _mix(hashed)
     hashed &= 0x7FFFFFFF
-    return torch.from_numpy(hashed) if on_host(flat.device) else torch.as_tensor(hashed)
+    found: torch.Tensor = torch.from_numpy(hashed) if on_host(flat.device) else hashed
+    return found
 
 
 def _low_bits(numbers: torch.Tensor) -> Any:
