@@ -233,3 +233,28 @@ def test_group_that_does_not_span_the_model() -> None:
     for error in run_threads(2, on_rank, catch=True):
         assert isinstance(error, ValueError)
         assert "of the 8 elements of '0' the ranks own 4" in str(error)
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "channels:0"])
+def test_parts_that_do_not_fit_together(pattern: str) -> None:
+    """Ranks of which one cuts rows and the other columns; a group of some of the ranks of a mesh."""
+    sparsity = None if pattern == "2:4" else 0.5
+
+    def cut(world_size: int, dim: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (world_size,))
+        weight = distribute_tensor(torch.randn(8, 8), mesh, [Shard(dim)], src_data_rank=None)
+        return nn.ParameterList([nn.Parameter(weight)])
+
+    def otherwise(rank: int) -> None:
+        prune_model(cut(2, rank), sparsity, pattern=pattern, include="*")
+
+    def some(rank: int) -> None:
+        model = cut(4, 0)
+        group = torch.distributed.new_group([0, 1])
+        if rank < 2:
+            prune_model(model, sparsity, pattern=pattern, include="*", group=group)
+
+    for world_size, on_rank in ((2, otherwise), (4, some)):
+        for error in run_threads(world_size, on_rank, catch=True, draws=True)[:2]:
+            assert isinstance(error, ValueError)
+            assert "of the 64 elements of '0' the ranks own" in str(error)
