@@ -69,7 +69,9 @@ def main() -> None:
         for num in arguments.parameters
     ]
     columns = ["call", "ranks", "parameters", "CPU a parameter, µs (median, least to most)", "rounds", "KiB a rank"]
-    text = heading("One of a thousand ranks, simulated", "python -m benchmarks.bench_scale") + "\n" + _ABOUT + "\n"
+    sizes, parameters = (" ".join(map(str, numbers)) for numbers in (arguments.sizes, arguments.parameters))
+    command = f"python -m benchmarks.bench_scale --sizes {sizes} --parameters {parameters} --times {arguments.times}"
+    text = heading("One of a thousand ranks, simulated", command) + "\n" + _ABOUT + "\n"
     show(text + table(columns, rows), arguments.output)
 
 
