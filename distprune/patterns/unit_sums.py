@@ -18,13 +18,14 @@ from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.patterns.cut_units import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
-from distprune.selection import SMALL, Order, Put, raise_nans
+from distprune.selection import Order, Put, raise_nans
 from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
-_VALUES = Order("value", torch.float64)  # of extremes
+VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+_FEW = 1 << 14  # elements whose tiles are kept, for all shards that are laid out alike
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
 
@@ -70,7 +71,7 @@ class UnitLines:
 
     def tiles(self) -> Iterable[tuple[slice, _Tile]]:
         """Return local elements and their units: whole lines, or parts of some, if that is worth it."""
-        return self._few if self._geometry.local_numel <= SMALL else self._tiles()
+        return self._few if self._geometry.local_numel <= _FEW else self._tiles()
 
     @cached_property
     def _few(self) -> list[tuple[slice, _Tile]]:
@@ -127,7 +128,7 @@ class ShardUnits:
         """Return the table of ``num`` units without elements."""
         table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device=device)
         if self.scores.score.combined_by != "sum":
-            table[:, SUM] = _VALUES.first
+            table[:, SUM] = VALUES.first
         return table
 
     def table(self, scale: int | None) -> torch.Tensor:
@@ -142,7 +143,7 @@ class ShardUnits:
                 gone = scores.is_gone(at)
             elif sign is not None:
                 values, gone = addends(scores, at)
-                units.take_largest(table[:, SUM], _VALUES.keys(values * sign))
+                units.take_largest(table[:, SUM], VALUES.keys(values * sign))
             else:
                 values, gone = addends(scores, at)
                 if not on_host(scores.device) or not all_finite(values):
@@ -270,7 +271,7 @@ def joined_tables(score: Score, num: int, units: torch.Tensor, rows: torch.Tenso
     """Return the table of ``num`` units of which ``rows``, of tables, are parts; ``units``: of each its number."""
     table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device="cpu").index_add_(0, units, rows)
     if _sign(score) is not None:
-        table[:, SUM] = _VALUES.first
+        table[:, SUM] = VALUES.first
         table[:, SUM].scatter_reduce_(0, units, rows[:, SUM].contiguous(), "amax")
     return table
 

@@ -14,7 +14,6 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -25,6 +24,8 @@ from distprune.patterns.cut_units import Inquiry, Question
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
     NUM_GONE,
+    VALUES,
+    BoolArray,
     IntArray,
     ShardUnits,
     UnitKeys,
@@ -36,10 +37,8 @@ from distprune.patterns.unit_sums import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Entry, MaskPut, Order, Put, Selection
+from distprune.selection import Entry, MaskPut, Put, Selection
 from distprune.shards import Geometry, LocalShard, Runs, fetched
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class UnitPattern(Pattern):
@@ -125,15 +124,15 @@ class _OwnUnits:
         """Return the units of ``scores``, of one of this rank's shards or of a piece of one."""
         member = self._ranked.index[scores.shard.name]
         if member not in self._parts:
-            self._parts[member] = self._units_of(scores, self.sizes[member])
+            self._parts[member] = self._units_of(scores, member)
         part = self._parts[member]
-        return part if part.scores is scores else self._units_of(scores, self.sizes[member])
+        return part if part.scores is scores else self._units_of(scores, member)
 
-    def _units_of(self, scores: LocalScores, size: int) -> ShardUnits:
+    def _units_of(self, scores: LocalScores, member: int) -> ShardUnits:
         shard = scores.shard
-        key = shard.geometry, shard.shape, shard.matrix, scores.device, size
+        key = shard.geometry, shard.shape, shard.matrix, scores.device
         if key not in self._lines:
-            self._lines[key] = self._pattern.lines_of(shard, size)
+            self._lines[key] = self._pattern.lines_of(shard, self.sizes[member])
         return ShardUnits(scores, self._lines[key])
 
     @cached_property
@@ -231,7 +230,7 @@ def _threshold(key: float | int | None, scale: int | None, score: Score) -> floa
     if key is None or scale is None:
         return key
     if score.combined_by != "sum":
-        return Order("value", torch.float64).value(int(key if score.combined_by == "max" else -key))
+        return VALUES.value(int(key))
     order = unit_order(score)
     if key in (order.first, order.last):
         return math.copysign(math.inf, key)

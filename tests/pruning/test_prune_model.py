@@ -16,7 +16,7 @@ from typing_extensions import override
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, prune_model, prune_shards
 from distprune.collectives import ProcessGroup
 from distprune.pruning.agreement import agree_on_model
-from distprune.scores import Elements, ElementwiseScore, ScoreLike
+from distprune.scores import ChannelNorm, Elements, ElementwiseScore, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
@@ -116,6 +116,16 @@ def test_a_stage_without_blocks_prunes_nothing_by_default(sparsity: float) -> No
     assert [held for held, _ in stages] == [wanted] * 3
     for _, parameters in stages:
         assert all(torch.equal(value, alone.get_parameter(name)) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize("n", [1, float("inf"), -float("inf")])
+def test_thresholds_of_channels_are_their_scores(n: float) -> None:
+    layer = nn.Linear(6, 8, bias=False)
+    sizes = layer.weight.detach().double().abs()
+    scores = {1: sizes.sum(1), float("inf"): sizes.amax(1)}.get(n, sizes.amin(1))
+    report = prune_model(layer, 0.5, score=ChannelNorm(n), pattern="channels:0")
+    (parameter,) = report.parameters
+    assert parameter.threshold == pytest.approx(float(scores.sort().values[3]), rel=1e-9)
 
 
 def test_what_ranks_hold_is_told_once() -> None:
