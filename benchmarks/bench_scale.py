@@ -9,32 +9,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
-import distprune as prune
 from benchmarks.measure import heading, show, spread, table
-from tests.fake_ranks import EqualRanks, fake_group, sharded_model
+from tests.fake_ranks import CALLS, Call, fake_group, sharded_model
 
 _ABOUT = """Nothing was sent: torch's fake process group lays the DTensors out, and sums come out as if all ranks held
 what this one holds, 8 x 32 weights of every parameter. So every score stands as often as there are ranks, the worst
 case for ties. Times are those of one core.
 """
-
-Call = Callable[[nn.Module, EqualRanks], object]
-
-CALLS: dict[str, Call] = {
-    "global, 50 %": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
-    "each tensor, 50 %": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
-    "random, 50 %": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
-    "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
-    "rows, 50 %": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
-    "channels, 50 %": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
-    "`Masks.of`": lambda model, comm: prune.Masks.of(model, group=comm),
-}
 
 
 def measured(call: Call, size: int, num_parameters: int, num_times: int) -> list[str]:

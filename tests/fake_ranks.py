@@ -6,7 +6,7 @@ of them held what this one holds. Sums of counts are those of a real group, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from typing_extensions import override
 
+import distprune as prune
 from distprune.collectives import Communicator
 
 
@@ -73,3 +74,19 @@ def sharded_model(
         whole = DTensor.from_local(local, mesh, [placement or Shard(0)], run_check=False)
         model.register_parameter(f"p{i}", nn.Parameter(whole))
     return model
+
+
+# What is counted and timed, by name.
+Call = Callable[[nn.Module, EqualRanks], object]
+
+CALLS: dict[str, Call] = {
+    "global": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
+    "each tensor": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
+    "random": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
+    "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
+    "rows": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
+    "blocks": lambda model, comm: prune.prune_model(model, 0.5, pattern="block:4", group=comm),
+    "channels": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
+    "masks": lambda model, comm: prune.Masks.of(model, group=comm),
+    "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
+}

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from torch import nn
 
-import distprune as prune
-from tests.fake_ranks import EqualRanks, fake_group, sharded_model
+from tests.fake_ranks import CALLS, fake_group, sharded_model
 from tests.sampling import only_whole
 
-Call = Callable[[nn.Module, EqualRanks], object]
-
-CALLS: dict[str, Call] = {
-    "global": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
-    "each tensor": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
-    "random": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
-    "2:4": lambda model, comm: prune.prune_model(model, pattern="2:4", group=comm),
-    "rows": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
-    "blocks": lambda model, comm: prune.prune_model(model, 0.5, pattern="block:4", group=comm),
-    "channels": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
-    "masks": lambda model, comm: prune.Masks.of(model, group=comm),
-    "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
-}
 MOST_ROUNDS = 14
 MOST_BYTES, MOST_BYTES_A_PARAMETER = 1 << 20, 16
 

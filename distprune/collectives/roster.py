@@ -87,13 +87,7 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
         ValueError: on every rank, when a name stands twice in one list, ranks give one name different
             shapes or dtypes, or list the same parameters in different orders.
     """
-    text, layouts = [], list[Layout | None]()
-    for member in members:
-        if member.layout not in layouts:
-            layouts.append(member.layout)
-        text.append([member.name, member.global_shape, member.dtype, layouts.index(member.layout)])
-    stated = [None if each is None else [each.name, each.num_ranks, each.num_copies] for each in layouts]
-    own = zlib.compress(json.dumps([stated, text]).encode())
+    own = zlib.compress(json.dumps([dataclasses.astuple(member) for member in members]).encode())
     digest = int.from_bytes(hashlib.sha256(own).digest()[: _WORD - 1], "little")
 
     def announce(told: torch.Tensor) -> None:
@@ -115,9 +109,11 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
     # From here on every rank works on the same lists, so every rank raises the same error.
     lists = []
     for ((_, size), of), packed in zip(ranks.items(), words, strict=True):
-        stated, entries = json.loads(zlib.decompress(bytes(packed.view(torch.uint8)[:size].numpy())))
-        known = [None if each is None else Layout(*each) for each in stated]
-        named = [Member(name, tuple(shape), dtype, known[layout]) for name, shape, dtype, layout in entries]
+        entries = json.loads(zlib.decompress(bytes(packed.view(torch.uint8)[:size].numpy())))
+        named = [
+            Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout))
+            for name, shape, dtype, layout in entries
+        ]
         lists.append((of[0], len(of), named))
     of_all = hashlib.sha256(json.dumps(told.tolist()).encode()).hexdigest()
     return dataclasses.replace(_merge(lists), digest=of_all)

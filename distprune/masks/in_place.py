@@ -86,8 +86,8 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         return
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
-    local = tensors[0]
-    num_rows, step = local.shape[0], max(1, chunk_size(local.device) * local.shape[0] // local.numel())
+    num_rows = tensors[0].shape[0]
+    step = max(1, chunk_size(local.device) * num_rows // local.numel())
     views: Any = [tensor.numpy() for tensor in tensors] if on_host(local.device) else tensors
     for start in range(0, num_rows, step):
         yield tuple(view[start : start + step] for view in views)

@@ -19,13 +19,12 @@ from distprune.patterns.census import take_census
 from distprune.patterns.cut_units import CutElements, LocalUnits, decide_cut, find_units
 from distprune.scores import LocalScores
 from distprune.selection import (
-    SMALL,
-    KeyBits,
     MaskPut,
     Order,
     Put,
-    batches,
     count_beyond,
+    decide_together,
+    is_small,
     keep_highest_per_row,
     put_size,
 )
@@ -172,35 +171,15 @@ class PerRow(WithinRows):
 def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tensor]:
     """Put what stays of ``parts``, of small ones together; return the counts of each."""
     counts = [*torch.zeros((len(parts), 3), dtype=torch.int64, device="cpu")]
-    small: dict[object, list[int]] = {}
-    for i, (part, put) in enumerate(zip(parts, puts, strict=True)):
-        if (kind := part.kind) is None:
-            counts[i] = part.decide(put)
-        else:
-            small.setdefault(kind, []).append(i)
-    for which in small.values():
-        bits = KeyBits(parts[which[0]].order)
-        for batch in batches([parts[i].scores.shard.geometry.local_numel for i in which]):
-            some = which[batch]
-            _decide_joined(bits, [parts[i] for i in some], [puts[i] for i in some], [counts[i] for i in some])
+    kinds = [part.kind for part in parts]
+    for i, kind in enumerate(kinds):
+        if kind is None:
+            counts[i] = parts[i].decide(puts[i])
+    pieces = [(part.scores, slice(0, part.scores.shard.geometry.local_numel)) for part in parts]
+    decide_together(
+        pieces, kinds, lambda i: parts[i].order, lambda keys, which: parts[which[0]].keep(keys), puts, counts
+    )
     return counts
-
-
-def _decide_joined(
-    bits: KeyBits, parts: Sequence[_RowUnits], puts: Sequence[Put], counts: Sequence[torch.Tensor]
-) -> None:
-    whole = [slice(0, part.scores.shard.geometry.local_numel) for part in parts]
-    keys = bits.keys([(part.scores, at) for part, at in zip(parts, whole, strict=True)])
-    stays = parts[0].keep(torch.from_numpy(keys)).numpy()
-    order, start = parts[0].order, 0
-    lowest, highest = (keys.min(), keys.max()) if len(keys) else (order.first, order.first)
-    for at, put, counted in zip(whole, puts, counts, strict=True):
-        end = start + at.stop
-        own, kept, numbers = keys[start:end], stays[start:end], counted.numpy()
-        numbers[0] = len(kept) - np.count_nonzero(kept)
-        numbers[2], numbers[1] = count_beyond(order, own, own.dtype.type(-1), lowest, highest)
-        put.stays(at, torch.from_numpy(kept))
-        start = end
 
 
 class _RowUnits:
@@ -229,14 +208,15 @@ class _RowUnits:
     def kind(self) -> object:
         """What small parts that can be decided together have in common; ``None`` where this one is decided alone."""
         scores, units = self.scores, self.units
-        is_small = on_host(scores.device) and scores.shard.geometry.local_numel <= SMALL and not scores.regrows
         is_whole = units.is_dense and not len(units.loose) and not self.answers
-        return (self._pattern, self.order, self._length, self._of_left) if is_small and is_whole else None
+        can_join = is_whole and not scores.regrows and is_small(scores, scores.shard.geometry)
+        return (self._pattern, self.order, self._length, self._of_left) if can_join else None
 
-    def keep(self, keys: torch.Tensor) -> torch.Tensor:
+    def keep(self, keys: Array) -> BoolArray:
         """Return what stays, 1-D, of the ``keys`` of whole units, 1-D, on the host. Local."""
-        rows = keys.view(-1, self._length)
-        return self._pattern.keep_units(rows, _gone(self.order, rows), of_left=self._of_left).view(-1)
+        rows = torch.from_numpy(keys).view(-1, self._length)
+        stays: BoolArray = self._pattern.keep_units(rows, _gone(self.order, rows), of_left=self._of_left).numpy()
+        return stays.reshape(-1)
 
     def cut(self, member: int, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor | None]:
         """Return the elements in cut units of one of ``num_stretches`` stretches of the rows, and an owner's keys."""

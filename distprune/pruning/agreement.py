@@ -80,10 +80,13 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
     looked, statement, settled, key, drawn, error = None, None, None, "", 0, None
+    members: list[Member] = []
     try:
         looked = look()
         found, facts, score, _ = looked
-        key = _digest([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), _described(found.shards)])
+        members = [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in found.shards]
+        described = [[each.name, each.global_shape, each.dtype, each.layout and each.layout.name] for each in members]
+        key = _digest([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), described])
         settled = _settled.get(key)
         statement = [facts, settled.digest if settled else key]
         drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
@@ -94,11 +97,11 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     found, facts, score, rest = looked
     if not all_same:
         agree(comm, facts)
-        settled = _settle(comm, found)
+        settled = _settle(comm, found, members)
     elif settled is None:
-        settled = _Settled(key, roster_of_one(comm, _members(found.shards)), [num for _, num in found.patterns])
+        settled = _Settled(key, roster_of_one(comm, members), [num for _, num in found.patterns])
+    _settled.pop(key, None)  # so that it is the last to go
     _settled[key] = settled
-    _settled.move_to_end(key)
     if len(_settled) > _MOST_SETTLED:
         _settled.popitem(last=False)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, settled.num_matches, strict=True)]
@@ -123,14 +126,14 @@ _MOST_SETTLED = 16  # models and arguments; a roster takes some 200 bytes a para
 _settled: OrderedDict[str, _Settled] = OrderedDict()  # by the digest of what a rank stated
 
 
-def _settle(comm: Communicator, found: Found) -> _Settled:
+def _settle(comm: Communicator, found: Found, members: Sequence[Member]) -> _Settled:
     """Put together what different ranks found. Every rank must call it: three rounds."""
     mine = [*(num for _, num in found.patterns), int(found.has_blocks)]
     *num_matches, num_with_blocks = sum_together(
         comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
     ).tolist()
     leaves_out = _lacks_blocks(found) and num_with_blocks > 0
-    roster = roster_of_all(comm, [] if leaves_out else _members(found.shards))
+    roster = roster_of_all(comm, [] if leaves_out else members)
     return _Settled(_digest([roster.digest, num_matches, num_with_blocks]), roster, num_matches, leaves_out)
 
 
@@ -174,18 +177,6 @@ def all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
 def _shown(pattern: NamePattern) -> str:
     """Return a name pattern as text: a module, which no two ranks share, by its class."""
     return repr(pattern) if isinstance(pattern, str) else f"({type(pattern).__name__})"
-
-
-def _members(shards: Sequence[LocalShard]) -> list[Member]:
-    return [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in shards]
-
-
-def _described(shards: Sequence[LocalShard]) -> list[object]:
-    layouts = [shard.layout for shard in shards]
-    return [
-        [shard.name, shard.shape, str(shard.local.dtype), None if layout is None else layout.name]
-        for shard, layout in zip(shards, layouts, strict=True)
-    ]
 
 
 def check_seed(seed: int | None) -> None:

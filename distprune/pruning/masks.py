@@ -74,7 +74,7 @@ class Masks(Mapping[str, torch.Tensor]):
         shards: Callable[[], Sequence[LocalShard]],
         make: Callable[[LocalShard], torch.Tensor],
     ) -> Masks:
-        """Return the masks that ``make`` makes of ``shards``, the same on replicas: one round, 16 bytes a parameter."""
+        """Return the masks that ``make`` makes of ``shards``, the same on replicas: one round (see ``check_parts``)."""
         held: list[LocalShard] = []
         made: list[LocalShard] = []
 

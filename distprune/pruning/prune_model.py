@@ -86,11 +86,11 @@ def prune_model(
 
     Every rank of ``group`` must call it, with equal arguments. Communicates, in rounds: one to agree, the pattern's
     (see its ``choose``), one for the report (16 bytes a parameter); on pipelines, where ranks hold different
-    parameters, up to four more in the first call. :class:`Unstructured`: 5 to 7 in all in float32, 4 or 5 in bfloat16,
-    up to 3 more where ties have to be broken, and more where each of many tensors is decided by itself. :class:`NByM`
-    and :class:`PerRow`: 3, and 3 more for every 2**24 elements of groups or rows that shard
-    edges cut. :class:`Block`: up to 16. No message grows with the number of elements, except groups, rows and blocks
-    that shard edges cut: at most a shard.
+    parameters, up to four more in the first call. :class:`Unstructured`: 5 to 8 in all as a rule, one more where ranks
+    hold copies, up to 3 more where ties have to be broken, and more where each of many tensors is decided by itself.
+    :class:`NByM` and :class:`PerRow`: 3, and 3 more for every 2**24 elements of groups or rows that shard edges cut.
+    :class:`Block` and :class:`Channels`: see :meth:`Block.choose`. No message grows with the number of elements, except
+    groups, rows, blocks and channels that shard edges cut: at most a shard, and 32 bytes for a block or channel.
 
     Raises:
         ValueError: on every rank, nothing changed: arguments that are out of range, differ between ranks, or exclude

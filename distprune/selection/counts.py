@@ -11,6 +11,7 @@ from distprune.collectives import Communicator, sum_together
 from distprune.selection.competition import Keys, Ranges, Words, add_histogram
 
 _NUM_WORDS = 1 << 13  # of 8 bytes that all competitions share in a round: 64 KiB
+_MOST_BINS = 1 << 13  # of one competition
 _LEAST = 3  # words of one competition, however many there are
 
 
@@ -66,19 +67,18 @@ def summed_counts(
     most: int,
     count: Callable[[BinCounts], None],
     *,
-    most_columns: int,
     with_beyond: bool = False,
 ) -> BinCounts:
     """Return the sum over ranks of what ``count`` adds to the counts of the competitions ``left`` of ``num``.
 
-    There are as many bins, ``most_columns`` at most, as fit into a message of 64 KiB, or into 24 bytes a competition
-    if that is more. No sum is more than ``most``: then several counts share a word. ``with_beyond``: what is beyond the
+    There are as many bins, 8,192 at most, as fit into a message of 64 KiB, or into 24 bytes a competition if that is
+    more. No sum is more than ``most``: then several counts share a word. ``with_beyond``: what is beyond the
     ranges is counted too. Every rank must call it: one round. What ``count`` raises on one rank is raised on all.
     """
     num_rows, num_extra, bits = len(left), 2 if with_beyond else 0, min(most.bit_length() + 1, 63)
     per_word = 63 // bits  # a bit more than is needed: so that counts which are wrong are seen to be
     most_words = max(_NUM_WORDS // num_rows, _LEAST)
-    num_columns = min(most_words * per_word - num_extra, most_columns, within.largest)
+    num_columns = min(most_words * per_word - num_extra, _MOST_BINS, within.largest)
     num_words = -(-(num_columns + num_extra) // per_word)
     shifts = bits * np.arange(per_word)
 

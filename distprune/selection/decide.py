@@ -10,7 +10,7 @@ comparison decides each side of it: ``key > k`` before, ``key > k - 1`` from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ from distprune.host_loops import compiled
 from distprune.selection.competition import Standings
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
-from distprune.selection.scan import SMALL, Entry, KeyBits
-from distprune.shards import on_host
+from distprune.selection.scan import Entry, KeyBits, Keyed, count_beyond
+from distprune.shards import Geometry, on_host
 
 Array = npt.NDArray[Any]
+
+_SMALL = 1 << 14  # elements: so many and fewer are read together with those of other shards
 
 
 def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
@@ -35,30 +37,77 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
     """
     bounds = [_Bound(standings, entry) for entry in entries]
     counts = [*torch.zeros((len(entries), 3), dtype=torch.int64, device="cpu")]
-    small: dict[Order, list[int]] = {}
     for i, (entry, bound) in enumerate(zip(entries, bounds, strict=True)):
         if not on_host(entry.scores.device):
             counts[i] = _decide_on_device(entry, bound, puts[i])
-        elif entry.geometry.local_numel <= SMALL:
-            small.setdefault(bound.order, []).append(i)
-        else:
+        elif not is_small(entry.scores, entry.geometry):
             _decide_large(entry, bound, puts[i], counts[i])
-    for order, which in small.items():
-        joined = KeyBits(order)
-        for part in batches([entries[i].geometry.local_numel for i in which]):
-            of_part = [(entries[i], bounds[i], puts[i], counts[i]) for i in which[part]]
-            _decide_joined(joined, *zip(*of_part, strict=True))
+    kinds = [bound.order if is_small(e.scores, e.geometry) else None for e, bound in zip(entries, bounds, strict=True)]
+
+    def keep(keys: Array, which: Sequence[int]) -> Array:
+        stays, start = np.empty(len(keys), dtype=np.bool_), 0
+        for i in which:
+            end = start + entries[i].geometry.local_numel
+            for part, key in bounds[i].parts(slice(0, end - start)):
+                np.greater(keys[start:end][part], keys.dtype.type(key), out=stays[start:end][part])
+            start = end
+        return stays
+
+    everything = [(entry.scores, slice(0, entry.geometry.local_numel)) for entry in entries]
+    decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, counts)
     return counts
 
 
-def batches(numels: Sequence[int]) -> Iterator[slice]:
-    """Yield which of some small shards on the host, of ``numels`` elements, to decide together. Local."""
-    first = total = 0
-    for last, numel in enumerate(numels, 1):
-        total += numel
-        if total >= put_size(torch.device("cpu")) or last == len(numels):
-            yield slice(first, last)
-            first, total = last, 0
+def is_small(scores: Keyed, geometry: Geometry) -> bool:
+    """Return whether a shard is decided together with others: it lies on the host, and has few elements. Local."""
+    return on_host(scores.device) and geometry.local_numel <= _SMALL
+
+
+def decide_together(
+    pieces: Sequence[tuple[Keyed, slice]],
+    kinds: Sequence[object],
+    order_of: Callable[[int], Order],
+    keep: Callable[[Array, Sequence[int]], Array],
+    puts: Sequence[Put],
+    counts: Sequence[torch.Tensor],
+) -> None:
+    """Put what stays of small ``pieces``, those of one kind together; write the counts of :func:`decide`. Local.
+
+    ``kinds``: of each piece, ``None`` if it is decided otherwise; those of one kind have one order. ``keep(keys,
+    which)`` returns which of the joined keys of pieces ``which`` stay, bool.
+    """
+    of_kind: dict[object, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        if kind is not None:
+            of_kind.setdefault(kind, []).append(i)
+    for all_of_kind in of_kind.values():
+        order = order_of(all_of_kind[0])
+        bits = KeyBits(order)
+        for which in _batches(all_of_kind, pieces):
+            keys = bits.keys([pieces[i] for i in which])
+            stays, start = keep(keys, which), 0
+            lowest, highest = (keys.min(), keys.max()) if len(keys) else (order.first, order.first)
+            for i in which:
+                at, numbers = pieces[i][1], counts[i].numpy()
+                own, stay = keys[start : start + at.stop], stays[start : start + at.stop]
+                numbers[0] = len(own) - np.count_nonzero(stay)
+                numbers[2], numbers[1] = count_beyond(order, own, own.dtype.type(-1), lowest, highest)
+                puts[i].stays(at, torch.from_numpy(stay))
+                start += at.stop
+
+
+def _batches(which: Sequence[int], pieces: Sequence[tuple[Keyed, slice]]) -> Iterator[list[int]]:
+    """Yield ``which`` pieces to join: about as many elements as are decided at a time."""
+    batch: list[int] = []
+    total = 0
+    for i in which:
+        batch.append(i)
+        total += pieces[i][1].stop
+        if total >= put_size(torch.device("cpu")):
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 class _Bound:
@@ -109,29 +158,6 @@ def _decide_large(entry: Entry, bound: _Bound, put: Put, counts: torch.Tensor) -
         else:
             put.left(at, memory)
     counts[0], counts[1] = num_pruned, num_gone
-
-
-def _decide_joined(
-    bits: KeyBits,
-    entries: Sequence[Entry],
-    bounds: Sequence[_Bound],
-    puts: Sequence[Put],
-    counts: Sequence[torch.Tensor],
-) -> None:
-    order, whole = bounds[0].order, [slice(0, entry.geometry.local_numel) for entry in entries]
-    keys = bits.keys([(entry.scores, at) for entry, at in zip(entries, whole, strict=True)])
-    flags = np.empty(len(keys), dtype=np.bool_)
-    any_gone, start = len(keys) and keys.min() < order.first, 0
-    for at, bound, put, counted in zip(whole, bounds, puts, counts, strict=True):
-        own, stays = keys[start : start + at.stop], flags[start : start + at.stop]
-        for part, key in bound.parts(at):
-            np.greater(own[part], own.dtype.type(key), out=stays[part])
-        numbers = counted.numpy()
-        numbers[0] = at.stop - np.count_nonzero(stays)
-        if any_gone:
-            numbers[1] = np.count_nonzero(own < order.first)
-        put.stays(at, torch.from_numpy(stays))
-        start += at.stop
 
 
 def _keep_above(order: Order, bits: Array, magnitude: Any, key: int, out: Array) -> tuple[int, int]:

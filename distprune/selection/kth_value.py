@@ -3,13 +3,13 @@
 A radix select over (key, position), lexicographic, run for many competitions at once. Every round
 counts owners' elements in equal bins of the range that is left, sums the counts over the ranks, and
 keeps the bin in which the k-th falls: first over the keys, then, among the elements that tie with
-the k-th key, over the positions. Two sampling rounds come first and name a bracket of keys, so that
-one read of the scores decides nearly all of the mask and sets few survivors aside. If the k-th is
-not in the bracket, the counts say on which side it is, and the rounds over the keys start again
-there: the result is exact either way.
+the k-th key, over the positions. Where there are many elements, sampling rounds come first and name a
+bracket of keys, so that one read of the scores decides nearly all of the mask and sets few survivors
+aside. If the k-th is not in the bracket, the counts say on which side it is, and the rounds over the
+keys start again there: the result is exact either way.
 
-What travels does not grow with the number of elements: the size of a round depends on the number of
-competitions alone, the number of rounds on the kind of the scores and on whether ties have to be broken.
+What travels does not grow with the number of elements: the number of competitions alone bounds the size
+of a round; the number of rounds follows from the kind of the scores and from ties that have to be broken.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from distprune.selection.scan import Entry, key_chunks
 from distprune.selection.tally import Tally
 from distprune.selection.told import can_tell, tell_keys
 from distprune.shards import count_true, fetched, on_host
-
-# Bins of one competition in a round: 64 KiB over keys and 128 KiB over positions at most, if they cannot be packed.
-_KEY_BINS, _POSITION_BINS = 1 << 13, (1 << 14) - 2
 
 # Elements on the host: loading the compiled loops takes 0.9 s, of which each gets back about a nanosecond. For fewer
 # they are used only if they are loaded already.
@@ -70,10 +67,10 @@ def select_lowest(
     exactly one rank.
 
     Communicates sums only. Rounds of one competition: to sample, where there are more than 2**21 elements a rank, 2 as
-    a rule; over keys 1 for 16-bit scores, 2 or 3 for 32-bit, 4 or 5 for 64-bit, and more when a bracket missed; over
-    positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to 4e12
-    positions). A message has 64 KiB, over positions 128 KiB. Many competitions share 128 KiB a round, or 24 bytes each
-    if that is more: with fewer bins, there are more rounds.
+    a rule; over keys 2 or 3 for 16-bit and 32-bit scores and up to 5 for 64-bit, and more when a bracket missed; one
+    that tells the last element, where one is left; over positions none unless some of the elements that tie with a k-th
+    go and others stay, then at most 3 (up to 5e11 positions). All competitions share 64 KiB a round, or have 24 bytes
+    each if that is more: with fewer bins, there are more rounds.
 
     ``tells``: where competitors are so few that their keys fit into a message of 128 KiB, they are told in one round.
 
@@ -105,13 +102,11 @@ def select_lowest(
 def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
     """Narrow down what is left of every competition, round by round. Every rank must call it."""
     num = len(standings.competitions)
-    sample_brackets(comm, standings, lambda: own.entries, _KEY_BINS)
+    sample_brackets(comm, standings, lambda: own.entries)
     while len(left := standings.without_key):
         within, needs_scan = standings.keys.at(left), standings.needs_scan[left]
         most, wanted = int(standings.num_within[left].max()), bool(needs_scan.any())
-        counts = summed_counts(
-            comm, num, left, within, most, own.count_keys, most_columns=_KEY_BINS, with_beyond=wanted
-        )
+        counts = summed_counts(comm, num, left, within, most, own.count_keys, with_beyond=wanted)
         _check(comm, own, standings, left, counts, needs_scan)
         standings.narrow_keys(left, counts.bins, counts.beyond[:, 0])
     if len(left := standings.with_one_element):
@@ -120,7 +115,7 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
     standings.skip_ties()
     while len(left := standings.with_ties):
         within, most = standings.positions.at(left), int(standings.num_within[left].max())
-        counts = summed_counts(comm, num, left, within, most, own.count_positions, most_columns=_POSITION_BINS)
+        counts = summed_counts(comm, num, left, within, most, own.count_positions)
         standings.narrow_positions(left, counts.bins)
 
 

@@ -36,9 +36,7 @@ class _Sample:
     weight: int  # how many each stands for
 
 
-def sample_brackets(
-    comm: Communicator, standings: Standings, entries: Callable[[], Sequence[Entry]], most_columns: int
-) -> None:
+def sample_brackets(comm: Communicator, standings: Standings, entries: Callable[[], Sequence[Entry]]) -> None:
     """Set the keys of all competitions to their brackets, where sampling is worth it. Every rank must call it.
 
     Two rounds as a rule, six at most.
@@ -57,9 +55,9 @@ def sample_brackets(
             sample.append(_drawn(standings, entries(), max(_MAX_STRIDE, num_per_rank // _LOCAL_SAMPLE)))
         keys, of, weight = sample[0].keys, sample[0].of, sample[0].weight
         if num_sampled is None:  # the first round: what is below is gone
-            of_gone = np.zeros(1, dtype=np.int64) if of is None else of
-            is_gone = keys < brackets.low[of_gone]
-            counts.beyond[:, 0] = np.bincount(np.broadcast_to(of_gone, keys.shape)[is_gone], minlength=num) * weight
+            is_gone = keys < brackets.low[0 if of is None else of]
+            num_gone = is_gone.sum() if of is None else np.bincount(of[is_gone], minlength=num)
+            counts.beyond[:, 0] = num_gone * weight
         inside = brackets.hold(keys, of)
         counts.add(keys[inside], None if of is None else of[inside], weight)
 
@@ -67,7 +65,7 @@ def sample_brackets(
         is_first = num_sampled is None
         most = int((standings.num_positions if num_sampled is None else num_sampled)[left].max())
         within = brackets.at(left)
-        found = summed_counts(comm, num, left, within, most, count, most_columns=most_columns, with_beyond=is_first)
+        found = summed_counts(comm, num, left, within, most, count, with_beyond=is_first)
         if num_sampled is None:
             num_below[:] = found.beyond[:, 0]
             num_sampled = num_below + found.bins.sum(1)

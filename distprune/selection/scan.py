@@ -110,9 +110,6 @@ def stretch_size(device: torch.device) -> int:
     return chunk_size(device) * _NUM_CHUNKS
 
 
-SMALL = 1 << 14  # elements of one shard on the host: so many and fewer are read together with those of others
-
-
 class KeyBits:
     """Integers of which ``&`` makes the keys of elements on the host, stretch by stretch; in the same memory.
 
@@ -206,16 +203,20 @@ class Scan:
             offsets = np.flatnonzero(inside)
             num_kept, found = int(np.count_nonzero(kept)), bits[offsets]
             highest = bits.max()
-        num_nans = int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
+        num_nans = _count_nans(order, bits, magnitude, highest)
         places, num_inside = _shortened(offsets, stretch.place), len(offsets)
         return Scanned(places, found, num - num_kept, num_kept - num_inside, num_nans)
 
 
 def count_beyond(order: Order, bits: Array, magnitude: Any, lowest: Any, highest: Any) -> tuple[int, int]:
     """Return how many keys are of NaN, and of what is gone, given the lowest and the highest."""
-    num_nans = int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
+    num_nans = _count_nans(order, bits, magnitude, highest)
     num_gone = int(np.count_nonzero((bits & magnitude) < order.first)) if lowest < order.first else 0
     return num_nans, num_gone
+
+
+def _count_nans(order: Order, bits: Array, magnitude: Any, highest: Any) -> int:
+    return int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
 
 
 def _shortened(offsets: Array, start: int) -> Array:
