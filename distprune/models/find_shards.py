@@ -6,7 +6,6 @@ checkpointing, torch.compile) is left out of it, so that a parameter has one nam
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -53,6 +52,7 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+@torch.no_grad()  # once, not for every parameter
 def find_shards(
     model: nn.Module,
     include: NamePattern | Sequence[NamePattern] = (),
@@ -101,9 +101,12 @@ def find_shards(
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
         wanted = any(hits[: len(include)]) if include else held in by_default and not any(map(is_adapter, aliases))
         if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
-            shard = held if isinstance(held, LocalShard) else local_shard(aliases[0], held)
-            module, attribute = holders[held]
-            shards.append(dataclasses.replace(shard, name=aliases[0], module=module, attribute=attribute))
+            name, (module, attribute) = aliases[0], holders[held]
+            shards.append(
+                held.having(name=name, module=module, attribute=attribute)
+                if isinstance(held, LocalShard)
+                else local_shard(name, held, module, attribute)
+            )
     return Found(shards, list(zip(patterns, num_matches, strict=True)), not include, bool(blocks))
 
 

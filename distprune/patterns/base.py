@@ -145,7 +145,8 @@ class Choice:
             counts = fetched(
                 [*map(self.decide, scores, puts)] if self.decide_all is None else self.decide_all(scores, puts)
             )
-        return [Chosen(put.mask, *of.tolist()) for put, of in zip(puts, counts, strict=True)]
+        numbers = torch.stack(counts).tolist() if counts else []
+        return [Chosen(put.mask, *of) for put, of in zip(puts, numbers, strict=True)]
 
 
 @own_settings()

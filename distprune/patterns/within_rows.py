@@ -170,16 +170,14 @@ class PerRow(WithinRows):
 
 def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tensor]:
     """Put what stays of ``parts``, of small ones together; return the counts of each."""
-    counts = [*torch.zeros((len(parts), 3), dtype=torch.int64, device="cpu")]
-    kinds = [part.kind for part in parts]
-    for i, kind in enumerate(kinds):
-        if kind is None:
-            counts[i] = parts[i].decide(puts[i])
-    pieces = [(part.scores, slice(0, part.scores.shard.geometry.local_numel)) for part in parts]
-    decide_together(
-        pieces, kinds, lambda i: parts[i].order, lambda keys, which: parts[which[0]].keep(keys), puts, counts
+    return decide_together(
+        [(part.scores, slice(0, part.scores.shard.geometry.local_numel)) for part in parts],
+        [part.kind for part in parts],
+        lambda i: parts[i].order,
+        lambda keys, which: parts[which[0]].keep(keys),
+        puts,
+        lambda i: parts[i].decide(puts[i]),
     )
-    return counts
 
 
 class _RowUnits:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import nn
 
 from distprune.models import matrix_of_weight
@@ -32,4 +30,4 @@ def fitted(pattern: Pattern, shard: LocalShard, name: str) -> LocalShard:
     if matrix.num_rows * matrix.num_in != shard.geometry.global_numel:
         raise ValueError(f"{name!r} of shape {shard.shape} has not as many elements as its {matrix}")
     pattern.check_fits(name, matrix)
-    return dataclasses.replace(shard, matrix=matrix)
+    return shard.having(matrix=matrix)

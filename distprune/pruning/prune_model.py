@@ -275,7 +275,7 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
     num_nans: dict[str, int] = {}
 
     def count(words: torch.Tensor) -> None:
-        totals = words[1:].view(-1, 2).numpy()
+        totals, sum_of_nans = words[1:].view(-1, 2).numpy(), 0
         chosen = choice.masks(ranked.scores)
         unread_nans = count_unread_nans(ranked.scores)
         for scores, of_shard, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
@@ -283,7 +283,8 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
             if scores.shard.owned:
                 totals[ranked.index[scores.shard.name]] = of_shard.num_pruned, of_shard.num_gone
                 num_nans[scores.shard.name] = of_shard.num_nans + num_unread
-                words[0] += num_nans[scores.shard.name]
+                sum_of_nans += num_nans[scores.shard.name]
+        words[0] = sum_of_nans
 
     words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), count)
     if words[0]:

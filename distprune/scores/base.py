@@ -239,6 +239,8 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
     counts: dict[int, torch.Tensor] = {}
     for i, each in enumerate(scores):
+        if each.score.is_weight:
+            continue
         reads = each.score.reads(each.shard, each.evidence)
         if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
             nans = (values.isnan().sum() for _, values in flat_chunks(each.shard.local))

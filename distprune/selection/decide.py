@@ -21,7 +21,7 @@ from distprune.host_loops import compiled
 from distprune.selection.competition import Standings
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
-from distprune.selection.scan import Entry, KeyBits, Keyed, count_beyond
+from distprune.selection.scan import Entry, KeyBits, Keyed
 from distprune.shards import Geometry, on_host
 
 Array = npt.NDArray[Any]
@@ -36,13 +36,14 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
     the device of the scores.
     """
     bounds = [_Bound(standings, entry) for entry in entries]
-    counts = [*torch.zeros((len(entries), 3), dtype=torch.int64, device="cpu")]
-    for i, (entry, bound) in enumerate(zip(entries, bounds, strict=True)):
-        if not on_host(entry.scores.device):
-            counts[i] = _decide_on_device(entry, bound, puts[i])
-        elif not is_small(entry.scores, entry.geometry):
-            _decide_large(entry, bound, puts[i], counts[i])
-    kinds = [bound.order if is_small(e.scores, e.geometry) else None for e, bound in zip(entries, bounds, strict=True)]
+    kinds: list[object] = [
+        bound.order if is_small(entry.scores, entry.geometry) else None
+        for entry, bound in zip(entries, bounds, strict=True)
+    ]
+
+    def decide_alone(i: int) -> torch.Tensor:
+        decided = _decide_large if on_host(entries[i].scores.device) else _decide_on_device
+        return decided(entries[i], bounds[i], puts[i])
 
     def keep(keys: Array, which: Sequence[int]) -> Array:
         stays, start = np.empty(len(keys), dtype=np.bool_), 0
@@ -54,8 +55,7 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
         return stays
 
     everything = [(entry.scores, slice(0, entry.geometry.local_numel)) for entry in entries]
-    decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, counts)
-    return counts
+    return decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, decide_alone)
 
 
 def is_small(scores: Keyed, geometry: Geometry) -> bool:
@@ -69,13 +69,14 @@ def decide_together(
     order_of: Callable[[int], Order],
     keep: Callable[[Array, Sequence[int]], Array],
     puts: Sequence[Put],
-    counts: Sequence[torch.Tensor],
-) -> None:
-    """Put what stays of small ``pieces``, those of one kind together; write the counts of :func:`decide`. Local.
+    decide_alone: Callable[[int], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Put what stays of ``pieces``, small ones of one kind together; return the counts of :func:`decide`. Local.
 
-    ``kinds``: of each piece, ``None`` if it is decided otherwise; those of one kind have one order. ``keep(keys,
-    which)`` returns which of the joined keys of pieces ``which`` stay, bool.
+    ``kinds``: of each piece, ``None`` if it is decided by ``decide_alone``; those of one kind have one order.
+    ``keep(keys, which)`` returns which of the joined keys of pieces ``which`` stay, bool.
     """
+    numbers = np.zeros((len(pieces), 3), dtype=np.int64)
     of_kind: dict[object, list[int]] = {}
     for i, kind in enumerate(kinds):
         if kind is not None:
@@ -85,23 +86,29 @@ def decide_together(
         bits = KeyBits(order)
         for which in _batches(all_of_kind, pieces):
             keys = bits.keys([pieces[i] for i in which])
-            stays, start = keep(keys, which), 0
-            lowest, highest = (keys.min(), keys.max()) if len(keys) else (order.first, order.first)
-            for i in which:
-                at, numbers = pieces[i][1], counts[i].numpy()
-                own, stay = keys[start : start + at.stop], stays[start : start + at.stop]
-                numbers[0] = len(own) - np.count_nonzero(stay)
-                numbers[2], numbers[1] = count_beyond(order, own, own.dtype.type(-1), lowest, highest)
-                puts[i].stays(at, torch.from_numpy(stay))
-                start += at.stop
+            stays, ends = keep(keys, which), np.cumsum([pieces[i][1].stop for i in which])
+            firsts = ends - [pieces[i][1].stop for i in which]
+            numbers[which, 0] = np.add.reduceat(~stays, firsts, dtype=np.int64)
+            if keys.min() < order.first:
+                numbers[which, 1] = np.add.reduceat(keys < order.first, firsts, dtype=np.int64)
+            if keys.max() > order.last:
+                numbers[which, 2] = np.add.reduceat(keys > order.last, firsts, dtype=np.int64)
+            for i, stay in zip(which, np.split(stays, ends[:-1]), strict=True):
+                puts[i].stays(pieces[i][1], torch.from_numpy(stay))
+    counts = [*torch.from_numpy(numbers)]
+    for i, kind in enumerate(kinds):
+        if kind is None:
+            counts[i] = decide_alone(i)
+    return counts
 
 
 def _batches(which: Sequence[int], pieces: Sequence[tuple[Keyed, slice]]) -> Iterator[list[int]]:
-    """Yield ``which`` pieces to join: about as many elements as are decided at a time."""
+    """Yield ``which`` pieces to join, but for empty ones: about as many elements as are decided at a time."""
     batch: list[int] = []
     total = 0
     for i in which:
-        batch.append(i)
+        if pieces[i][1].stop:
+            batch.append(i)
         total += pieces[i][1].stop
         if total >= put_size(torch.device("cpu")):
             yield batch
@@ -142,7 +149,7 @@ def _decide_on_device(entry: Entry, bound: _Bound, put: Put) -> torch.Tensor:
     return counts
 
 
-def _decide_large(entry: Entry, bound: _Bound, put: Put, counts: torch.Tensor) -> None:
+def _decide_large(entry: Entry, bound: _Bound, put: Put) -> torch.Tensor:
     numel, size, bits_at = entry.geometry.local_numel, put_size(entry.scores.device), KeyBits(bound.order)
     num_pruned = num_gone = 0
     for start in range(0, numel, size):
@@ -157,7 +164,7 @@ def _decide_large(entry: Entry, bound: _Bound, put: Put, counts: torch.Tensor) -
             put.stays(at, torch.from_numpy(out))
         else:
             put.left(at, memory)
-    counts[0], counts[1] = num_pruned, num_gone
+    return torch.tensor([num_pruned, num_gone, 0], dtype=torch.int64, device="cpu")
 
 
 def _keep_above(order: Order, bits: Array, magnitude: Any, key: int, out: Array) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -17,8 +18,8 @@ from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard
 
 
-def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
-    """Return this rank's part of ``tensor``.
+def local_shard(name: str, tensor: torch.Tensor, module: nn.Module | None = None, attribute: str = "") -> LocalShard:
+    """Return this rank's part of ``tensor``, which ``module`` holds under ``attribute``.
 
     A plain tensor is held whole and its owner is open (see :class:`LocalShard`). The owner of a DTensor within its mesh
     follows from the mesh. A rank outside the mesh holds nothing.
@@ -28,10 +29,12 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard:
         TypeError: ``tensor`` is not a tensor.
     """
     if isinstance(tensor, DTensor):
-        return _dtensor_shard(name, tensor)
+        local, geometry, ownership = _part_of(name, tensor)
+        return LocalShard(name, local, geometry, ownership, tensor=tensor, module=module, attribute=attribute)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    return LocalShard(name, tensor.detach(), Geometry.whole(tensor.shape), tensor=tensor)
+    whole = Geometry.whole(tensor.shape)
+    return LocalShard(name, tensor.detach(), whole, tensor=tensor, module=module, attribute=attribute)
 
 
 def is_held(tensor: torch.Tensor) -> bool:
@@ -43,8 +46,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``tensor``: its local tensor, detached, where it is a DTensor, else itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # what to_local() does for gradients takes longer than all else
-        return tensor.to_local().detach()
+    if torch.is_grad_enabled():
+        with torch.no_grad():  # what to_local() does for gradients takes longer than all else
+            return tensor.to_local().detach()
+    return tensor.to_local().detach()
 
 
 def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
@@ -111,13 +116,13 @@ def _layout(tensor: torch.Tensor | None) -> str:
     return f"a DTensor with {tensor.placements} on {tensor.device_mesh}"
 
 
-def _dtensor_shard(name: str, tensor: DTensor) -> LocalShard:
+def _part_of(name: str, tensor: DTensor) -> tuple[torch.Tensor, Geometry, Ownership]:
     local, (geometry, ownership) = local_of(tensor), _place_of(name, tensor)
     # FSDP2 keeps an empty shard's padding shape on some dims, and outside of the mesh there is none: only the count
     # matters.
     if geometry.local_numel == 0 and tuple(local.shape) != geometry.local_shape:
         local = local.new_empty(geometry.local_shape)
-    return LocalShard(name, local, geometry, ownership, tensor=tensor)
+    return local, geometry, ownership
 
 
 # Parameters of one mesh and shape share them. A mesh is let go of with its last parameter.

@@ -6,7 +6,6 @@ Nouns: a *LocalShard* is that part and the place of each of its elements (`Shard
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +111,13 @@ class LocalShard:
         ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter.
         """
         own = self.ownership or Ownership(rank == first_holder, num_holders)
-        return dataclasses.replace(self, ownership=own.over(first_holder, num_holders))
+        return self.having(ownership=own.over(first_holder, num_holders))
+
+    def having(self, **changes: Any) -> LocalShard:
+        """Return the shard with other attributes than ``local`` and ``geometry``, which are not checked again."""
+        copy = object.__new__(LocalShard)
+        vars(copy).update(vars(self), **changes)
+        return copy
 
 
 def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,8 +117,7 @@ class Binding:
             managed = fsdp2.find(shard.module, shard.attribute) if fsdp2 is not None and shard.module else None
             tensor = _registered(shard) if managed is None else managed.sharded
             if tensor is not None and tensor is not shard.tensor and not is_flattened(tensor):
-                now = local_shard(shard.name, tensor)
-                moved[shard.name] = dataclasses.replace(now, module=shard.module, attribute=shard.attribute)
+                moved[shard.name] = local_shard(shard.name, tensor, shard.module, shard.attribute)
         if moved:
             self._bind([moved.get(shard.name, shard) for shard in self._shards])
         Held.notice_writes(self.held)

@@ -108,7 +108,7 @@ def find_target(
     whole_mask = cast(torch.Tensor, getattr(module, name + "_mask")) if hooks else None
     label, shard = f"{index}.{name}", None
     if is_held(original):
-        shard = dataclasses.replace(local_shard(label, original), module=module, attribute=name)
+        shard = local_shard(label, original, module, name)
     if importance_scores is not None and importance_scores.shape != original.shape:
         raise AssertionError(
             f"importance_scores should have the same shape as parameter {name} of {module}, got "
