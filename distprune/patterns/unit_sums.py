@@ -19,13 +19,12 @@ from distprune.patterns.base import Ranked
 from distprune.patterns.cut_units import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
-from distprune.shards import Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
+from distprune.shards import SMALL, Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
 
 VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_FEW = 1 << 14  # elements whose tiles are kept, for all shards that are laid out alike
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
 
@@ -71,7 +70,7 @@ class UnitLines:
 
     def tiles(self) -> Iterable[tuple[slice, _Tile]]:
         """Return local elements and their units: whole lines, or parts of some, if that is worth it."""
-        return self._few if self._geometry.local_numel <= _FEW else self._tiles()
+        return self._few if self._geometry.local_numel <= SMALL else self._tiles()
 
     @cached_property
     def _few(self) -> list[tuple[slice, _Tile]]:
@@ -308,6 +307,9 @@ class UnitKeys:
 
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
+
+    def joined_keys(self, order: Order, pieces: Sequence[tuple[UnitKeys, slice]], out: torch.Tensor) -> None:
+        torch.cat([units.keys(order, at) for units, at in pieces], out=out)
 
     def bits(self, order: Order) -> None:
         """Return nothing: the keys have to be computed."""

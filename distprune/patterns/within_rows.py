@@ -24,11 +24,10 @@ from distprune.selection import (
     Put,
     count_beyond,
     decide_together,
-    is_small,
     keep_highest_per_row,
     put_size,
 )
-from distprune.shards import Geometry, Matrix, count_true, fetched, on_host, sent
+from distprune.shards import Geometry, Matrix, count_true, fetched, is_small, on_host, sent
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
@@ -207,7 +206,7 @@ class _RowUnits:
         """What small parts that can be decided together have in common; ``None`` where this one is decided alone."""
         scores, units = self.scores, self.units
         is_whole = units.is_dense and not len(units.loose) and not self.answers
-        can_join = is_whole and not scores.regrows and is_small(scores, scores.shard.geometry)
+        can_join = is_whole and not scores.regrows and is_small(scores.shard.geometry.local_numel, scores.device)
         return (self._pattern, self.order, self._length, self._of_left) if can_join else None
 
     def keep(self, keys: Array) -> BoolArray:

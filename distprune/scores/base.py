@@ -20,10 +20,12 @@ from typing_extensions import override
 from distprune.shards import (
     LocalShard,
     as_array,
+    batches,
     chunk_size,
     fetched,
     flat_chunk,
     flat_chunks,
+    is_small,
     is_zero,
     on_host,
 )
@@ -89,6 +91,10 @@ class Score(ABC):
     @abstractmethod
     def values(self, elements: Elements) -> torch.Tensor:
         """Return the scores of ``elements``, 1-D, one each. Local."""
+
+    def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
+        """Return the scores of ``pieces`` of several small shards on the host, one after the other. Local."""
+        return torch.cat([_checked(self, self.values(elements), elements) for elements in pieces])
 
     def dtype(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype in which scores of ``weight`` weights are compared: float64 for float64, else float32."""
@@ -175,12 +181,11 @@ class LocalScores:
         Raises:
             ValueError: the score returns another number of values, or no tensor.
         """
-        values = self.score.values(Elements(self.shard, at, self.evidence))
-        num = at.stop - at.start if isinstance(at, slice) else len(at)
-        if not isinstance(values, torch.Tensor) or values.shape != (num,):
-            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise ValueError(f"score {self.score.name!r} returned {got} for {num} elements of {self.shard.name!r}")
-        return values
+        elements = self._elements(at)
+        return _checked(self.score, self.score.values(elements), elements)
+
+    def _elements(self, at: slice | torch.Tensor) -> Elements:
+        return Elements(self.shard, at, self.evidence)
 
     def is_gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
         """Return which elements at ``at`` are gone, bool, 1-D; ``None``, on the host always, if none are."""
@@ -195,6 +200,30 @@ class LocalScores:
         if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
+
+    def joined_values(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor:
+        """Return the scores of ``pieces`` of several small shards on the host, as :meth:`values`: this one's first."""
+        return self.score.joined([scores._elements(at) for scores, at in pieces])
+
+    def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor | None:
+        """Return which elements of ``pieces`` of several small shards are gone, as :meth:`is_gone`."""
+        dtypes = {None if scores.gone is None else scores.gone.dtype for scores, _ in pieces}
+        if dtypes == {None}:
+            return None
+        if len(dtypes) == 1:
+            gone = is_zero(torch.cat([_taken(scores.gone, at) for scores, at in pieces if scores.gone is not None]))
+        else:
+            found = [(scores.is_gone(at), at.stop - at.start) for scores, at in pieces]
+            gone = torch.cat([torch.zeros(n, dtype=torch.bool, device="cpu") if g is None else g for g, n in found])
+        return gone if gone.numpy().any() else None
+
+    def joined_keys(self, order: Any, pieces: Sequence[tuple[LocalScores, slice]], out: torch.Tensor) -> None:
+        """Write into ``out`` the keys of ``pieces`` of several small shards on the host: this one's first."""
+        keys: torch.Tensor = order.keys(self.joined_values(pieces), out)
+        if keys.data_ptr() != out.data_ptr():
+            out.copy_(keys)
+        if not order.zeros_gone and not self.regrows and (gone := self.joined_gone(pieces)) is not None:
+            out.masked_fill_(gone, order.gone)
 
     def bits(self, order: Any) -> tuple[Any, Any] | None:
         """Return the bits of the weights, 1-D, on the host, a view, and what makes them keys by ``&``.
@@ -237,16 +266,38 @@ def local_scores(
 
 def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
-    counts: dict[int, torch.Tensor] = {}
+    unread = {}
     for i, each in enumerate(scores):
-        if each.score.is_weight:
-            continue
-        reads = each.score.reads(each.shard, each.evidence)
-        if each.shard.local.is_floating_point() and not any(each.shard.local is read for read in reads):
-            nans = (values.isnan().sum() for _, values in flat_chunks(each.shard.local))
-            counts[i] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
+        local = each.shard.local
+        if not each.score.is_weight and local.is_floating_point():
+            reads = each.score.reads(each.shard, each.evidence)
+            if not any(local is read for read in reads):
+                unread[i] = local
+    few: dict[torch.dtype, list[int]] = {}
+    for i, local in unread.items():
+        if is_small(local.numel(), local.device):
+            few.setdefault(local.dtype, []).append(i)
+    for of_dtype in few.values():
+        for which in batches(of_dtype, [unread[i].numel() for i in of_dtype]):
+            if not torch.cat([unread[i].reshape(-1) for i in which]).isnan().any():
+                for i in which:
+                    del unread[i]
+    counts: dict[int, torch.Tensor] = {}
+    for i, local in unread.items():
+        nans = (values.isnan().sum() for _, values in flat_chunks(local))
+        counts[i] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
     found = dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
     return [found.get(i, 0) for i in range(len(scores))]
+
+
+def _checked(score: Score, values: torch.Tensor, elements: Elements) -> torch.Tensor:
+    """Return ``values``, if they are as many as ``elements``."""
+    at = elements.at
+    num = at.stop - at.start if isinstance(at, slice) else len(at)
+    if not isinstance(values, torch.Tensor) or values.shape != (num,):
+        got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"score {score.name!r} returned {got} for {num} elements of {elements.shard.name!r}")
+    return values
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -32,8 +34,24 @@ class Random(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        numel = elements.shard.geometry.global_numel
-        return _hash(self.seed, elements.shard.name, elements.flat_indices(), numel)
+        shard = elements.shard
+        return _hash(self._seeds(shard.name), elements.flat_indices(), shard.geometry.global_numel)
+
+    @override
+    def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
+        flat: dict[object, torch.Tensor] = {}  # shards laid out alike share them
+        places = []
+        for piece in pieces:
+            at = piece.at
+            key = piece.shard.geometry, (at.start, at.stop) if isinstance(at, slice) else id(at)
+            if key not in flat:
+                flat[key] = piece.flat_indices()
+            places.append(flat[key])
+        numels = [len(of_piece) for of_piece in places]
+        seeds = np.array([self._seeds(piece.shard.name) for piece in pieces], dtype=np.int32)
+        largest = max(piece.shard.geometry.global_numel for piece in pieces)
+        first, second = np.repeat(seeds, numels, axis=0).T
+        return _hash((first, second), torch.cat(places), largest)
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -41,7 +59,12 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        return _hash(self.seed, name, units, 0)
+        return _hash(self._seeds(name), units, 0)
+
+    def _seeds(self, name: str) -> tuple[int, int]:
+        digest = hashlib.blake2b(f"{self.seed}\0{name}".encode(), digest_size=8).digest()
+        first, second = struct.unpack("<ii", digest)
+        return first, second
 
     @property
     @override
@@ -57,9 +80,9 @@ class Random(Score):
         return []
 
 
-def _hash(seed: int | None, name: str, flat: torch.Tensor, numel: int) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+def _hash(seeds: tuple[Any, Any], flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the hash of ``flat`` indices; of parameters of 2**32 elements and fewer the high bits are all 0."""
+    first, second = seeds
     hashed = _low_bits(flat)
     hashed ^= first
     _mix(hashed)

@@ -1,7 +1,7 @@
 """The exact k lowest of competitors that are spread over ranks."""
 
 from distprune.selection.competition import Competition
-from distprune.selection.decide import decide_together, is_small
+from distprune.selection.decide import decide_together
 from distprune.selection.highest import keep_groups_of_bits, keep_highest_per_group, keep_highest_per_row
 from distprune.selection.kth_value import Selection, raise_nans, select_lowest
 from distprune.selection.order import Order, OrderedBy, common_order
@@ -20,7 +20,6 @@ __all__ = [
     "common_order",
     "count_beyond",
     "decide_together",
-    "is_small",
     "keep_groups_of_bits",
     "keep_highest_per_group",
     "keep_highest_per_row",

@@ -79,8 +79,11 @@ class Ranges:
 
     def hold(self, values: Words | Keys, of: Keys | None) -> Flags:
         """Return which of ``values`` are inside of their ranges: see :func:`add_histogram`."""
-        place = 0 if of is None else of
-        inside: Flags = np.logical_and(values >= self.low[place], values <= self.high[place])
+        inside: Flags = np.empty(len(values), dtype=np.bool_)
+        for start in range(0, len(values), _HISTOGRAM_NUMEL):
+            at = slice(start, start + _HISTOGRAM_NUMEL)
+            place = 0 if of is None else of[at]
+            np.logical_and(values[at] >= self.low[place], values[at] <= self.high[place], out=inside[at])
         return inside
 
     @property

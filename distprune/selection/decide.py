@@ -10,7 +10,7 @@ comparison decides each side of it: ``key > k`` before, ``key > k - 1`` from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,9 @@ from distprune.selection.competition import Standings
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
-from distprune.shards import Geometry, on_host
+from distprune.shards import batches, is_small, on_host
 
 Array = npt.NDArray[Any]
-
-_SMALL = 1 << 14  # elements: so many and fewer are read together with those of other shards
 
 
 def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
@@ -37,7 +35,7 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
     """
     bounds = [_Bound(standings, entry) for entry in entries]
     kinds: list[object] = [
-        bound.order if is_small(entry.scores, entry.geometry) else None
+        bound.order if is_small(entry.geometry.local_numel, entry.scores.device) else None
         for entry, bound in zip(entries, bounds, strict=True)
     ]
 
@@ -54,13 +52,8 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
             start = end
         return stays
 
-    everything = [(entry.scores, slice(0, entry.geometry.local_numel)) for entry in entries]
+    everything = [entry.whole for entry in entries]
     return decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, decide_alone)
-
-
-def is_small(scores: Keyed, geometry: Geometry) -> bool:
-    """Return whether a shard is decided together with others: it lies on the host, and has few elements. Local."""
-    return on_host(scores.device) and geometry.local_numel <= _SMALL
 
 
 def decide_together(
@@ -84,7 +77,7 @@ def decide_together(
     for all_of_kind in of_kind.values():
         order = order_of(all_of_kind[0])
         bits = KeyBits(order)
-        for which in _batches(all_of_kind, pieces):
+        for which in batches(all_of_kind, [pieces[i][1].stop for i in all_of_kind]):
             keys = bits.keys([pieces[i] for i in which])
             stays, ends = keep(keys, which), np.cumsum([pieces[i][1].stop for i in which])
             firsts = ends - [pieces[i][1].stop for i in which]
@@ -100,21 +93,6 @@ def decide_together(
         if kind is None:
             counts[i] = decide_alone(i)
     return counts
-
-
-def _batches(which: Sequence[int], pieces: Sequence[tuple[Keyed, slice]]) -> Iterator[list[int]]:
-    """Yield ``which`` pieces to join, but for empty ones: about as many elements as are decided at a time."""
-    batch: list[int] = []
-    total = 0
-    for i in which:
-        if pieces[i][1].stop:
-            batch.append(i)
-        total += pieces[i][1].stop
-        if total >= put_size(torch.device("cpu")):
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 class _Bound:

@@ -29,6 +29,7 @@ from distprune.selection.counts import BinCounts, summed_counts, summed_values
 from distprune.selection.decide import decide
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.put import Put
+from distprune.selection.quantiles import tell_quantiles
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry, key_chunks
 from distprune.selection.tally import Tally
@@ -102,7 +103,8 @@ def select_lowest(
 def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
     """Narrow down what is left of every competition, round by round. Every rank must call it."""
     num = len(standings.competitions)
-    sample_brackets(comm, standings, lambda: own.entries)
+    if not tell_quantiles(comm, standings, lambda: own.entries):
+        sample_brackets(comm, standings, lambda: own.entries)
     while len(left := standings.without_key):
         within, needs_scan = standings.keys.at(left), standings.needs_scan[left]
         most, wanted = int(standings.num_within[left].max()), bool(needs_scan.any())

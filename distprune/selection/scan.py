@@ -33,12 +33,14 @@ _SPAN = 1 << 20  # elements: below this a second thread costs more than it bring
 class Keyed(Protocol):
     """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``.
 
+    ``joined_keys`` writes those of pieces of several small shards of its kind, on the host, one after the other.
     On the host ``bits`` may give the weights' own bits, which make all of them by ``&``.
     """
 
     @property
     def device(self) -> torch.device: ...
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def joined_keys(self, order: Order, pieces: Sequence[tuple[Any, slice]], out: torch.Tensor) -> None: ...
     def bits(self, order: Order) -> tuple[Array, Any] | None: ...
 
 
@@ -52,6 +54,11 @@ class Entry:
     owned: bool
     competition: int
     first_position: int  # the place, among the competition's positions, of flat index 0
+
+    @property
+    def whole(self) -> tuple[Keyed, slice]:
+        """All its elements, as a piece."""
+        return self.scores, slice(0, self.geometry.local_numel)
 
     def keys(self, order: Order, at: slice) -> torch.Tensor:
         """Return the keys of every n-th element."""
@@ -123,26 +130,30 @@ class KeyBits:
 
     def __call__(self, pieces: Sequence[tuple[Keyed, slice]]) -> tuple[Array, Any]:
         """Return the integers of ``pieces``, and what they are to be combined with."""
-        found = [(scores.bits(self._order), scores, at) for scores, at in pieces]
-        only = found[0][0] if len(found) == 1 and compiled() is not None else None
+        found = [scores.bits(self._order) for scores, _ in pieces]
+        only = found[0] if len(found) == 1 and compiled() is not None else None
         self.are_weights = only is not None
         if only is not None:
             return only[0][pieces[0][1]], only[1]
         numel = sum(at.stop - at.start for _, at in pieces)
         if len(self._memory) < numel:
             self._memory = torch.empty(numel, dtype=self._order.key_dtype, device="cpu")
-        joined, start = self._memory.numpy(), 0
-        for of_weights, scores, at in found:
+        keys, start = self._memory[:numel], 0
+        joined = keys.numpy()
+        if len(pieces) > 1 and not any(found):
+            pieces[0][0].joined_keys(self._order, pieces, keys)
+            return joined, joined.dtype.type(-1)
+        for of_weights, (scores, at) in zip(found, pieces, strict=True):
             stop = start + at.stop - at.start
             if of_weights is not None:
                 np.bitwise_and(of_weights[0][at], of_weights[1], out=joined[start:stop])
             else:
-                into = self._memory[start:stop]
-                keys = scores.keys(self._order, at, into)
-                if keys.data_ptr() != into.data_ptr():
-                    joined[start:stop] = keys.numpy()
+                into = keys[start:stop]
+                own = scores.keys(self._order, at, into)
+                if own.data_ptr() != into.data_ptr():
+                    joined[start:stop] = own.numpy()
             start = stop
-        return joined[:numel], joined.dtype.type(-1)
+        return joined, joined.dtype.type(-1)
 
     def keys(self, pieces: Sequence[tuple[Keyed, slice]]) -> Array:
         """Return the keys of ``pieces``."""

@@ -1,4 +1,7 @@
-"""What a rank's elements on the host add to the counts. Survivors are set aside, all together, where they are few."""
+"""What a rank's elements on the host add to the counts. Survivors are set aside, all together, where they are few.
+
+Where several competitions have small entries, all of these are read together.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,29 @@ import torch
 
 from distprune.selection.competition import Flags, Keys, Standings, Words
 from distprune.selection.counts import BinCounts
-from distprune.selection.scan import Array, Entry, Scan, Scanned, Stretch, in_threads, stretch_size, stretches
+from distprune.selection.order import Order
+from distprune.selection.scan import Array, Entry, KeyBits, Scan, Scanned, Stretch, in_threads, stretch_size, stretches
+from distprune.shards import SMALL, batches
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
+_SMALL_BYTES = 20 << 20  # of these at most, those of small entries that are read together
 
 
 class Tally:
     """Counts of entries on the host. A stretch whose survivors are not set aside is *unread*: each round scans it."""
 
     def __init__(self, standings: Standings, entries: Sequence[Entry]) -> None:
-        self._standings, self._entries = standings, entries
-        self._starts = np.cumsum([0, *(entry.geometry.local_numel for entry in entries)])
-        self._unread = [*stretches(entries, stretch_size(torch.device("cpu")))]
+        self._standings = standings
+        large, self._small = _small_entries(standings, entries)
+        self._entries = [*large, *self._small]
+        self._starts = np.cumsum([0, *(entry.geometry.local_numel for entry in self._entries)])
+        self._small_of = np.array([entry.competition for entry in self._small], dtype=np.int64)
+        self._small_unread = np.ones(len(self._small), dtype=np.bool_)
+        self._unread = [*stretches(large, stretch_size(torch.device("cpu")))]
         self._read: list[Stretch] = []
         self._scan = cache(Scan)  # by order
         # Of the survivors set aside: their places, or later their positions; keys; competitions, if there are several.
+        self._place_dtype = np.dtype(np.uint32 if self._starts[-1] < 1 << 32 else np.int64)
         self._where: Array = np.empty(0, dtype=np.uint32)
         self._keys: Keys = np.empty(0, dtype=standings.key_dtype)
         self._of: Keys | None = None if len(standings.competitions) == 1 else np.empty(0, dtype=np.int32)
@@ -33,8 +44,9 @@ class Tally:
     def count_keys(self, counts: BinCounts) -> None:
         """Add the keys inside the ranges, and, on the first look, what is outside."""
         standings = self._standings
-        self._read_again(standings.needs_scan)
+        self._read_again(standings.needs_scan & ~standings.only_gone)
         self._keep(standings.keys.hold(self._keys, self._of))
+        self._read_small(counts)
         kept, num_bytes = [], self._where.nbytes + self._keys.nbytes
         for stretch, found in self._scanned(counts):
             if standings.needs_scan[of := stretch.competition]:
@@ -109,10 +121,37 @@ class Tally:
 
     def _read_again(self, missed: Flags) -> None:
         """Forget what was read of competitions whose bracket ``missed``."""
-        if self._read and missed.any():
+        if missed.any():
+            self._small_unread |= missed[self._small_of]
             self._unread += [stretch for stretch in self._read if missed[stretch.competition]]
             self._read = [stretch for stretch in self._read if not missed[stretch.competition]]
             self._keep(np.zeros(len(self._keys), dtype=np.bool_) if self._of is None else ~missed[self._of])
+
+    def _read_small(self, counts: BinCounts) -> None:
+        """Read the small entries that are unread, all of which need a scan; set their survivors aside."""
+        competitions, keys_of_all, found = self._standings.competitions, self._standings.keys, []
+        by_order: dict[Order, list[int]] = {}
+        for i in np.flatnonzero(self._small_unread).tolist():
+            by_order.setdefault(competitions[self._small[i].competition].order, []).append(i)
+        self._small_unread[:] = False
+        for order, of_order in by_order.items():
+            bits = KeyBits(order)
+            for which in batches(of_order, [self._small[i].geometry.local_numel for i in of_order]):
+                numels = np.array([self._small[i].geometry.local_numel for i in which])
+                keys = bits.keys([self._small[i].whole for i in which])
+                of = np.repeat(self._small_of[which], numels)
+                starts = self._starts[len(self._entries) - len(self._small) :][which]
+                is_below, is_above = keys < keys_of_all.low[of], keys > keys_of_all.high[of]
+                for column, are_beyond in enumerate((is_below, is_above)):
+                    counts.beyond[:, column] += np.bincount(counts.rows[of[are_beyond]], minlength=len(counts.beyond))
+                counts.num_nans += int(np.count_nonzero(keys > order.last))
+                inside = ~(is_below | is_above)
+                places = np.repeat(starts - (np.cumsum(numels) - numels), numels) + np.arange(len(keys))
+                found.append((places[inside].astype(self._place_dtype), keys[inside], of[inside].astype(np.int32)))
+        if found:
+            self._where, self._keys, self._of = (
+                np.concatenate(parts) for parts in zip((self._where, self._keys, self._of), *found, strict=True)
+            )
 
     def _set_aside(self, kept: Sequence[tuple[Stretch, Scanned]]) -> None:
         self._read += [stretch for stretch, _ in kept]
@@ -121,3 +160,16 @@ class Tally:
         if self._of is not None:
             competitions = np.array([stretch.competition for stretch, _ in kept], dtype=np.int32)
             self._of = np.concatenate([self._of, np.repeat(competitions, [len(found.keys) for _, found in kept])])
+
+
+def _small_entries(standings: Standings, entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Return ``entries`` that are scanned one by one, and small ones of several competitions, to be read together."""
+    large: list[Entry] = []
+    small: list[Entry] = []
+    left = _SMALL_BYTES // (8 + standings.key_dtype.itemsize) if len(standings.competitions) > 1 else 0
+    for entry in entries:
+        numel = entry.geometry.local_numel
+        is_read_together = numel <= min(left, SMALL)
+        (small if is_read_together else large).append(entry)
+        left -= numel if is_read_together else 0
+    return large, small

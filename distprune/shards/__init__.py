@@ -1,7 +1,18 @@
 """Where this rank's elements sit: every layout reduced to flat indices. No communication, but to gather (FSDP2)."""
 
 from distprune.shards.checksum import checksum
-from distprune.shards.device import all_finite, chunk_size, count_true, fetched, is_zero, on_host, sent
+from distprune.shards.device import (
+    SMALL,
+    all_finite,
+    batches,
+    chunk_size,
+    count_true,
+    fetched,
+    is_small,
+    is_zero,
+    on_host,
+    sent,
+)
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
 from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
@@ -35,6 +46,7 @@ from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.torch_private import private
 
 __all__ = [
+    "SMALL",
     "Fsdp2Params",
     "Geometry",
     "LocalMatrix",
@@ -47,6 +59,7 @@ __all__ = [
     "Split",
     "all_finite",
     "as_array",
+    "batches",
     "bits_of",
     "bytes_of",
     "checksum",
@@ -70,6 +83,7 @@ __all__ = [
     "is_flattened",
     "is_held",
     "is_laid_out_like",
+    "is_small",
     "is_zero",
     "kept_gathered",
     "local_of",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
+SMALL = 1 << 14  # elements: so many and fewer are worked on together with those of other shards
+_JOINED = 1 << 18  # elements of small shards at a time
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
 
 
@@ -20,6 +22,26 @@ def on_host(device: torch.device) -> bool:
 def chunk_size(device: torch.device) -> int:
     """Return how many elements one pass works on at a time on ``device``."""
     return _HOST_CHUNK if on_host(device) else _DEVICE_CHUNK
+
+
+def is_small(numel: int, device: torch.device) -> bool:
+    """Return whether so many elements are worked on together with those of other shards: few, on the host."""
+    return on_host(device) and numel <= SMALL
+
+
+def batches(which: Sequence[int], numels: Sequence[int]) -> Iterator[list[int]]:
+    """Yield ``which`` shards to join, but for empty ones; ``numels``: how many elements each has."""
+    batch: list[int] = []
+    total = 0
+    for i, numel in zip(which, numels, strict=True):
+        if numel:
+            batch.append(i)
+        total += numel
+        if total >= _JOINED:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def all_finite(values: torch.Tensor) -> bool:
