@@ -19,7 +19,7 @@ from distprune.patterns.base import Ranked
 from distprune.patterns.cut_units import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
-from distprune.shards import SMALL, Geometry, all_finite, chunk_size, count_true, fetched, on_host, sent
+from distprune.shards import SMALL, Geometry, all_finite, chunk_size, fetched, is_small, on_host, sent
 
 VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
@@ -65,6 +65,7 @@ class UnitLines:
             num_elements = fetched([there])[0].numpy()
         self.is_whole: BoolArray = (num_elements == size) & (num_elements > 0)
         self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
+        self.num_cut = int(np.count_nonzero(self.is_cut))
         self.whole = torch.from_numpy(np.flatnonzero(self.is_whole))
         self.whole_runs = runs_of(ids[self.is_whole])
 
@@ -118,62 +119,127 @@ class UnitLines:
 
 
 class ShardUnits:
-    """The units of one shard, and what their elements make of them. No communication."""
+    """The units of shards that are laid out alike, and what their elements make of them. No communication.
 
-    def __init__(self, scores: LocalScores, lines: UnitLines) -> None:
+    ``scores``: of one shard, or of several small ones on the host (see :meth:`kind`), whose elements are read together.
+    """
+
+    def __init__(self, scores: Sequence[LocalScores], lines: UnitLines) -> None:
         self.scores, self.lines = scores, lines
+        self._first = scores[0]
+        self._device = self._first.device
+
+    @staticmethod
+    def kind(scores: LocalScores) -> object:
+        """Return what shards that are laid out alike have in common if they are read together; ``None``: none are."""
+        numel = scores.shard.geometry.local_numel
+        return (scores.shard.local.dtype, scores.shard.owned) if numel and is_small(numel, scores.device) else None
 
     def empty_table(self, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the table of ``num`` units without elements."""
         table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device=device)
-        if self.scores.score.combined_by != "sum":
+        if self._first.score.combined_by != "sum":
             table[:, SUM] = VALUES.first
         return table
 
-    def table(self, scale: int | None) -> torch.Tensor:
-        """Return what the local units add up to, (units, NUM_COLUMNS); without ``scale`` only what is gone is there.
+    def table(self, scales: Sequence[int]) -> torch.Tensor:
+        """Return what the local units add up to, (shards, units, NUM_COLUMNS). ``scales``: by shard.
 
-        Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
+        Without scales only what is gone is there. Of extremes, SUM is the key of the largest value, or of the largest
+        of the negative values.
         """
-        scores, sign = self.scores, _sign(self.scores.score)
-        table = self.empty_table(len(self.lines.ids), scores.device)
-        for at, units in self.lines.tiles():
-            if scale is None:
-                gone = scores.is_gone(at)
+        num, sign = len(self.scores), _sign(self._first.score)
+        table = self.empty_table(num * len(self.lines.ids), self._device)
+        for at, units in self._tiles():
+            if not scales:
+                gone = self._gone(at)
             elif sign is not None:
-                values, gone = addends(scores, at)
+                values, gone = self._addends(at)
                 units.take_largest(table[:, SUM], VALUES.keys(values * sign))
             else:
-                values, gone = addends(scores, at)
-                if not on_host(scores.device) or not all_finite(values):
+                values, gone = self._addends(at)
+                if not on_host(self._device) or not all_finite(values):
                     infinite = values.isinf()
                     units.add(table[:, NUM_INFINITE], infinite * values.sign().to(torch.int64))
                     values = values.masked_fill(infinite, 0.0)
-                units.add(table[:, SUM], on_grid(values, scale))
+                units.add(table[:, SUM], on_grid(values.view(num, -1), scales).view(-1))
             if gone is not None:
                 units.add(table[:, NUM_GONE], gone.to(torch.int64))
-        return table
+        return table.view(num, len(self.lines.ids), NUM_COLUMNS)
 
-    def decide(self, keep: torch.Tensor, put: Put) -> torch.Tensor:
-        """Put what stays of the elements, given which units stay; return the counts of ``Choice.decide``, 0 NaNs."""
-        scores, stays = self.scores, sent(keep, self.scores.device)
-        counts = torch.zeros(3, dtype=torch.int64, device=scores.device)
-        for at, units in self.lines.tiles():
-            flags = put.flags(at, scores.device)
+    def largest(self) -> torch.Tensor:
+        """Return of each shard the largest size of a finite addend, and how many scores are NaN: float64."""
+        found = torch.zeros((len(self.scores), 2), dtype=torch.float64, device=self._device)
+        for start, stop in self._first.chunks():
+            at = slice(start, stop)
+            if on_host(self._device) and self._gone(at) is None:
+                own = self._values(at)
+                own = own if own.element_size() > 1 else own.double()  # torch knows no extremes of 8-bit floats
+                both = torch.aminmax(own) if len(found) == 1 else torch.aminmax(own.view(len(found), -1), dim=1)
+                extremes = torch.stack(both).view(2, -1).to(torch.float64).abs().amax(0)
+                if extremes.isfinite().all():  # a NaN is both extremes
+                    torch.maximum(found[:, 0], extremes, out=found[:, 0])
+                    continue
+            values = self._addends(at)[0].view(len(self.scores), -1)
+            found[:, 1] += values.isnan().sum(1)
+            torch.maximum(found[:, 0], values.nan_to_num_(0.0, 0.0, 0.0).abs_().amax(1), out=found[:, 0])
+        return found
+
+    def decide(self, keep: torch.Tensor, puts: Sequence[Put]) -> Sequence[torch.Tensor]:
+        """Put what stays of the elements, given which units stay, (shards, units).
+
+        Return of each shard the counts of ``Choice.decide``, 0 NaNs.
+        """
+        num, stays = len(self.scores), sent(keep.view(-1), self._device)
+        counts = torch.zeros((num, 3), dtype=torch.int64, device=self._device)
+        for at, units in self._tiles():
+            numel = at.stop - at.start
+            if num == 1:
+                flags = puts[0].flags(at, self._device)
+            else:
+                flags = torch.empty(num * numel, dtype=torch.bool, device=self._device)
             units.spread(stays, flags)
-            if not scores.regrows and (gone := scores.is_gone(at)) is not None:
+            if not self._first.regrows and (gone := self._gone(at)) is not None:
                 flags.logical_and_(~gone)
-                counts[1] += gone.sum()
-            counts[0] += len(flags) - count_true(flags)
-            put.stays(at, flags)
-        return counts
+                counts[:, 1] += gone.view(num, -1).sum(1)
+            counts[:, 0] += numel - flags.view(num, -1).sum(1)
+            for put, own in zip(puts, torch.split(flags, numel), strict=True):
+                put.stays(at, own)
+        return counts.unbind()
 
-    def question(self, first: int, table: torch.Tensor, num_ranks: int) -> Question:
-        """Return what the homes of the cut units are told, and asked: of what this rank owns, their scores."""
+    def question(self, i: int, first: int, table: torch.Tensor, num_ranks: int) -> Question:
+        """Return what the homes of the cut units of shard ``i`` are told, and asked: of what this rank owns, scores."""
         cut = np.flatnonzero(self.lines.is_cut)
-        told = table[torch.from_numpy(cut)] if self.scores.shard.owned else self.empty_table(len(cut))
+        told = table[torch.from_numpy(cut)] if self.scores[i].shard.owned else self.empty_table(len(cut))
         rows = np.column_stack([first + self.lines.ids[cut], told.numpy()])
         return Question(self.lines.homes(self.lines.ids[cut], num_ranks), lambda places: rows[places].tobytes())
+
+    def _tiles(self) -> Iterable[tuple[slice, _Tile]]:
+        """Return local elements, and the units of those of all shards."""
+        num = len(self.scores)
+        if num == 1:
+            return self.lines.tiles()
+        return ((at, tile.repeated(num, len(self.lines.ids))) for at, tile in self.lines.tiles())
+
+    def _values(self, at: slice) -> torch.Tensor:
+        """Return the scores ``at``, of one shard after the other."""
+        if len(self.scores) == 1:
+            return self._first.values(at)
+        return self._first.joined_values([(each, at) for each in self.scores])
+
+    def _gone(self, at: slice) -> torch.Tensor | None:
+        if len(self.scores) == 1:
+            return self._first.is_gone(at)
+        return self._first.joined_gone([(each, at) for each in self.scores])
+
+    def _addends(self, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the elements ``at`` add to their units, float64, and which of them are gone (``None``: none)."""
+        first, values, gone = self._first, self._values(at).to(torch.float64), self._gone(at)
+        if first.score.ordered_by == "magnitude":
+            values = values.abs()
+        if gone is not None and not (first.counts_gone or first.regrows):
+            values = values.masked_fill(gone, first.score.of_zero)
+        return values, gone
 
 
 @dataclass(frozen=True)
@@ -183,6 +249,12 @@ class _Tile:
     units: torch.Tensor
     per_line: int
     per_column: int
+
+    def repeated(self, num: int, num_units: int) -> _Tile:
+        """Return the tile of so many shards, one after the other, of ``num_units`` each."""
+        firsts = torch.arange(0, num * num_units, num_units, device=self.units.device)
+        units = (firsts[:, None, None] + self.units).flatten(0, 1)
+        return _Tile(units, self.per_line, self.per_column)
 
     def _parts(self, of_elements: torch.Tensor) -> torch.Tensor:
         num_lines, num_columns = self.units.shape
@@ -216,20 +288,13 @@ def _run(units: IntArray) -> int:
     return int(np.gcd.reduce(np.append(np.flatnonzero(np.diff(units)) + 1, len(units))))
 
 
-def addends(scores: LocalScores, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what the elements ``at`` add to their units, float64, and which of them are gone (``None``: none)."""
-    values, gone = scores.values(at).to(torch.float64), scores.is_gone(at)
-    if scores.score.ordered_by == "magnitude":
-        values = values.abs()
-    if gone is not None and not (scores.counts_gone or scores.regrows):
-        values = values.masked_fill(gone, scores.score.of_zero)
-    return values, gone
-
-
-def agree_on_scales(ranked: Ranked, num_addends: Sequence[int], *, together: bool) -> list[int]:
+def agree_on_scales(
+    ranked: Ranked, num_addends: Sequence[int], parts: Callable[[], Sequence[ShardUnits]], *, together: bool
+) -> list[int]:
     """Return the scale of every member's grid, or, ``together``, of one grid for all. Every rank must call it.
 
-    ``num_addends``: the elements of a unit, by member. One round of 8 bytes a parameter.
+    ``num_addends``: the elements of a unit, by member. ``parts``: all shards of this rank. One round of 8 bytes a
+    parameter.
 
     Raises:
         ValueError: on every rank: scores are NaN.
@@ -237,25 +302,13 @@ def agree_on_scales(ranked: Ranked, num_addends: Sequence[int], *, together: boo
     num_nans: dict[str, int] = {}
 
     def fill(largest: torch.Tensor) -> None:
-        found = []
-        for of_shard in ranked.owned.values():
-            found.append(torch.zeros(2, dtype=torch.float64, device=of_shard.device))  # largest, NaNs
-            for start, stop in of_shard.chunks():
-                at = slice(start, stop)
-                if on_host(of_shard.device) and of_shard.is_gone(at) is None:
-                    own = of_shard.values(at)
-                    own = own if own.element_size() > 1 else own.double()  # torch knows no extremes of 8-bit floats
-                    extremes = torch.stack(torch.aminmax(own)).to(torch.float64).abs().max()
-                    if math.isfinite(extremes):  # a NaN is both extremes
-                        found[-1][0] = found[-1][0].maximum(extremes)
-                        continue
-                values, _ = addends(of_shard, at)
-                found[-1][1] += values.isnan().sum()
-                found[-1][0] = found[-1][0].maximum(values.nan_to_num_(0.0, 0.0, 0.0).abs_().max())
-        for (member, of_shard), numbers in zip(ranked.owned.items(), fetched(found), strict=True):
-            largest[member], nans = numbers.tolist()
-            if nans:
-                num_nans[of_shard.shard.name], largest[member] = int(nans), torch.inf
+        owned = [part for part in parts() if part.scores[0].shard.owned]
+        for part, found in zip(owned, fetched([part.largest() for part in owned]), strict=True):
+            for scores, (size, nans) in zip(part.scores, found.tolist(), strict=True):
+                name = scores.shard.name
+                largest[ranked.index[name]] = torch.inf if nans else size
+                if nans:
+                    num_nans[name] = int(nans)
 
     found = max_together(ranked.comm, (len(num_addends),), fill, torch.float64).tolist()
     of_all, most = max(found, default=0.0), max(num_addends, default=0)
@@ -287,9 +340,9 @@ def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
     """
     order = unit_order(score)
     if score.combined_by != "sum":
-        return table[:, SUM] if score.combined_by == "max" else -table[:, SUM]
-    sums = table[:, SUM].masked_fill(table[:, NUM_INFINITE] > 0, order.last)
-    sums = sums.masked_fill(table[:, NUM_INFINITE] < 0, order.first)
+        return table[..., SUM] if score.combined_by == "max" else -table[..., SUM]
+    sums = table[..., SUM].masked_fill(table[..., NUM_INFINITE] > 0, order.last)
+    sums = sums.masked_fill(table[..., NUM_INFINITE] < 0, order.first)
     return -sums if score.descending else sums
 
 
@@ -297,7 +350,6 @@ def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
 class UnitKeys:
     """The units of one member on this rank, as they compete. See ``selection/scan.py``."""
 
-    geometry: Geometry  # of the units
     values: torch.Tensor  # what they are ranked by
     is_gone: torch.Tensor
 
@@ -309,7 +361,9 @@ class UnitKeys:
         return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
 
     def joined_keys(self, order: Order, pieces: Sequence[tuple[UnitKeys, slice]], out: torch.Tensor) -> None:
-        torch.cat([units.keys(order, at) for units, at in pieces], out=out)
+        values = torch.cat([units.values[at] for units, at in pieces])
+        is_gone = torch.cat([units.is_gone[at] for units, at in pieces])
+        out.copy_(order.keys(values).masked_fill_(is_gone, order.gone))
 
     def bits(self, order: Order) -> None:
         """Return nothing: the keys have to be computed."""

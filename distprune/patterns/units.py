@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import ClassVar
 
@@ -37,8 +37,8 @@ from distprune.patterns.unit_sums import (
     unit_order,
 )
 from distprune.scores import LocalScores, Score
-from distprune.selection import Entry, MaskPut, Put, Selection
-from distprune.shards import Geometry, LocalShard, Runs, fetched
+from distprune.selection import Entry, MaskPut, Order, Put, Selection
+from distprune.shards import Geometry, LocalShard, Runs, batches, fetched
 
 
 class UnitPattern(Pattern):
@@ -76,10 +76,10 @@ class UnitPattern(Pattern):
         ranked.order(range(len(members)))  # raises alike on all ranks
         own = _OwnUnits(ranked, self)
         gone_before, num_cut = take_census(
-            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: int(own.part(scores).lines.is_cut.sum())
+            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: own.lines_of(scores).num_cut
         )
         if not score.scores_units:
-            own.scales = agree_on_scales(ranked, own.sizes, together=self.scope == "global")
+            own.scales = agree_on_scales(ranked, own.sizes, lambda: own.parts, together=self.scope == "global")
         if any(num_cut):
             own.ask()
         num_gone = [0] * len(members)
@@ -91,7 +91,8 @@ class UnitPattern(Pattern):
         selection, keys = own.competing.select(
             self.sparsity, num_gone, lambda _: order, lambda: own.entries, self.what, tells=True
         )
-        thresholds = [_threshold(key, scale, score) for key, scale in zip(keys, own.scales, strict=True)]
+        scales: Sequence[int | None] = own.scales or [None] * len(members)
+        thresholds = [_threshold(key, scale, score, order) for key, scale in zip(keys, scales, strict=True)]
         stays = cache(lambda: own.stays(selection))
         answered: Callable[[], Sequence[BoolArray]] = list
         if any(num_cut):
@@ -99,10 +100,21 @@ class UnitPattern(Pattern):
         of_units = cache(lambda: own.joined(stays(), answered()))
 
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
-            part, (ids, keep) = own.part(scores), of_units()[ranked.index[scores.shard.name]]
-            return part.decide(keep[torch.from_numpy(np.searchsorted(ids, part.lines.ids))], put)
+            lines, (ids, keep) = own.lines_of(scores), of_units()[ranked.index[scores.shard.name]]
+            there = torch.from_numpy(keep[np.searchsorted(ids, lines.ids)])
+            return ShardUnits([scores], lines).decide(there, [put])[0]
 
-        return Choice(thresholds, decide)
+        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
+            put_of = {id(each): put for each, put in zip(scores, puts, strict=True)}
+            found: dict[int, torch.Tensor] = {}
+            for part in own.parts:
+                if all(id(each) in put_of for each in part.scores):
+                    keep = np.stack([of_units()[ranked.index[each.shard.name]][1] for each in part.scores])
+                    counts = part.decide(torch.from_numpy(keep), [put_of[id(each)] for each in part.scores])
+                    found.update(zip(map(id, part.scores), counts, strict=True))
+            return [found[id(e)] if id(e) in found else decide(e, put) for e, put in zip(scores, puts, strict=True)]
+
+        return Choice(thresholds, decide, decide_all)
 
 
 class _OwnUnits:
@@ -110,42 +122,56 @@ class _OwnUnits:
 
     def __init__(self, ranked: Ranked, pattern: UnitPattern) -> None:
         self._ranked, self._pattern = ranked, pattern
-        self._parts: dict[int, ShardUnits] = {}  # by member
         self._lines: dict[object, UnitLines] = {}  # by layout
         self.numels = [pattern.num_units(member.global_shape) for member in ranked.roster.members]  # in units
         self.sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, self.numels, strict=True)]
         self.competing = Competing(ranked, pattern.scope, self.numels)
         self._firsts = list(itertools.accumulate(self.numels, initial=0))  # messages number all members' units
-        self.scales: Sequence[int | None] = [None] * len(ranked.numels)  # random scores have none
+        self.scales: Sequence[int] = ()  # of each member's grid; random scores have none
         self.inquiry = Inquiry(ranked.comm)
         self._asked: list[IntArray] = []  # by rank: numbers, and rows of a table
 
-    def part(self, scores: LocalScores) -> ShardUnits:
-        """Return the units of ``scores``, of one of this rank's shards or of a piece of one."""
-        member = self._ranked.index[scores.shard.name]
-        if member not in self._parts:
-            self._parts[member] = self._units_of(scores, member)
-        part = self._parts[member]
-        return part if part.scores is scores else self._units_of(scores, member)
-
-    def _units_of(self, scores: LocalScores, member: int) -> ShardUnits:
+    def lines_of(self, scores: LocalScores) -> UnitLines:
+        """Return where the units of ``scores`` are, of one of this rank's shards or of a piece of one."""
         shard = scores.shard
         key = shard.geometry, shard.shape, shard.matrix, scores.device
         if key not in self._lines:
-            self._lines[key] = self._pattern.lines_of(shard, self.sizes[member])
-        return ShardUnits(scores, self._lines[key])
+            self._lines[key] = self._pattern.lines_of(shard, self.sizes[self._ranked.index[shard.name]])
+        return self._lines[key]
 
     @cached_property
-    def _tables(self) -> dict[int, torch.Tensor]:
-        tables = fetched([part.table(self.scales[member]) for member, part in self._parts.items()])
-        return dict(zip(self._parts, tables, strict=True))
+    def parts(self) -> list[ShardUnits]:
+        """The units of all of this rank's shards."""
+        groups: dict[object, list[LocalScores]] = {}
+        for i, scores in enumerate(self._ranked.scores):
+            kind = ShardUnits.kind(scores)
+            groups.setdefault(i if kind is None else (id(self.lines_of(scores)), kind), []).append(scores)
+        return [
+            ShardUnits([of_kind[i] for i in which], self.lines_of(of_kind[0]))
+            for of_kind in groups.values()
+            for which in (batches(range(len(of_kind)), [*map(_numel, of_kind)]) if len(of_kind) > 1 else [[0]])
+        ]
+
+    @cached_property
+    def _tables(self) -> list[torch.Tensor]:
+        """Of each of the parts, (shards, units, NUM_COLUMNS)."""
+        scales, index = self.scales, self._ranked.index
+        return fetched(
+            [part.table([scales[index[e.shard.name]] for e in part.scores] if scales else []) for part in self.parts]
+        )
+
+    def _of_members(self) -> Iterator[tuple[int, ShardUnits, int, torch.Tensor]]:
+        """Yield each member, its part, its number there, and its table."""
+        for part, tables in zip(self.parts, self._tables, strict=True):
+            for i, (scores, table) in enumerate(zip(part.scores, tables, strict=True)):
+                yield self._ranked.index[scores.shard.name], part, i, table
 
     def ask(self) -> None:
         """Tell the homes of cut units this rank's sums. Every rank must call it: two rounds."""
 
         def questions() -> list[Question]:
-            ranks = self._ranked.comm.size
-            return [part.question(self._firsts[i], self._tables[i], ranks) for i, part in self._parts.items()]
+            ranks, firsts = self._ranked.comm.size, self._firsts
+            return [part.question(i, firsts[member], table, ranks) for member, part, i, table in self._of_members()]
 
         messages = self.inquiry.ask(questions)
         self._asked = [np.frombuffer(message, np.int64).reshape(-1, 1 + NUM_COLUMNS) for message in messages]
@@ -164,9 +190,9 @@ class _OwnUnits:
 
     def count_left(self, left: torch.Tensor) -> None:
         """Add the number of units in which something is left, by member."""
-        for member, part in self._parts.items():
-            if part.scores.shard.owned:
-                left[member] += torch.count_nonzero(~self._is_gone(member, self._tables[member][part.lines.whole]))
+        for member, part, i, table in self._of_members():
+            if part.scores[i].shard.owned:
+                left[member] += torch.count_nonzero(~self._is_gone(member, table[part.lines.whole]))
         for member, (_, table) in self._decided[0].items():
             left[member] += torch.count_nonzero(~self._is_gone(member, table))
 
@@ -174,18 +200,18 @@ class _OwnUnits:
     def entries(self) -> list[Entry]:
         """Return what competes: the whole units of each of this rank's shards, then the cut ones that it decides."""
         found = []
-        for member, part in self._parts.items():
-            whole = self._tables[member][part.lines.whole]
-            ids, runs = part.lines.ids[part.lines.is_whole], part.lines.whole_runs
-            found.append(self._entry(member, ids, whole, runs, owned=part.scores.shard.owned))
-        decided = self._decided[0].items()
-        found += [self._entry(member, ids, table, runs_of(ids), owned=True) for member, (ids, table) in decided]
+        for part, tables in zip(self.parts, self._tables, strict=True):
+            members, lines = [self._ranked.index[scores.shard.name] for scores in part.scores], part.lines
+            whole, ids, owned = tables[:, lines.whole], lines.ids[lines.is_whole], part.scores[0].shard.owned
+            found += self._entries(members, ids, whole, lines.whole_runs, owned=owned)
+        for member, (ids, table) in self._decided[0].items():
+            found += self._entries([member], ids, table[None], runs_of(ids), owned=True)
         # Units without weights are nobody's, and gone: the first holder enters them.
         holders = zip(self._ranked.roster.first_holder, self.numels, self.sizes, strict=True)
         for member, (holder, num, size) in enumerate(holders):
             if num and not size and holder == self._ranked.comm.rank:
-                table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device="cpu")
-                found.append(self._entry(member, np.arange(num), table, ((0, num),), owned=True))
+                table = torch.zeros((1, num, NUM_COLUMNS), dtype=torch.int64, device="cpu")
+                found += self._entries([member], np.arange(num), table, ((0, num),), owned=True)
         return found
 
     def stays(self, selection: Selection) -> list[BoolArray]:
@@ -195,43 +221,57 @@ class _OwnUnits:
         selection.decide(entries, puts)
         return [put.mask.numpy() for put in puts]
 
-    def _entry(self, member: int, ids: IntArray, table: torch.Tensor, runs: Runs, *, owned: bool) -> Entry:
-        name, score = self._ranked.roster.members[member].name, self._ranked.score
-        values = score.of_units(name, torch.from_numpy(ids)) if score.scores_units else sums_of(table, score)
-        is_gone = self._is_gone(member, table) & (not self._ranked.regrows)
-        keys = UnitKeys(Geometry((self.numels[member],), (runs,)), values, is_gone)
-        return self.competing.entry(member, keys, keys.geometry, owned=owned)
+    def _entries(
+        self, members: Sequence[int], ids: IntArray, tables: torch.Tensor, runs: Runs, *, owned: bool
+    ) -> list[Entry]:
+        """Return what ``members``, of as many units of equal sizes each, enter: those numbered ``ids``."""
+        ranked, score = self._ranked, self._ranked.score
+        if score.scores_units:
+            units = torch.from_numpy(ids)
+            values = torch.stack([score.of_units(ranked.roster.members[member].name, units) for member in members])
+        else:
+            values = sums_of(tables, score)
+        is_gone = self._is_gone(members[0], tables) & (not ranked.regrows)
+        geometry = Geometry((self.numels[members[0]],), (runs,))
+        return [
+            self.competing.entry(member, UnitKeys(of_member, gone), geometry, owned=owned)
+            for member, of_member, gone in zip(members, values, is_gone, strict=True)
+        ]
 
     def _is_gone(self, member: int, table: torch.Tensor) -> torch.Tensor:
-        return table[:, NUM_GONE] == self.sizes[member]
+        return table[..., NUM_GONE] == self.sizes[member]
 
     def answers(self, stays: Sequence[BoolArray]) -> list[list[bytes]]:
         """Return the answers to the ranks that asked this one."""
-        of_cut = np.concatenate([np.empty(0, dtype=np.bool_), *stays[len(self._parts) :]])[self._decided[1]]
+        num = sum(len(part.scores) for part in self.parts)
+        of_cut = np.concatenate([np.empty(0, dtype=np.bool_), *stays[num:]])[self._decided[1]]
         ends = np.cumsum([len(rows) for rows in self._asked])
         return [[answer.tobytes()] for answer in np.split(of_cut, ends[:-1])]
 
     def joined(
         self, stays: Sequence[BoolArray], answered: Sequence[BoolArray]
-    ) -> dict[int, tuple[IntArray, torch.Tensor]]:
+    ) -> dict[int, tuple[IntArray, BoolArray]]:
         """Return by member the ids of this rank's units, and which of them stay."""
         found = {}
-        for i, (member, part) in enumerate(self._parts.items()):
+        for place, (member, part, _, _) in enumerate(self._of_members()):
             keep = np.empty(len(part.lines.ids), dtype=np.bool_)
-            keep[part.lines.is_whole] = stays[i]
+            keep[part.lines.is_whole] = stays[place]
             if answered:
-                keep[part.lines.is_cut] = answered[i]
-            found[member] = part.lines.ids, torch.from_numpy(keep)
+                keep[part.lines.is_cut] = answered[place]
+            found[member] = part.lines.ids, keep
         return found
 
 
-def _threshold(key: float | int | None, scale: int | None, score: Score) -> float | int | None:
+def _numel(scores: LocalScores) -> int:
+    return scores.shard.geometry.local_numel
+
+
+def _threshold(key: float | int | None, scale: int | None, score: Score, order: Order) -> float | int | None:
     """Return the score for which a key stands. A random key stands for itself."""
     if key is None or scale is None:
         return key
     if score.combined_by != "sum":
-        return VALUES.value(int(key))
-    order = unit_order(score)
+        return VALUES.values([int(key)])[0]
     if key in (order.first, order.last):
         return math.copysign(math.inf, key)
     return math.ldexp(int(key), -scale)

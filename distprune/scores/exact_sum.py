@@ -7,6 +7,7 @@ every layout gives the same bits. For 2**24 addends it is finer than the largest
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -20,9 +21,15 @@ def grid_scale(num_addends: int, largest: float) -> int:
     return _SUM_BITS - exponent - max(num_addends, 1).bit_length()
 
 
-def on_grid(addends: torch.Tensor, scale: int) -> torch.Tensor:
-    """Return finite ``addends`` (float64) as multiples of 2**-scale (int64, new)."""
-    if abs(scale) > _MAX_FACTOR:  # 2**scale alone may be no float64
-        half = scale // 2
-        addends, scale = addends * 2.0**half, scale - half
-    return (addends * 2.0**scale).round_().to(torch.int64)
+def on_grid(addends: torch.Tensor, scales: Sequence[int]) -> torch.Tensor:
+    """Return finite ``addends`` (float64) as multiples of 2**-scale (int64, new). ``scales``: of each row, or all."""
+    if max(map(abs, scales)) > _MAX_FACTOR:  # 2**scale alone may be no float64
+        halves = [scale // 2 for scale in scales]
+        addends, scales = addends * _powers(halves, addends), [s - h for s, h in zip(scales, halves, strict=True)]
+    return (addends * _powers(scales, addends)).round_().to(torch.int64)
+
+
+def _powers(exponents: Sequence[int], like: torch.Tensor) -> torch.Tensor | float:
+    """Return powers of two, one a row."""
+    powers = [2.0**exponent for exponent in exponents]
+    return powers[0] if len(powers) == 1 else torch.tensor(powers, dtype=torch.float64, device=like.device)[:, None]

@@ -28,6 +28,7 @@ from distprune.selection.competition import Competition, Flags, Ranges, Standing
 from distprune.selection.counts import BinCounts, summed_counts, summed_values
 from distprune.selection.decide import decide
 from distprune.selection.device_tally import DeviceTally
+from distprune.selection.order import Order
 from distprune.selection.put import Put
 from distprune.selection.quantiles import tell_quantiles
 from distprune.selection.sampling import sample_brackets
@@ -96,8 +97,18 @@ def select_lowest(
     is_told = tells and can_tell(standings) and tell_keys(comm, standings, lambda: own.entries)
     if not is_told:
         _count(comm, standings, own)
-    keys = zip(competitions, standings.only_gone.tolist(), standings.keys.low.tolist(), strict=True)
-    return Selection([None if only_gone else each.order.value(key) for each, only_gone, key in keys], standings)
+    return Selection(_thresholds(standings), standings)
+
+
+def _thresholds(standings: Standings) -> list[float | int | None]:
+    by_order: dict[Order, list[int]] = {}
+    for place in np.flatnonzero(~standings.only_gone).tolist():
+        by_order.setdefault(standings.competitions[place].order, []).append(place)
+    thresholds: list[float | int | None] = [None] * len(standings.competitions)
+    for order, places in by_order.items():
+        for place, value in zip(places, order.values(standings.keys.low[places].tolist()), strict=True):
+            thresholds[place] = value
+    return thresholds
 
 
 def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:

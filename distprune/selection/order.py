@@ -7,7 +7,7 @@ are what is counted, compared and sent; scores are not looked at again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
@@ -97,12 +97,12 @@ class Order:
         mask: np.signedinteger = np.dtype(f"i{self.key_dtype.itemsize}").type(self._magnitude)
         return mask
 
-    def value(self, key: int) -> float | int:
-        """Return the score whose key is ``key``."""
+    def values(self, keys: Sequence[int]) -> list[float] | list[int]:
+        """Return the scores whose keys are ``keys``."""
         if not self.value_dtype.is_floating_point:
-            return key
-        size = float(torch.tensor(abs(key), dtype=self.key_dtype, device="cpu").view(self.value_dtype))
-        return -size if key < 0 else size
+            return [*keys]
+        sizes = torch.tensor([*map(abs, keys)], dtype=self.key_dtype, device="cpu").view(self.value_dtype)
+        return [-size if key < 0 else size for key, size in zip(keys, sizes.double().tolist(), strict=True)]
 
 
 def common_order(kinds: Iterable[tuple[OrderedBy, torch.dtype]], *, zeros_gone: bool = False) -> Order:

@@ -20,7 +20,7 @@ def test_by_value(dtype: torch.dtype) -> None:
     ranked = [group[0] for group in keys]
     assert ranked == sorted(set(ranked))
     assert (ranked[0], ranked[-1]) == (order.first, order.last)
-    assert [order.value(key) for key in ranked] == [float(torch.tensor(group[-1], dtype=dtype)) for group in VALUES]
+    assert order.values(ranked) == [float(torch.tensor(group[-1], dtype=dtype)) for group in VALUES]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -31,7 +31,7 @@ def test_by_magnitude(dtype: torch.dtype) -> None:
     assert keys[::2] == keys[1::2] or keys[0] == keys[1]
     assert keys == sorted(keys)
     assert (keys[0], keys[-1]) == (order.first, order.last) == (0, order.last)
-    assert order.value(keys[4]) == 2.0
+    assert order.values([keys[4]]) == [2.0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -56,7 +56,7 @@ def test_integers_are_their_own_keys() -> None:
     assert order.keys(torch.tensor([-5, 0, 2**31 - 1], dtype=torch.int32)).tolist() == [-5, 0, 2**31 - 1]
     assert (order.gone, order.first, order.last) == (-(2**31), -(2**31) + 1, 2**31 - 1)
     assert int(order.keys(torch.tensor(-(2**31), dtype=torch.int32))) == order.first  # nothing is gone by its score
-    assert order.value(-5) == -5
+    assert order.values([-5]) == [-5]
 
 
 @pytest.mark.parametrize(
