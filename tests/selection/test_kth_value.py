@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from distprune.collectives import Alone, Communicator, Traffic, communicator
 from distprune.scores import LocalScores, Magnitude
-from distprune.selection import Competition, Entry, MaskPut, common_order, sampling, select_lowest, tally
+from distprune.selection import Competition, Entry, MaskPut, common_order, quantiles, sampling, select_lowest, tally
 from distprune.shards import Geometry, LocalShard, Ownership
 from tests.sampling import only_whole
 from tests.worlds import run_threads
@@ -117,6 +118,39 @@ def test_a_missed_bracket_costs_rounds_not_exactness(monkeypatch: pytest.MonkeyP
         assert int((~mask).sum()) == 50_000
         assert float(values[~mask].abs().max()) < float(values[mask].abs().min())
         assert comm.traffic.num_rounds > 4  # the key rounds again, over a wider range
+
+
+@pytest.mark.parametrize("kind", ["normal", "sorted", "ties", "constant"])
+@pytest.mark.parametrize("missed_at", [None, 1, 2])
+def test_brackets_between_what_ranks_say(kind: str, missed_at: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many competitions, ranks tell their own k-th: of uneven parts, also where that says little."""
+    monkeypatch.setattr(quantiles, "_MANY", 1)
+    if missed_at is not None:  # the bracket is a point, far below the k-th or far above it
+        found_so = quantiles._bracket
+
+        def point(*arguments: Any) -> Any:
+            found = found_so(*arguments)
+            return found[0], found[missed_at], found[missed_at]
+
+        monkeypatch.setattr(quantiles, "_margin", lambda _: 30.0)
+        monkeypatch.setattr(quantiles, "_bracket", point)
+    torch.manual_seed(9)
+    numel, cuts = 40_000, [0, 5, 5, 19_000, 40_000]
+    whole = {
+        "normal": torch.randn(numel),
+        "sorted": torch.arange(numel).float(),
+        "ties": torch.randn(numel).round(),
+        "constant": torch.ones(numel),
+    }[kind]
+    for k in (0, 3, 12_345, 39_999, 40_000):
+
+        def on_rank(rank: int, k: int = k) -> torch.Tensor:
+            return select(communicator(), [whole[cuts[rank] : cuts[rank + 1]]], numel, cuts[rank], [k]).masks[0]
+
+        found = run_threads(4, on_rank)
+        wanted = torch.ones(numel, dtype=torch.bool)
+        wanted[torch.sort(whole.abs(), stable=True)[1][:k]] = False
+        assert torch.equal(torch.cat(found), wanted)
 
 
 @pytest.mark.parametrize("kind", ["ties", "normal"])
