@@ -77,9 +77,14 @@ def peak_memory(sample_seconds: float = _SAMPLE_SECONDS) -> Iterator[Peak]:
         peak.num_bytes = max(peak.num_bytes, anonymous_bytes() - start)
 
 
-def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``fn(rank, *args)`` in ``num_ranks`` fresh processes of one thread with a gloo group; results by rank."""
-    context = multiprocessing.get_context("spawn")
+def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, fresh: bool = True) -> list[Any]:
+    """Run ``fn(rank, *args)`` in ``num_ranks`` processes of one thread with a gloo group; results by rank.
+
+    They are ``fresh``, or forks of one process that has torch imported, and take less memory.
+    """
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(["torch", "distprune", fn.__module__])
     with tempfile.TemporaryDirectory() as folder:
         pipes = []
         for rank in range(num_ranks):

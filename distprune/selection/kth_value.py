@@ -5,8 +5,9 @@ counts owners' elements in equal bins of the range that is left, sums the counts
 keeps the bin in which the k-th falls: first over the keys, then, among the elements that tie with
 the k-th key, over the positions. Where there are many elements, sampling rounds come first and name a
 bracket of keys, so that one read of the scores decides nearly all of the mask and sets few survivors
-aside; where there are many competitions, one round does (see ``quantiles``). If the k-th is not in the bracket, the counts say on which side it is, and the rounds over the
-keys start again there: the result is exact either way.
+aside; where there are many competitions, one round does (see ``quantiles``). If the k-th is not in the
+bracket, the counts say on which side it is, and the rounds over the keys start again there: the result
+is exact either way.
 
 What travels does not grow with the number of elements: the number of competitions alone bounds the size
 of a round; the number of rounds follows from the kind of the scores and from ties that have to be broken.
@@ -69,10 +70,11 @@ def select_lowest(
     exactly one rank.
 
     Communicates sums, and one maximum. Rounds of one competition: to sample, where there are more than 2**21 elements a
-    rank, 2 as a rule (with 128 competitions or more, one of 16 bytes each in any case); over keys 2 or 3 for 16-bit and 32-bit scores and up to 5 for 64-bit, and more when a bracket missed; one
-    that tells the last element, where one is left; over positions none unless some of the elements that tie with a k-th
-    go and others stay, then at most 3 (up to 5e11 positions). All competitions share 64 KiB a round, or have 24 bytes
-    each if that is more: with fewer bins, there are more rounds.
+    rank, 2 as a rule (with 128 competitions or more, one of 16 bytes each in any case); over keys 2 or 3 for 16-bit and
+    32-bit scores and up to 5 for 64-bit, and more when a bracket missed; one that tells the last element, where one is
+    left; over positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to
+    5e11 positions). All competitions share 64 KiB a round, or have 24 bytes each if that is more: with fewer bins,
+    there are more rounds.
 
     ``tells``: where competitors are so few that their keys fit into a message of 128 KiB, they are told in one round.
 
