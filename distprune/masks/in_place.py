@@ -100,7 +100,6 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         yield tuple(view[start : start + step] for view in views)
 
 
-@torch.no_grad()
 def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.Tensor:
     """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
 
@@ -119,13 +118,14 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
             before.copy_(now)
         counts[2] = too_few
         return counts
-    too_few_zeros = not _has_zeros(bits_of(local), least)
+    too_few_zeros = least > 0 and not _has_zeros(bits_of(local), least)
     num_changed = num_held = 0
     for values, before in _pieces(bits_of(local), kept):
         now = before if too_few_zeros else values != 0
         num_held += int(now.size - np.count_nonzero(now))
-        if not np.array_equal(now, before):
-            num_changed += int(np.count_nonzero(now != before))
+        num_here = int(np.count_nonzero(now != before))
+        if num_here:
+            num_changed += num_here
             before[...] = now
     return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
 

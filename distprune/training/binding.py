@@ -70,7 +70,7 @@ class Binding:
         self._watched: list[RemovableHandle] = []
         self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
-        self.together = HeldTogether([])
+        self.together: HeldTogether  # all of them, once some were taken
 
     @property
     def names(self) -> frozenset[str]:
@@ -79,8 +79,7 @@ class Binding:
 
     def take(self, shards: Sequence[LocalShard]) -> None:
         """Hold ``shards``, and later what is in their ranges."""
-        taken = {shard.name for shard in shards}
-        self._left_out = frozenset(shard.name for shard in self._found(self._model)) - taken
+        self._left_out = frozenset() if shards else frozenset(shard.name for shard in self._found(self._model))
         self._bind(shards)
 
     def attach(self) -> None:

@@ -67,7 +67,6 @@ class Held:
     """The zeros of one shard."""
 
     def __init__(self, shard: LocalShard, versions: Versions) -> None:
-        self.shard = shard
         self._versions = versions
         # As bytes of numpy's: it asks for huge pages.
         host = torch.from_numpy(np.ones(shard.geometry.local_shape, dtype=np.bool_))
@@ -75,9 +74,10 @@ class Held:
         self.is_small = is_small(shard.local)
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
-        self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
         self._counts: torch.Tensor | None = None  # read, and not taken over yet
+        self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
         self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
+        self.move(shard)
 
     def read(self) -> torch.Tensor | None:
         """Read from the bits which weights are kept, unless nobody has written to them since that was done.
@@ -117,7 +117,10 @@ class Held:
 
     def move(self, shard: LocalShard) -> None:
         """Hold the same places of ``shard``, which has taken the place of this one in the model."""
-        self.shard, self._as_read, self._masked = shard, None, None
+        self.shard = shard
+        self._as_read, self._masked = None, None
+        # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
+        self._is_counted = on_host(shard.local.device) and shard.tensor is not None
 
     def mask_gradient(self, where: ParameterRange) -> None:
         """Write zeros into the gradient where weights are held."""
@@ -167,9 +170,7 @@ class Held:
 
     def know_written(self) -> None:
         """Take the weights as read: they have zeros where they are held, and nowhere else."""
-        # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
-        is_counted = on_host(self.kept.device) and self.shard.tensor is not None
-        self._as_read = self._version() if is_counted else None
+        self._as_read = self._version() if self._is_counted else None
 
 
 class HeldTogether:

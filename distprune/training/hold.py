@@ -25,7 +25,7 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.patterns import Pattern
-from distprune.pruning.agreement import Agreed, agree_on_model
+from distprune.pruning.agreement import agree_on_model
 from distprune.shards import ParameterRange, bits_of, count_zeros, private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
@@ -118,11 +118,9 @@ class Hold:
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
         self._start()
-        agreed = self._agreed(optimizer)
         try:
+            self._take(optimizer)
             with together(self._comm):
-                self._binding.take(agreed.shards())
-                self._binding.together.read()
                 optimizers: list[Optimizer] = self._optimizers or []
                 moves = any(self._binding.of(optimizer).ranges for optimizer in optimizers)
                 check_moves(optimizers, [each.shard for each in self._binding.held], moves=moves)
@@ -153,28 +151,34 @@ class Hold:
         if holds:
             self._attach()
 
-    def _agreed(self, optimizer: Optimizers) -> Agreed:
+    def _take(self, optimizer: Optimizers) -> None:
+        """Take what all ranks agree on as what is held, and read its zeros. Every rank must call it: two rounds."""
+
         def look() -> None:
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
 
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)
         place = agreed.roster.index()
 
-        def fill(words: torch.Tensor) -> None:
-            owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
-            for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
+        def fill(num_held: torch.Tensor) -> None:
+            self._binding.take(agreed.shards())
+            self._binding.together.read()
+            numbers = num_held.numpy()
+            for held in self._binding.held:
+                if held.shard.owned:
+                    numbers[place[held.shard.name]] = held.num_held
 
-        words = sum_together(self._comm, (len(place), 2), fill)
+        num_held = sum_together(self._comm, (len(place),), fill).tolist()
         dead = [
-            m.name for m, (num, numel) in zip(agreed.roster.members, words.tolist(), strict=True) if num == numel > 0
+            member.name
+            for member, num in zip(agreed.roster.members, num_held, strict=True)
+            if num == math.prod(member.global_shape) > 0
         ]
         if dead:
             raise ValueError(
                 f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out "
                 "with exclude, or initialise it first"
             )
-        return agreed
 
     def _attach(self) -> None:
         self._binding.attach()
