@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import heading, show, spread, table
-from tests.fake_ranks import CALLS, Call, fake_group, sharded_model
+from tests.fake_ranks import CALLS, STEPS, TRAINING, Call, Prepare, fake_group, sharded_model
 
 _ABOUT = """Nothing was sent: torch's fake process group lays the DTensors out, and sums come out as if all ranks held
 what this one holds, 8 x 32 weights of every parameter. So every score stands as often as there are ranks, the worst
@@ -39,6 +39,19 @@ def measured(call: Call, size: int, num_parameters: int, num_times: int) -> list
         return [spread(seconds[1:], 0), str(used.num_rounds), f"{used.num_bytes / 1024:.0f}"]
 
 
+def measured_training(prepare: Prepare, size: int, num_parameters: int, num_times: int) -> list[str]:
+    """Return the same of what is done again and again with one model. The first two times are not timed."""
+    with fake_group(size) as comm:
+        call, seconds, used = prepare(sharded_model(num_parameters, size), comm), [], comm.traffic
+        for _ in range(2 + num_times):
+            before = comm.traffic.copy()
+            started = time.process_time()
+            call()
+            seconds.append((time.process_time() - started) / num_parameters * 1e6)
+            used = comm.traffic - before
+        return [spread(seconds[2:], 0), str(used.num_rounds), f"{used.num_bytes / 1024:.0f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 1024])
@@ -50,6 +63,13 @@ def main() -> None:
     rows = [
         [name, f"{size:,}", f"{num:,}", *measured(call, size, num, arguments.times)]
         for name, call in CALLS.items()
+        for size in arguments.sizes
+        for num in arguments.parameters
+    ]
+    times = {name: arguments.times * (4 if name in STEPS else 1) for name in TRAINING}
+    rows += [
+        [name, f"{size:,}", f"{num:,}", *measured_training(prepare, size, num, times[name])]
+        for name, prepare in TRAINING.items()
         for size in arguments.sizes
         for num in arguments.parameters
     ]

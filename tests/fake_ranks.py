@@ -20,6 +20,7 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.collectives import Communicator
+from distprune.training.regrowth import GrowBy
 
 
 @final
@@ -90,3 +91,57 @@ CALLS: dict[str, Call] = {
     "masks": lambda model, comm: prune.Masks.of(model, group=comm),
     "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
 }
+
+
+# Makes ready and returns what is counted and timed. Gradients have not been masked by a backward pass.
+Prepare = Callable[[nn.Module, EqualRanks], Callable[[], object]]
+
+
+def _step(make: Callable[..., torch.optim.Optimizer], is_held: bool) -> Prepare:
+    def prepared(model: nn.Module, comm: EqualRanks) -> Callable[[], object]:
+        prune.prune_model(model, 0.5, group=comm)
+        optimizer = make(model.parameters(), lr=1e-3)
+        _give_gradients(model)
+        if is_held:
+            prune.hold_zeros(model, optimizer, group=comm)
+        optimizer.step()
+        return optimizer.step
+
+    return prepared
+
+
+def _hold(model: nn.Module, comm: EqualRanks) -> Callable[[], object]:
+    prune.prune_model(model, 0.5, group=comm)
+    optimizer = torch.optim.SGD(model.parameters())
+    return lambda: prune.hold_zeros(model, optimizer, group=comm).remove()
+
+
+def _update(by: GrowBy) -> Prepare:
+    def prepared(model: nn.Module, comm: EqualRanks) -> Callable[[], object]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        regrow = prune.Regrow(100, every=2, by=by)
+        training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), regrow=regrow, group=comm)
+        _give_gradients(model)
+        optimizer.step()
+
+        def update() -> None:
+            training.step = 2
+            optimizer.step()
+
+        return update
+
+    return prepared
+
+
+def _give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+STEPS = {
+    f"step, {make.__name__}{', held' if is_held else ''}": _step(make, is_held)
+    for make in (torch.optim.SGD, torch.optim.AdamW)
+    for is_held in (False, True)
+}
+UPDATES = {"update, random": _update("random"), "update, by gradient": _update("gradient")}
+TRAINING: dict[str, Prepare] = {"set-up of a hold": _hold, **STEPS, **UPDATES}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_ranks import CALLS, fake_group, sharded_model
+from distprune.collectives import Traffic
+from tests.fake_ranks import CALLS, STEPS, TRAINING, UPDATES, fake_group, sharded_model
 from tests.sampling import only_whole
 
 MOST_ROUNDS = 14
@@ -25,3 +26,27 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
         assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
     # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
     assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("num_parameters", [10, only_whole(100)])
+def test_training_says_little(name: str, num_parameters: int) -> None:
+    """Steps say nothing, and an update what its two choices do."""
+    used = {}
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            call = TRAINING[name](sharded_model(num_parameters, size), comm)
+            before = comm.traffic.copy()
+            call()
+            used[size] = comm.traffic - before
+    if name in STEPS:
+        assert all(traffic == Traffic() for traffic in used.values())
+    elif name not in UPDATES:
+        assert used[8] == used[64] == used[1024]
+        assert used[8].num_rounds == 3
+        assert used[8].num_bytes <= 256 + MOST_BYTES_A_PARAMETER * num_parameters
+    else:
+        for traffic in used.values():
+            assert traffic.num_rounds <= 2 * MOST_ROUNDS
+            assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
+        assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)

@@ -12,6 +12,7 @@ from distprune.masks.in_place import (
     seems_kept,
     set_aside,
     write_signed_zeros,
+    zero_all_where_pruned,
     zero_where_pruned,
 )
 from distprune.masks.plain_keys import dense_state_dict
@@ -23,13 +24,16 @@ from distprune.masks.reparametrized import (
     snapshot,
     undo_reparametrization,
 )
+from distprune.masks.side_by_side import SideBySide, is_small
 
 __all__ = [
+    "SideBySide",
     "Zeroing",
     "as_numbers",
     "bring_back",
     "dense_state_dict",
     "is_masked",
+    "is_small",
     "make_zeros_positive",
     "mask_of",
     "merge_adapters",
@@ -43,5 +47,6 @@ __all__ = [
     "snapshot",
     "undo_reparametrization",
     "write_signed_zeros",
+    "zero_all_where_pruned",
     "zero_where_pruned",
 ]

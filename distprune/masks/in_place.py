@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import numpy as np
@@ -18,15 +18,20 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
 
 
-@torch.no_grad()
 def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local, chunk by chunk."""
     if local.is_complex():
-        local.masked_fill_(~mask, 0)
+        local.detach().masked_fill_(~mask, 0)
         return
-    for values, keep in _pieces(bits_of(local), mask.view(torch.int8)):
+    for values, keep in _pieces(bits_of(local.detach()), mask.view(torch.int8)):
         values *= keep  # as integers: 0 has the bits of 0.0
     increment_version(local)  # numpy does not
+
+
+def zero_all_where_pruned(locals_: list[torch.Tensor], masks: list[torch.Tensor]) -> None:
+    """Do so for many small shards (:func:`distprune.masks.is_small`), in one call of torch. Local."""
+    if locals_:
+        torch._foreach_mul_([bits_of(local) for local in locals_], masks)
 
 
 @final
@@ -73,17 +78,19 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype)
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield views of all, of one shape, that cover them, of about a chunk's elements each: arrays of numpy on the host.
+def _pieces(*tensors: torch.Tensor) -> Iterable[tuple[Any, ...]]:
+    """Return views of all, of one shape, that cover them, of about a chunk's elements each.
 
-    There numpy takes three quarters of the time torch does, and a slice a tenth.
+    On the host they are arrays: numpy takes three quarters of the time torch does, and a slice a tenth.
     """
-    if tensors[0].numel() == 0:
-        return
     local = tensors[0]
-    if on_host(local.device) and local.numel() <= chunk_size(local.device):
-        yield tuple(tensor.numpy() for tensor in tensors)
-        return
+    if local.numel() <= chunk_size(local.device):
+        return [tuple([tensor.numpy() for tensor in tensors] if on_host(local.device) else tensors)]
+    return _chunks(*tensors)
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    local = tensors[0]
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
     num_rows = tensors[0].shape[0]
@@ -93,7 +100,6 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         yield tuple(view[start : start + step] for view in views)
 
 
-@torch.no_grad()
 def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.Tensor:
     """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
 
@@ -112,20 +118,21 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
             before.copy_(now)
         counts[2] = too_few
         return counts
-    too_few_zeros = not _has_zeros(bits_of(local), least)
+    too_few_zeros = least > 0 and not _has_zeros(bits_of(local), least)
     num_changed = num_held = 0
     for values, before in _pieces(bits_of(local), kept):
         now = before if too_few_zeros else values != 0
         num_held += int(now.size - np.count_nonzero(now))
-        if not np.array_equal(now, before):
-            num_changed += int(np.count_nonzero(now != before))
+        num_here = int(np.count_nonzero(now != before))
+        if num_here:
+            num_changed += num_here
             before[...] = now
     return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
 
 
 def _has_zeros(bits: torch.Tensor, least: int) -> bool:
     """Return whether ``least`` of ``bits`` are zero at least: read no further than that shows. On the host."""
-    pieces = _pieces(bits)
+    pieces = iter(_pieces(bits))
     while least > 0 and (views := next(pieces, None)) is not None:
         least -= views[0].size - int(np.count_nonzero(views[0]))
     return least <= 0

@@ -52,7 +52,6 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()  # once, not for every parameter
 def find_shards(
     model: nn.Module,
     include: NamePattern | Sequence[NamePattern] = (),

@@ -44,21 +44,16 @@ def is_held(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``tensor``: its local tensor, detached, where it is a DTensor, else itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if torch.is_grad_enabled():
-        with torch.no_grad():  # what to_local() does for gradients takes longer than all else
-            return tensor.to_local().detach()
-    return tensor.to_local().detach()
+    # What to_local() does for gradients takes ten times as long.
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
     """Return whether ``tensor`` is a DTensor with the placements of ``other`` on the same mesh."""
-    return (
-        isinstance(tensor, DTensor)
-        and tensor.placements == other.placements
-        and tensor.device_mesh == other.device_mesh
-    )
+    if not isinstance(tensor, DTensor):
+        return False
+    one, two = tensor._spec, other._spec
+    return one is two or (one.placements == two.placements and one.mesh == two.mesh)
 
 
 def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None) -> list[Split]:

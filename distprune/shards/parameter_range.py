@@ -23,7 +23,9 @@ class ParameterRange:
 
     def part_of(self, like: torch.Tensor) -> torch.Tensor:
         """Return the shard's part of ``like``, which is laid out as the parameter: a view, of the shard's shape."""
-        local = local_of(like).detach()
+        local = local_of(like) if isinstance(like, DTensor) else like.detach()
+        if local.shape == self.shape:
+            return local
         if self.start == 0 and local.numel() == math.prod(self.shape):
             return local.view(self.shape)
         return local.view(-1)[self.start : self.start + math.prod(self.shape)].view(self.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,7 @@ from distprune.shards import (
     private,
     ranges_of,
 )
-from distprune.training.held import Held, Versions
+from distprune.training.held import Held, HeldTogether, Versions
 from distprune.training.optimizers import parameters_of
 
 _backward_task = private("torch._C", "_current_graph_task_id")
@@ -34,6 +35,14 @@ _transform = private("torch._C._functorch", "peek_interpreter_stack")
 def in_backward() -> bool:
     """Return whether the caller runs within a backward pass, where ranks are not in step."""
     return bool(_backward_task() != -1)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one optimizer moves of what is held, and where that is in its parameters."""
+
+    ranges: list[tuple[Held, ParameterRange]]
+    together: HeldTogether
 
 
 class Binding:
@@ -55,11 +64,12 @@ class Binding:
         self._at_gradient = at_gradient
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
         # By optimizer, with the parameters that it had.
-        self._ranges: dict[int, tuple[object, list[tuple[Held, ParameterRange]]]] = {}
+        self._moved: dict[int, tuple[object, Moved]] = {}
         self._of_model: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
+        self.together: HeldTogether  # all of them, once some were taken
 
     @property
     def names(self) -> frozenset[str]:
@@ -68,8 +78,7 @@ class Binding:
 
     def take(self, shards: Sequence[LocalShard]) -> None:
         """Hold ``shards``, and later what is in their ranges."""
-        taken = {shard.name for shard in shards}
-        self._left_out = frozenset(shard.name for shard in self._found(self._model)) - taken
+        self._left_out = frozenset() if shards else frozenset(shard.name for shard in self._found(self._model))
         self._bind(shards)
 
     def attach(self) -> None:
@@ -88,11 +97,11 @@ class Binding:
         found = self._found(self._model if model is None else model)
         return [shard for shard in found if shard.name not in self._left_out]
 
-    def of(self, optimizer: Optimizer) -> list[tuple[Held, ParameterRange]]:
+    def of(self, optimizer: Optimizer) -> Moved:
         """Return what ``optimizer`` moves of what is held."""
         parameters = parameters_of(optimizer)
         key = [(id(parameter), local_of(parameter).data_ptr()) for parameter in parameters]
-        known = self._ranges.get(id(optimizer))
+        known = self._moved.get(id(optimizer))
         if known is not None and known[0] == key:
             return known[1]
         found = self._found_in(parameters)
@@ -100,8 +109,9 @@ class Binding:
         if (not found or known is not None) and not in_backward():
             self.renew()
             found = self._found_in(parameters)
-        self._ranges[id(optimizer)] = key, found
-        return found
+        moved = Moved(found, HeldTogether([held for held, _ in found]))
+        self._moved[id(optimizer)] = key, moved
+        return moved
 
     def renew(self) -> None:
         """Take up the parameters as they are now."""
@@ -120,7 +130,7 @@ class Binding:
                 moved[shard.name] = local_shard(shard.name, tensor, shard.module, shard.attribute)
         if moved:
             self._bind([moved.get(shard.name, shard) for shard in self._shards])
-        Held.notice_writes(self.held)
+        self.together.notice_writes()
 
     def _bind(self, shards: Sequence[LocalShard]) -> None:
         """Take ``shards`` as what is held, and remember which weights of each were zero."""
@@ -134,7 +144,8 @@ class Binding:
                 held = Held(shard, self._versions)
             held.move(shard)
             self.held.append(held)
-        self._ranges.clear()
+        self.together = HeldTogether(self.held)
+        self._moved.clear()
         if self._of_model:
             self._watch()
 

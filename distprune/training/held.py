@@ -17,8 +17,16 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.masks import read_kept, seems_kept, write_signed_zeros, zero_where_pruned
-from distprune.shards import LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
+from distprune.masks import (
+    SideBySide,
+    is_small,
+    read_kept,
+    seems_kept,
+    write_signed_zeros,
+    zero_all_where_pruned,
+    zero_where_pruned,
+)
+from distprune.shards import LocalShard, ParameterRange, fetched, is_laid_out_like, local_of, on_host
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
 # a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).
@@ -59,27 +67,30 @@ class Held:
     """The zeros of one shard."""
 
     def __init__(self, shard: LocalShard, versions: Versions) -> None:
-        self.shard = shard
         self._versions = versions
         # As bytes of numpy's: it asks for huge pages.
         host = torch.from_numpy(np.ones(shard.geometry.local_shape, dtype=np.bool_))
         self.kept = host.to(shard.local.device)
+        self.is_small = is_small(shard.local)
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
+        self._counts: torch.Tensor | None = None  # read, and not taken over yet
         self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
-        self._counts = torch.zeros(3, dtype=torch.int64, device=self.kept.device)
         self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
+        self.move(shard)
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor | None:
         """Read from the bits which weights are kept, unless nobody has written to them since that was done.
 
         If hardly any of the zeros is left, they were overwritten, and are held all the same. Return how many changed
-        since :meth:`take`, how many are held, and whether they were overwritten: int64, on the device.
+        since :meth:`take`, how many are held, and whether they were overwritten: int64, on the device; ``None`` if
+        nothing was read since.
         """
         if self._as_read != self._version():
             counts = read_kept(self.shard.local, self.kept, math.ceil(self.num_held * _MOST_LEFT))
-            counts[0] += self._counts[0]
-            counts[2] |= self._counts[2]
+            if self._counts is not None:
+                counts[0] += self._counts[0]
+                counts[2] |= self._counts[2]
             self._counts, self._as_read = counts, self._version()
         return self._counts
 
@@ -88,18 +99,14 @@ class Held:
         local = self.shard.local
         return (local if self.shard.tensor is None else self.shard.tensor)._version, local._version
 
-    @staticmethod
-    def notice_writes(held: Sequence[Held]) -> None:
-        """Have all be read anew if a sample shows a write that torch has not counted, as of those through ``data``."""
-        if not all(seems_kept(each.shard.local, each.kept) for each in held):
-            for each in held:
-                each._as_read = None
+    def notice_write(self) -> None:
+        """Have :meth:`read` do so: somebody has written to the weights, and torch may not have counted it."""
+        self._as_read = None
 
     def take(self, counts: torch.Tensor) -> bool:
         """Take over the counts of :meth:`read`, on the host now, and return whether the zeros were overwritten."""
         num_changed, self.num_held, overwritten = counts.tolist()
-        if num_changed or overwritten:
-            self._counts[0::2] = 0
+        self._counts = None
         if num_changed:
             self.is_new, self._masked = True, None
         return bool(overwritten)
@@ -110,33 +117,41 @@ class Held:
 
     def move(self, shard: LocalShard) -> None:
         """Hold the same places of ``shard``, which has taken the place of this one in the model."""
-        self.shard, self._as_read, self._masked = shard, None, None
+        self.shard = shard
+        self._as_read, self._masked = None, None
+        # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
+        self._is_counted = on_host(shard.local.device) and shard.tensor is not None
 
     def mask_gradient(self, where: ParameterRange) -> None:
         """Write zeros into the gradient where weights are held."""
+        part = self._gradient_of(where)
+        if part is not None:
+            before = part._version
+            zero_where_pruned(part, self.kept)
+            self._masked = id(where.parameter.grad), _masked_version(self._versions, part, before)
+
+    def gradient_to_mask(self, where: ParameterRange) -> torch.Tensor | None:
+        """Return what is to be masked before a step: ``None`` if nobody has touched it since that was done."""
+        gradient, masked = where.parameter.grad, self._masked
+        self._masked = None  # the next gradient may have the same id
+        if gradient is None or masked is None or masked[0] != id(gradient) or not masked[1].is_of(local_of(gradient)):
+            return self._gradient_of(where)
+        return None
+
+    def _gradient_of(self, where: ParameterRange) -> torch.Tensor | None:
+        """Return the shard's part of the gradient, detached. ``None`` if there is none, or it was masked here."""
         gradient = where.parameter.grad
         if gradient is None:
-            return
+            return None
         if gradient.is_sparse:
             gradient._values().mul_(self.kept[tuple(gradient._indices())].to(gradient.dtype))
-        elif not isinstance(gradient, DTensor) or is_laid_out_like(gradient, cast(DTensor, where.parameter)):
-            local = local_of(gradient)
-            before = local._version
-            zero_where_pruned(where.part_of(gradient), self.kept)
-            self._masked = id(gradient), _masked_version(self._versions, local, before)
-        # A partial sum stays: the optimizer reduces it itself, and what it writes is zeroed then.
-
-    def mask_gradient_again(self, where: ParameterRange) -> None:
-        """Do so before a step, unless nobody has touched the gradient since that was done."""
-        gradient, masked = where.parameter.grad, self._masked
-        if gradient is None or masked is None or masked[0] != id(gradient) or not masked[1].is_of(local_of(gradient)):
-            self.mask_gradient(where)
-        self._masked = None  # the next gradient may have the same id
+            return None
+        if isinstance(gradient, DTensor) and not is_laid_out_like(gradient, cast(DTensor, where.parameter)):
+            return None  # a partial sum: the optimizer reduces it itself, and what it writes is zeroed then
+        return where.part_of(gradient)
 
     def clean(self, where: ParameterRange, state: dict[str, object]) -> None:
-        """Write zeros into an optimizer's per-element ``state`` where weights are held, if the mask has changed."""
-        if not self.is_new:
-            return
+        """Write zeros into an optimizer's per-element ``state`` where weights are held: the mask has changed."""
         for name, value in state.items():
             if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != where.parameter.shape:
                 continue
@@ -150,12 +165,59 @@ class Held:
         self.is_new = False
 
     def write_zeros(self) -> None:
+        """Write zeros where weights are held, and -0.0 where a kept one has become zero."""
+        write_signed_zeros(self.shard.local, self.kept)
+
+    def know_written(self) -> None:
+        """Take the weights as read: they have zeros where they are held, and nowhere else."""
+        self._as_read = self._version() if self._is_counted else None
+
+
+class HeldTogether:
+    """Several of a model's shards: what one optimizer moves, or all. Small ones on the host are read side by side."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._all = held
+        self._small = [each for each in held if each.is_small]
+        self._others = [each for each in held if not each.is_small]
+        self._beside = SideBySide([(each.shard.local, each.kept) for each in self._small])
+
+    def notice_writes(self) -> None:
+        """Have all be read anew that were written to, also if torch has not counted it, as of those through ``data``.
+
+        Of a large one a sample must show it; then all large ones are read anew.
+        """
+        for i in self._beside.differing():
+            self._small[i].notice_write()
+        if not all(seems_kept(each.shard.local, each.kept) for each in self._others):
+            for each in self._others:
+                each.notice_write()
+
+    def read(self) -> list[Held]:
+        """Read which weights are zero now, and return those whose zeros were overwritten. One wait for a device."""
+        self.notice_writes()
+        counts = [(each, counts) for each in self._all if (counts := each.read()) is not None]
+        there = fetched([of_each for _, of_each in counts])
+        return [each for (each, _), of_each in zip(counts, there, strict=True) if each.take(of_each)]
+
+    def mask_gradients(self, ranges: Sequence[tuple[Held, ParameterRange]]) -> None:
+        """Mask the gradients before a step, of those that somebody has touched since that was done."""
+        parts, masks = [], []
+        for held, where in ranges:
+            part = held.gradient_to_mask(where)
+            if part is not None and held.is_small:
+                parts.append(part)
+                masks.append(held.kept)
+            elif part is not None:
+                zero_where_pruned(part, held.kept)
+        zero_all_where_pruned(parts, masks)
+
+    def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
-        local = self.shard.local
-        write_signed_zeros(local, self.kept)
-        # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
-        is_counted = on_host(local.device) and self.shard.tensor is not None
-        self._as_read = self._version() if is_counted else None
+        for each in [*(self._small[i] for i in self._beside.differing()), *self._others]:
+            each.write_zeros()
+        for each in self._all:
+            each.know_written()
 
 
 def warn_of_overwritten(lost: Sequence[Held]) -> None:

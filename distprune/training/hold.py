@@ -25,10 +25,10 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.patterns import Pattern
-from distprune.pruning.agreement import Agreed, agree_on_model
-from distprune.shards import ParameterRange, bits_of, count_zeros, fetched, private
-from distprune.training.binding import Binding
-from distprune.training.held import Held, warn_of_overwritten
+from distprune.pruning.agreement import agree_on_model
+from distprune.shards import ParameterRange, bits_of, count_zeros, private
+from distprune.training.binding import Binding, Moved
+from distprune.training.held import Held, HeldTogether, warn_of_overwritten
 from distprune.training.optimizers import (
     Optimizers,
     check_moves,
@@ -118,16 +118,12 @@ class Hold:
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
         self._start()
-        agreed = self._agreed(optimizer)
         try:
+            self._take(optimizer)
             with together(self._comm):
-                self._binding.take(agreed.shards())
-                held = self._binding.held
-                for each, counts in zip(held, fetched([each.read() for each in held]), strict=True):
-                    each.take(counts)
                 optimizers: list[Optimizer] = self._optimizers or []
-                moves = any(self._binding.of(optimizer) for optimizer in optimizers)
-                check_moves(optimizers, [each.shard for each in held], moves=moves)
+                moves = any(self._binding.of(optimizer).ranges for optimizer in optimizers)
+                check_moves(optimizers, [each.shard for each in self._binding.held], moves=moves)
                 self._attach()
         except Exception:
             self.remove()
@@ -135,7 +131,7 @@ class Hold:
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""
-        self._stepping: dict[int, list[tuple[Held, ParameterRange]]] = {}  # by optimizer
+        self._stepping: dict[int, Moved] = {}  # by optimizer
         self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._handles: list[RemovableHandle] = []
@@ -155,28 +151,34 @@ class Hold:
         if holds:
             self._attach()
 
-    def _agreed(self, optimizer: Optimizers) -> Agreed:
+    def _take(self, optimizer: Optimizers) -> None:
+        """Take what all ranks agree on as what is held, and read its zeros. Every rank must call it: two rounds."""
+
         def look() -> None:
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
 
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)
         place = agreed.roster.index()
 
-        def fill(words: torch.Tensor) -> None:
-            owned = [shard for shard in agreed.shards() if shard.owned and not shard.local.is_meta]
-            for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
+        def fill(num_held: torch.Tensor) -> None:
+            self._binding.take(agreed.shards())
+            self._binding.together.read()
+            numbers = num_held.numpy()
+            for held in self._binding.held:
+                if held.shard.owned:
+                    numbers[place[held.shard.name]] = held.num_held
 
-        words = sum_together(self._comm, (len(place), 2), fill)
+        num_held = sum_together(self._comm, (len(place),), fill).tolist()
         dead = [
-            m.name for m, (num, numel) in zip(agreed.roster.members, words.tolist(), strict=True) if num == numel > 0
+            member.name
+            for member, num in zip(agreed.roster.members, num_held, strict=True)
+            if num == math.prod(member.global_shape) > 0
         ]
         if dead:
             raise ValueError(
                 f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out "
                 "with exclude, or initialise it first"
             )
-        return agreed
 
     def _attach(self) -> None:
         self._binding.attach()
@@ -233,7 +235,7 @@ class Hold:
         if all(held.shard.tensor is not None for held in self._binding.held):
             return
         for optimizer in optimizers:
-            for held, where in self._binding.of(optimizer):
+            for held, where in self._binding.of(optimizer).ranges:
                 if held.shard.tensor is None:
                     held.read()
                     held.mask_gradient(where)
@@ -241,28 +243,28 @@ class Hold:
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:
         """Write zeros into gradients and moments where weights are held now."""
-        found = self._binding.of(optimizer)
-        self._read([held for held, _ in found])
-        if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in found):
+        moved = self._binding.of(optimizer)
+        self._read(moved.together)
+        if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in moved.ranges):
             for state in optimizer.state.values():
                 state["n_iter"] = 0  # a history over all parameters at once: it starts anew
-        for held, where in found:
-            held.clean(where, state_of(optimizer, where.parameter))
-            held.mask_gradient_again(where)
-        self._stepping[id(optimizer)] = found
+        for held, where in moved.ranges:
+            if held.is_new:
+                held.clean(where, state_of(optimizer, where.parameter))
+        moved.together.mask_gradients(moved.ranges)
+        self._stepping[id(optimizer)] = moved
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for held, _where in self._stepping.pop(id(optimizer), ()):
-            held.write_zeros()
+        moved = self._stepping.pop(id(optimizer), None)
+        if moved is not None:
+            moved.together.write_zeros()
         for parameter, gradient in self._put_away.pop(id(optimizer), ()):
             parameter.grad = gradient
 
-    def _read(self, held: Sequence[Held]) -> None:
+    def _read(self, held: HeldTogether) -> None:
         """Read which weights of ``held`` are zero now, and warn of those whose zeros were overwritten. Local."""
-        Held.notice_writes(held)
-        counts = fetched([each.read() for each in held])
-        lost = [each for each, of_each in zip(held, counts, strict=True) if each.take(of_each)]
+        lost = held.read()
         if lost:
             warn_of_overwritten(lost)
 
@@ -298,9 +300,8 @@ class Hold:
         """
         if self._handles:
             self._binding.renew()
-            self._read(self._binding.held)
-            for held in self._binding.held:
-                held.write_zeros()
+            self._read(self._binding.together)
+            self._binding.together.write_zeros()
         self.remove()
         for shard in self._binding.find():
             make_zeros_positive(shard.local)

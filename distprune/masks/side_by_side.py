@@ -1,0 +1,51 @@
+"""Many small shards and their masks: what a call for each would cost is paid once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distprune.shards import bits_of, chunk_size, on_host
+
+_MOST = 1 << 14  # elements: to copy more takes longer than a call of its own
+
+
+def is_small(local: torch.Tensor) -> bool:
+    """Return whether ``local`` is better worked on together with others: it lies on the host, and is small. Local."""
+    return 0 < local.numel() <= _MOST and on_host(local.device) and not local.is_complex()
+
+
+@final
+class SideBySide:
+    """Small shards, each with its mask (bool, same local shape), in runs of about a chunk's elements."""
+
+    def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._locals = [local for local, _ in shards]
+        self._masks = [mask.numpy() for _, mask in shards]
+        self._addresses: list[int] = []
+        self._bits: list[npt.NDArray[Any]] = []
+        ends = np.cumsum([0, *(mask.size for mask in self._masks)])
+        chunks = (ends[:-1] // chunk_size(torch.device("cpu"))).tolist()
+        self._runs: list[tuple[int, npt.NDArray[np.int64]]] = []  # the first, and where each ends within its run
+        for i, chunk in enumerate(chunks):
+            if i == 0 or chunk != chunks[i - 1]:
+                stop = i + chunks[i:].count(chunk)
+                self._runs.append((i, ends[i + 1 : stop + 1] - ends[i]))
+
+    def differing(self) -> list[int]:
+        """Return which shards are other than +0.0 in other places than their masks say. Local."""
+        addresses = [local.data_ptr() for local in self._locals]
+        if addresses != self._addresses:  # memory can move under a tensor: share_memory_()
+            self._addresses, self._bits = addresses, [bits_of(local).numpy() for local in self._locals]
+        found: list[int] = []
+        for first, ends in self._runs:
+            run = slice(first, first + len(ends))
+            differs = np.concatenate(self._bits[run], axis=None) != 0
+            differs ^= np.concatenate(self._masks[run], axis=None)
+            if differs.any():
+                found += (np.unique(np.searchsorted(ends, np.flatnonzero(differs), "right")) + first).tolist()
+        return found
