@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import distprune as prune
+from distprune.shards import Managed, fsdp2
+from distprune.shards.torch_private import FSDPState
 from tests.fake_ranks import CALLS, fake_group, sharded_model
 from tests.sampling import only_whole
 
@@ -25,3 +31,25 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
         assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
     # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
     assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+
+
+def test_parameters_of_fsdp2_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every call that is about one of them."""
+    looks: list[FSDPState | None] = []
+    managed_by = fsdp2._managed_by
+
+    def counted(state: FSDPState) -> list[Managed]:
+        looks.append(state)
+        return managed_by(state)
+
+    with fake_group(8):
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
+        for layer in layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (8,)))
+        monkeypatch.setattr(fsdp2, "_managed_by", counted)
+        for layer in layers:
+            prune.identity(layer, "weight")
+        num_to_prune = looks.count(fsdp2.state_of(layers[0]))
+        for layer in layers:
+            prune.remove(layer, "weight")
+        assert (num_to_prune, looks.count(fsdp2.state_of(layers[0]))) == (1, 1)
