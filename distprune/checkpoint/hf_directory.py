@@ -24,7 +24,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
+
+_WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl"})
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
@@ -196,7 +198,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         # A name, not a path: an index from elsewhere must not make us read, or write beside, other files.
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{path} puts tensor {tensor!r} into {name!r}, which lies outside the model directory")
-        if not name.endswith(".safetensors"):
+        if not name.endswith(WEIGHT_SUFFIX):
             raise ValueError(f"{path} puts tensor {tensor!r} into {name!r}, which is no safetensors file")
         if not (path.parent / name).is_file():
             raise FileNotFoundError(f"{path} names the weight file {name!r}, which is not there")
