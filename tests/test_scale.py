@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import distprune as prune
 from distprune.shards import Managed, fsdp2
 from distprune.shards.torch_private import FSDPState
+from tests.fake_files import PLANS
 from tests.fake_ranks import CALLS, fake_group, sharded_model
 from tests.sampling import only_whole
 
@@ -31,6 +32,19 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
         assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
     # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
     assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
+def test_plans_stay_small(plan: str, num_parameters: int) -> None:
+    """To know what to read is a few rounds, 16 bytes a parameter, and one slice or piece of each, at any size."""
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            num_pieces = PLANS[plan](sharded_model(num_parameters, size), comm)
+            assert num_pieces == num_parameters
+            assert comm.traffic.num_rounds <= 9
+            assert comm.traffic.num_bytes <= 1024 + 16 * num_parameters
+            assert not comm.answers
 
 
 def test_parameters_of_fsdp2_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,21 @@ def load_model(
 
 
 def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:
+    work, stored_again = slices_to_read(model, directory, regions)
+    fill_shards(work, progress)
+    for shard, entry, slices in stored_slices(stored_again):
+        for target, part in slices:
+            if not torch.equal(target, part.to(target)):
+                raise different_values(directory.path, shard.name, entry.name)
+
+
+def slices_to_read(model: nn.Module, directory: HfDirectory, regions: Regions) -> tuple[list[Stored], list[Stored]]:
+    """Return what this rank reads of ``directory`` into ``model``, and what must be the same, of tied weights. Local.
+
+    Of tied weights the first that is stored is read.
+    """
     state, held = model.state_dict(keep_vars=True), directory.tensors
     by_name = regions_by_name(regions.values())
-    # Of tied weights the first that is stored is read; any other must be the same.
     work: list[Stored] = []
     stored_again: list[Stored] = []
     for aliases in names_by_tensor(state):
@@ -112,8 +124,4 @@ def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: 
         work += first
         for again, file, entry in itertools.chain.from_iterable(others):
             stored_again.append((dataclasses.replace(again, name=first[0][2].name), file, entry))
-    fill_shards(work, progress)
-    for shard, entry, slices in stored_slices(stored_again):
-        for target, part in slices:
-            if not torch.equal(target, part.to(target)):
-                raise different_values(directory.path, shard.name, entry.name)
+    return work, stored_again
