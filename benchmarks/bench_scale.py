@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import heading, show, spread, table
+from tests.fake_files import PLANS
 from tests.fake_ranks import CALLS, STEPS, TRAINING, Call, Prepare, fake_group, sharded_model
 
 _ABOUT = """Nothing was sent: torch's fake process group lays the DTensors out, and sums come out as if all ranks held
 what this one holds, 8 x 32 weights of every parameter. So every score stands as often as there are ranks, the worst
-case for ties. Times are those of one core.
+case for ties. Times are those of one core. What is planned of files is of a checkpoint of which only headers are there:
+opening it together, sampling it, and which slices, or pieces to stream by 2:4, are this rank's.
 """
 
 
@@ -62,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [
         [name, f"{size:,}", f"{num:,}", *measured(call, size, num, arguments.times)]
-        for name, call in CALLS.items()
+        for name, call in {**CALLS, **PLANS}.items()
         for size in arguments.sizes
         for num in arguments.parameters
     ]

@@ -25,11 +25,16 @@ from distprune.training.regrowth import GrowBy
 
 @final
 class EqualRanks(Communicator):
-    """Rank 0 of ``size`` that all hold the same; ``largest`` is the size of its largest message."""
+    """Rank 0 of ``size`` that all hold the same; ``largest`` is the size of its largest message.
+
+    ``answers``: what the next sums come out as, where ranks share out what one alone does, whose ``sums`` they are.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
         self.largest = 0
+        self.sums: list[torch.Tensor] = []
+        self.answers: list[torch.Tensor] = []
 
     @override
     def _count(self, num_bytes: int) -> None:
@@ -39,7 +44,12 @@ class EqualRanks(Communicator):
     @override
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         if op == "sum":
-            values *= self.size
+            if self.answers:
+                assert self.answers[0].shape == values.shape
+                values.copy_(self.answers.pop(0))
+            else:
+                values *= self.size
+            self.sums.append(values.clone())
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

@@ -152,7 +152,8 @@ def _flat_values(model: nn.Module) -> Parameters:
         f"{names[key]}.{name}".strip("."): torch.stack(
             [part.geometry.flat_indices(0, part.local.numel()).double(), part.local.double()]
         )
-        for (key, name), part in find_flat_parts(model).items()
+        for key, of_module in find_flat_parts(model).items()
+        for name, part in of_module.items()
     }
 
 

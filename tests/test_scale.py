@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import distprune as prune
 from distprune.collectives import Traffic
+from distprune.shards import Managed, fsdp2
+from distprune.shards.torch_private import FSDPState
+from tests.fake_files import PLANS
 from tests.fake_ranks import CALLS, STEPS, TRAINING, UPDATES, fake_group, sharded_model
 from tests.sampling import only_whole
 
@@ -50,3 +57,38 @@ def test_training_says_little(name: str, num_parameters: int) -> None:
             assert traffic.num_rounds <= 2 * MOST_ROUNDS
             assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
         assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
+def test_plans_stay_small(plan: str, num_parameters: int) -> None:
+    """To know what to read is a few rounds, 16 bytes a parameter, and one slice or piece of each, at any size."""
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            num_pieces = PLANS[plan](sharded_model(num_parameters, size), comm)
+            assert num_pieces == num_parameters
+            assert comm.traffic.num_rounds <= 9
+            assert comm.traffic.num_bytes <= 1024 + 16 * num_parameters
+            assert not comm.answers
+
+
+def test_parameters_of_fsdp2_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every call that is about one of them."""
+    looks: list[FSDPState | None] = []
+    managed_by = fsdp2._managed_by
+
+    def counted(state: FSDPState) -> list[Managed]:
+        looks.append(state)
+        return managed_by(state)
+
+    with fake_group(8):
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
+        for layer in layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (8,)))
+        monkeypatch.setattr(fsdp2, "_managed_by", counted)
+        for layer in layers:
+            prune.identity(layer, "weight")
+        num_to_prune = looks.count(fsdp2.state_of(layers[0]))
+        for layer in layers:
+            prune.remove(layer, "weight")
+        assert (num_to_prune, looks.count(fsdp2.state_of(layers[0]))) == (1, 1)

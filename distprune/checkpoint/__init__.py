@@ -11,6 +11,7 @@ from distprune.checkpoint.output_directory import check_shared, make_staging, pu
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import Inputs, check_output
+from distprune.checkpoint.shared_reading import open_together, sample_together
 
 __all__ = [
     "HfDirectory",
@@ -30,9 +31,11 @@ __all__ = [
     "make_staging",
     "name_of_model",
     "open_directory",
+    "open_together",
     "publish",
     "remove_files",
     "resolve_model",
+    "sample_together",
     "save_model",
     "writing",
 ]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
+
+_WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl"})
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 
 DTYPES: dict[str, torch.dtype] = {
@@ -73,8 +75,9 @@ class HfDirectory:
     is_indexed: bool
     index_metadata: dict[str, Any]
     small_files: tuple[Path, ...]
+    stamps: dict[str, list[int]]  # as :class:`FileList` has them
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
         """Every tensor by name."""
         return {entry.name: (file, entry) for file in self.weight_files for entry in file.tensors}
@@ -86,21 +89,35 @@ class HfDirectory:
             digest.update(f"\n{file.path.name}:{file.tensors}".encode())
         return str(digest.hexdigest())
 
-    def stamps(self) -> dict[str, list[int]]:
-        """Return size, time of the last change and inode of every weight file: they tell that one was changed."""
-        stats = {file.path.name: file.path.stat() for file in self.weight_files}
-        return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
 
-    def sample(self) -> str:
-        """Return a digest of bytes from all over the weight files, 256 KiB of each: tells models of one shape apart."""
-        digest = new_digest()
-        for file in self.weight_files:
-            last = max(file.path.stat().st_size - _SAMPLE_BYTES, 0)
-            with file.path.open("rb") as handle:
-                for number in range(_NUM_SAMPLES):
-                    handle.seek(last * number // (_NUM_SAMPLES - 1))
-                    digest.update(handle.read(_SAMPLE_BYTES))
-        return str(digest.hexdigest())
+@dataclass(frozen=True)
+class FileList:
+    """The weight files of the directory ``folder``, unread, in order, and what its index says (``None``: it has none).
+
+    ``stamps``: of every file its size, the time of its last change and its inode. They tell that it was changed, or
+    that it is another one.
+    """
+
+    folder: Path
+    stamps: dict[str, list[int]]
+    index: tuple[dict[str, str], dict[str, Any]] | None  # tensor to file, metadata
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.folder / name for name in self.stamps]
+
+    def directory(self, headers: Iterable[bytes]) -> HfDirectory:
+        """Return the directory, of which these are the headers. Local.
+
+        Raises:
+            ValueError: as :func:`open_directory`, but for files that cannot be read.
+        """
+        files = tuple(_parsed(path, header) for path, header in zip(self.paths, headers, strict=True))
+        if self.index is not None:
+            _check_index(self.index[0], files)
+        metadata = {} if self.index is None else self.index[1]
+        small = _small_files(self.folder)
+        return HfDirectory(self.folder, files, self.index is not None, metadata, small, self.stamps)
 
 
 def open_directory(path: str | Path) -> HfDirectory:
@@ -114,6 +131,12 @@ def open_directory(path: str | Path) -> HfDirectory:
             small file is a link that leads out of the directory (but into the hub's cache, if it lies there).
         ImportError: the extra ``hf`` is not installed.
     """
+    files = list_files(path)
+    return files.directory(map(read_header, files.paths))
+
+
+def list_files(path: str | Path) -> FileList:
+    """Return the weight files of the model directory at ``path``. Local; raises as :func:`open_directory`."""
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"there is no model directory {folder}")
@@ -124,34 +147,52 @@ def open_directory(path: str | Path) -> HfDirectory:
     index_path, single_path = folder / INDEX_NAME, folder / SINGLE_NAME
     if index_path.is_file():
         weight_map, metadata = _read_index(index_path)
-        files = tuple(read_weight_file(folder / name) for name in dict.fromkeys(weight_map.values()))
         if single_path.is_file() and SINGLE_NAME not in weight_map.values():
             raise ValueError(f"{folder} holds two models, {SINGLE_NAME} and that of {INDEX_NAME}; remove one")
-        _check_index(weight_map, files)
-        return HfDirectory(folder, files, True, metadata, _small_files(folder))
+        stamps = {name: _stamp(folder / name) for name in dict.fromkeys(weight_map.values())}
+        return FileList(folder, stamps, (weight_map, metadata))
     if single_path.is_file():
-        return HfDirectory(folder, (read_weight_file(single_path),), False, {}, _small_files(folder))
+        return FileList(folder, {SINGLE_NAME: _stamp(single_path)}, None)
     raise FileNotFoundError(f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
 
 
-def read_weight_file(path: Path) -> WeightFile:
-    """Return the tensors of one safetensors file.
+def _stamp(path: Path) -> list[int]:
+    if not path.is_file():
+        raise FileNotFoundError(f"the index of {path.parent} names the weight file {path.name!r}, which is not there")
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def read_header(path: Path) -> bytes:
+    """Return the header of one safetensors file, as it is there. Local.
 
     Raises:
-        ValueError: the file is truncated or not safetensors, or holds a dtype that is not supported.
+        ValueError: the file is truncated or not safetensors.
     """
     with open_weights(path):  # checks the header, and its size against that of the file
         pass
     with path.open("rb") as file:
         # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        return file.read(int.from_bytes(file.read(8), "little"))
+
+
+def read_weight_file(path: Path) -> WeightFile:
+    """Return the tensors of one safetensors file. Local.
+
+    Raises:
+        ValueError: the file is truncated or not safetensors, or holds a dtype that is not supported.
+    """
+    return _parsed(path, read_header(path))
+
+
+def _parsed(path: Path, text: bytes) -> WeightFile:
+    header = json.loads(text)
     header.pop("__metadata__", None)
     entries = []
     for name, value in header.items():
         if value["dtype"] not in DTYPES:
             raise ValueError(f"{path}: tensor {name!r} has the dtype {value['dtype']}, which is not supported")
-        start, stop = (8 + length + offset for offset in value["data_offsets"])
+        start, stop = (8 + len(text) + offset for offset in value["data_offsets"])
         entries.append(TensorEntry(name, DTYPES[value["dtype"]], tuple(value["shape"]), start, stop))
     return WeightFile(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.stop))))
 
@@ -192,14 +233,15 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     if not weight_map or not is_map or not isinstance(metadata, dict):
         raise ValueError(f"{path} is corrupt: it is no index of weight files")
+    first_of: dict[str, str] = {}
     for tensor, name in weight_map.items():
+        first_of.setdefault(name, tensor)
+    for name, tensor in first_of.items():
         # A name, not a path: an index from elsewhere must not make us read, or write beside, other files.
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{path} puts tensor {tensor!r} into {name!r}, which lies outside the model directory")
-        if not name.endswith(".safetensors"):
+        if not name.endswith(WEIGHT_SUFFIX):
             raise ValueError(f"{path} puts tensor {tensor!r} into {name!r}, which is no safetensors file")
-        if not (path.parent / name).is_file():
-            raise FileNotFoundError(f"{path} names the weight file {name!r}, which is not there")
     return weight_map, metadata
 
 
@@ -216,9 +258,9 @@ def _small_files(folder: Path) -> tuple[Path, ...]:
     small = sorted(
         path
         for path in folder.iterdir()
-        if path.is_file()
-        and not path.name.endswith(_WEIGHT_SUFFIXES)
+        if not path.name.endswith(_WEIGHT_SUFFIXES)
         and path.name not in _NOT_CARRIED
+        and path.is_file()
         and path.stat().st_size <= _MAX_SMALL_FILE
     )
     home = Path(os.path.realpath(folder))

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distprune.checkpoint.computed_buffers import compute_buffers
-from distprune.checkpoint.hf_directory import HfDirectory, open_directory
+from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
 from distprune.checkpoint.regions import regions_by_name
+from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import decoder_blocks
@@ -50,10 +51,11 @@ def load_model(
         group: the ranks that load together; every one of them must call it.
         progress: called with (bytes read so far, bytes to read) of this rank.
 
-    Communicates four rounds of 64 bytes, to agree on the arguments and to raise together.
+    Communicates five rounds of 64 bytes, to agree on the arguments and to raise together, and what
+    :func:`open_together` (but for a directory that is open) and :func:`sample_together` do.
 
     Raises:
-        FileNotFoundError, ValueError: on every rank: what :func:`open_directory` raises, a tensor
+        FileNotFoundError, ValueError: on every rank: what :func:`open_together` raises, a tensor
             that is missing, unexpected, or of another shape than the config makes it, parts of one weight in
             several dtypes (and no ``dtype``), weights that the config ties and the checkpoint holds twice with
             different values, a mesh of more than two axes, ranks that were given different checkpoints (headers,
@@ -63,14 +65,16 @@ def load_model(
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
-    with together(comm):
+    with together(comm, is_open=isinstance(path, HfDirectory)):
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
-        directory = path if isinstance(path, HfDirectory) else open_directory(path)
+    directory = path if isinstance(path, HfDirectory) else open_together(comm, path)
+    sample = sample_together(comm, directory)
+    with together(comm):
         model, regions = build_on_meta(directory, dtype)
         facts = {
             "checkpoint": directory.fingerprint(),
-            "weights (256 KiB of each file)": directory.sample(),
+            "weights (256 KiB of each file)": sample,
             "dtype": str(dtype),
             "compute dtype": str(compute_dtype),
             "mesh": mesh and list(mesh.shape),
@@ -93,9 +97,21 @@ def load_model(
 
 
 def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:
+    work, stored_again = slices_to_read(model, directory, regions)
+    fill_shards(work, progress)
+    for shard, entry, slices in stored_slices(stored_again):
+        for target, part in slices:
+            if not torch.equal(target, part.to(target)):
+                raise different_values(directory.path, shard.name, entry.name)
+
+
+def slices_to_read(model: nn.Module, directory: HfDirectory, regions: Regions) -> tuple[list[Stored], list[Stored]]:
+    """Return what this rank reads of ``directory`` into ``model``, and what must be the same, of tied weights. Local.
+
+    Of tied weights the first that is stored is read.
+    """
     state, held = model.state_dict(keep_vars=True), directory.tensors
     by_name = regions_by_name(regions.values())
-    # Of tied weights the first that is stored is read; any other must be the same.
     work: list[Stored] = []
     stored_again: list[Stored] = []
     for aliases in names_by_tensor(state):
@@ -108,8 +124,4 @@ def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: 
         work += first
         for again, file, entry in itertools.chain.from_iterable(others):
             stored_again.append((dataclasses.replace(again, name=first[0][2].name), file, entry))
-    fill_shards(work, progress)
-    for shard, entry, slices in stored_slices(stored_again):
-        for target, part in slices:
-            if not torch.equal(target, part.to(target)):
-                raise different_values(directory.path, shard.name, entry.name)
+    return work, stored_again

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.carried import Carried, output_of
+from distprune.checkpoint.disk import kernel_of, share_to_sync, sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
-from distprune.checkpoint.output_files import allocate_directory, planned, sync_file
+from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, read_at, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives import Group, agree, communicator, together, work_together
@@ -43,7 +44,7 @@ def save_model(
     files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
     Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and
-    waits for the disk as :func:`work_together`.
+    two of 18 bytes a rank, and waits for the disk as :func:`work_together`.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
@@ -62,7 +63,7 @@ def save_model(
 class ModelWriter:
     """Writes a model's tensors to their places in the files of ``target``, all at once or some at a time.
 
-    Making one takes two rounds of 64 bytes on every rank of ``group``; raises as :func:`save_model`.
+    Every rank of ``group`` must make one: two rounds of 64 bytes, two of 18 bytes a rank; raises as :func:`save_model`.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class ModelWriter:
                 first_parts = [self._parts[carried[e.name].stored][0] for e in file.tensors if e.name in carried]
                 if first_parts:  # else all its layers were removed
                     self._files.append((file, planned(target / file.path.name, first_parts)))
-            self._unsynced: set[Path] = set()
+            self._unsynced: set[Path] = set()  # the same on every rank
             dtypes = [str(entry.dtype) for _, file in self._files for entry in file.tensors]
+            kernel = kernel_of(target)
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
+        self._share = share_to_sync(self.comm, kernel)
 
     def allocate(self) -> None:
         """Make the files at their full size, and copy the small ones. Every rank must call it: one round.
@@ -102,6 +105,7 @@ class ModelWriter:
             if self.comm.rank == 0:
                 config, num_removed = self._output.config, self._output.num_removed
                 allocate_directory(self._source, self._files, self._target, config, num_removed)
+        self._unsynced.update(file.path for _, file in self._files)
 
     def write(
         self,
@@ -119,11 +123,14 @@ class ModelWriter:
         Raises:
             ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
         """
-        own = {name: self._owned(parts) for name, parts in self._chosen(prefixes, written).items()}
+        chosen = self._chosen(prefixes, written)
+        own = {name: self._owned(parts) for name, parts in chosen.items()}
         # What has another size was changed on purpose.
         checked = {name for name, of in self._carried.items() if not of.is_resized} - self._chosen(updated).keys()
         num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
         for source, file in self._files:
+            if any(entry.name in chosen for entry in file.tensors):
+                self._unsynced.add(file.path)
             mine = [entry for entry in file.tensors if own.get(entry.name)]
             if not mine:
                 continue
@@ -136,11 +143,13 @@ class ModelWriter:
                         num_done += values.nbytes
                         if progress is not None:
                             progress(num_done, num_total)
-            self._unsynced.add(file.path)
 
     def sync(self) -> None:
-        """Wait until what this rank has written is on the disk. Local."""
-        for path in sorted(self._unsynced):
+        """Wait until this rank's share of the files is on the disk, which all ranks must have written. Local.
+
+        What a rank has written is there when all ranks have done so. See ``disk.py``.
+        """
+        for path in sorted(self._unsynced)[self._share]:
             sync_file(path)
         self._unsynced.clear()
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distprune.checkpoint.output_files import sync_file
+from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.hf_directory import WEIGHT_SUFFIX
 from distprune.checkpoint.output_lock import locking, remove_files
 from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.collectives import Communicator, Group, agree, cannot_meet, communicator, together, work_together
@@ -84,8 +85,9 @@ def publish(
 ) -> None:
     """Put the finished directory ``staging`` in the place of ``path``, whose files are removed if ``overwrite``.
 
-    Every rank must call it, and the first must hold the lock. Ranks share the files that are to be synced; rounds as
-    :func:`work_together`, twice, and one of 64 bytes. At any moment, killed or not, one of the two directories stands
+    Every rank must call it, and the first must hold the lock. It syncs what it has written, all but the weights, which
+    those that have written them must have synced. Rounds as :func:`work_together`, twice, and one of 64 bytes. At any
+    moment, killed or not, one of the two directories stands
     under ``path``'s name, or the next job that takes the lock puts the old one back. Without ``sync_files`` that does
     not hold when the system fails.
 
@@ -96,8 +98,10 @@ def publish(
     old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
 
     def sync() -> None:
-        for entry in [*sorted(staging.iterdir()), staging][comm.rank :: comm.size]:
-            sync_file(entry)
+        if comm.rank == 0:
+            for entry in [*sorted(staging.iterdir()), staging]:
+                if entry.suffix != WEIGHT_SUFFIX:
+                    sync_file(entry)
 
     def clear() -> None:
         if comm.rank == 0:

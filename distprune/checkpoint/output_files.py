@@ -115,12 +115,3 @@ def _write_file(path: Path, content: bytes, read: Path, size: int | None = None)
     with open(descriptor, "wb") as file:
         file.write(content)
         file.truncate(len(content) if size is None else size)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the file or directory ``path`` is on the disk. Local."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

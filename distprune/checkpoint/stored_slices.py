@@ -30,10 +30,12 @@ def stored_slices(
         ValueError: a file is no safetensors file.
     """
     num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
-    for path in dict.fromkeys(file.path for _, file, _ in work):
-        of_file = sorted(((s, e) for s, f, e in work if f.path == path), key=lambda pair: pair[1].start)
+    by_file: dict[Path, list[tuple[LocalShard, TensorEntry]]] = {}
+    for shard, file, entry in work:
+        by_file.setdefault(file.path, []).append((shard, entry))
+    for path, of_file in by_file.items():
         with open_weights(path) as handle:
-            for shard, entry in of_file:
+            for shard, entry in sorted(of_file, key=lambda pair: pair[1].start):
                 yield shard, entry, _parts(shard, entry, handle)
                 num_done += shard.local.nbytes
                 if progress is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import Batches, check_fit
-from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_directory, remove_files, resolve_model
+from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_together, remove_files, resolve_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
 from distprune.jobs.journal import Item
@@ -144,8 +144,8 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     if job.teacher is None:
         return None
     path = resolve_model(job.teacher, group=run.comm, log=run.reporter.say)
+    directory, own = open_together(run.comm, path), run.directory.path
     with together(run.comm):
-        directory, own = open_directory(path), run.directory.path
         vocabularies = [load_tokenizer(folder).get_vocab() for folder in (path, own)]
         sizes = [read_json(folder / CONFIG_NAME).get("vocab_size") for folder in (path, own)]
         if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:

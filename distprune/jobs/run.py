@@ -22,8 +22,9 @@ from distprune.checkpoint import (
     check_output,
     load_model,
     load_tokenizer,
-    open_directory,
+    open_together,
     resolve_model,
+    sample_together,
     save_model,
 )
 from distprune.collectives import agree, communicator, together
@@ -60,8 +61,8 @@ class Run:
         seen: dict[str, str] = {}
         self.read: dict[str, object] = {}  # what a job that goes on must read again
         self._tokens: dict[str, torch.Tensor] = {}
+        self.directory = open_together(self.comm, path)
         with together(self.comm):
-            self.directory = open_directory(path)
             seen["model files"] = self.directory.fingerprint()
             if job.evaluate_on or job.tasks:
                 self._tokenizer = load_tokenizer(path)
@@ -83,15 +84,16 @@ class Run:
         self._started = time.perf_counter()
 
     def note_files(self, what: str, directory: HfDirectory) -> None:
-        """Note the weight files of a ``directory`` that is read, as the first rank sees them. Every rank: three rounds.
+        """Note the weight files of a ``directory`` that is read, as the first rank sees them.
+
+        Every rank must call it: two rounds, and those of :func:`sample_together`.
 
         Raises:
             OSError: on every rank: one cannot be read.
         """
-        with together(self.comm):
-            stamps = directory.stamps()
-            self.read[f"{what} weights"] = directory.sample()
-        self.read[f"{what} weight files"] = self.comm.broadcast(stamps)  # nodes may have copies of their own
+        self.read[f"{what} weights"] = sample_together(self.comm, directory)
+        # Nodes may have copies of their own.
+        self.read[f"{what} weight files"] = self.comm.broadcast(directory.stamps)
 
     def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.

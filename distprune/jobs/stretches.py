@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
+from distprune.checkpoint.disk import kernel_of, share_to_sync
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
@@ -164,7 +166,8 @@ class StretchWriter:
     def write(self, first: int, progress: Progress) -> None:
         """Write the stretches from ``first`` on. Every rank must call it.
 
-        A round for each, 24 bytes a parameter in it, and the wait for the disk as :func:`work_together`.
+        Two rounds of 18 bytes a rank; then a round for each, 24 bytes a parameter in it, and the wait for the disk as
+        :func:`work_together`.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
@@ -172,9 +175,10 @@ class StretchWriter:
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
         with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
-            disk = _Disk(self._unfinished, syncing)
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
+                kernel = kernel_of(self._unfinished.folder)
+            disk = _Disk(self._unfinished, files, share_to_sync(self._comm, kernel), syncing)
             every = opened.enter_context(_mapping())
             # A system lets one thread at a time write to a file, and may have the others spin until then.
             turns = {path: Lock() for path in files}
@@ -188,9 +192,7 @@ class StretchWriter:
                         with lock:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
 
-                digests = self._of_pieces(stretch, every, write)
-                disk.submit([files[path].fileno() for path in dict.fromkeys(part.path for part in stretch)])
-                return digests
+                return self._of_pieces(stretch, every, write)
 
             reading.submit(self._read_ahead, self.stretches[first : first + 1])
             for number in range(first, len(self.stretches)):
@@ -202,7 +204,7 @@ class StretchWriter:
                 if any(num_nans for _, _, num_nans in totals):
                     raise_nans(self._comm, {name: counts[name][2] for name in names})
                 of_name = {name: [pruned, before] for name, (pruned, before, _) in zip(names, totals, strict=True)}
-                disk.record(Item(STRETCH, of_name, digest))
+                disk.record(Item(STRETCH, of_name, digest), {part.path for part in stretch})
                 if progress is not None:
                     progress(sum(sizes[: number + 1]), sum(sizes))
             disk.finish()
@@ -303,37 +305,42 @@ class StretchWriter:
 
 
 class _Disk:
-    """Stretch n is synced while n + 1 is written, and recorded while n + 2 is: every rank has it on the disk by then.
+    """Stretch n is synced while n + 1 is written, and recorded while n + 2 is: all ranks have it on the disk by then.
 
-    Where ``unfinished`` does not sync files nothing waits for the disk.
+    ``share``: which of some files this rank syncs. Where ``unfinished`` does not sync files nothing waits for the disk.
     """
 
-    def __init__(self, unfinished: Unfinished, thread: ThreadPoolExecutor) -> None:
-        self._unfinished, self._thread = unfinished, thread
-        self._submitted: list[Future[None]] = []  # of the stretch that is written now
+    def __init__(
+        self, unfinished: Unfinished, files: Mapping[Path, FileIO], share: slice, thread: ThreadPoolExecutor
+    ) -> None:
+        self._unfinished, self._files, self._share, self._thread = unfinished, files, share, thread
+        self._unsynced = {*files}  # since this job has begun
         self._written: list[tuple[Item, list[Future[None]]]] = []  # which every rank has written
         self._recorded: list[Future[None]] = []
 
-    def submit(self, descriptors: Sequence[int]) -> None:
-        """Begin to sync the files of a stretch. Local."""
-        if self._unfinished.sync_files:
-            self._submitted += [self._thread.submit(os.fsync, descriptor) for descriptor in descriptors]
+    def _sync(self, paths: set[Path]) -> list[Future[None]]:
+        """Begin to sync this rank's share of files to which every rank has written. Local."""
+        self._unsynced -= paths
+        if not self._unfinished.sync_files:
+            return []
+        return [self._thread.submit(os.fsync, self._files[path].fileno()) for path in sorted(paths)[self._share]]
 
-    def record(self, item: Item) -> None:
-        """Note that every rank has written a stretch, once its files are synced. Every rank must call it.
+    def record(self, item: Item, paths: set[Path]) -> None:
+        """Note that every rank has written a stretch, into the files ``paths``, once they are synced.
 
-        Waits for the stretch before, as :func:`work_together`. Raises what an earlier sync or record raised.
+        Every rank must call it. Waits for the stretch before, as :func:`work_together`. Raises what an earlier sync or
+        record raised.
         """
-        self._written.append((item, self._submitted))
-        self._submitted = []
+        self._written.append((item, self._sync(paths)))
         if len(self._written) > 1:
             self._record_first()
 
     def finish(self) -> None:
-        """Wait until all is recorded. Every rank must call it."""
+        """Wait until all is recorded, and what was in the files before is on the disk, too. Every rank must call it."""
+        before = self._sync({*self._unsynced})
         while self._written:
             self._record_first()
-        self._wait(self._recorded)
+        self._wait([*self._recorded, *before])
 
     def _record_first(self) -> None:
         item, synced = self._written.pop(0)

@@ -143,7 +143,8 @@ def open_unfinished(
     unfinished = Unfinished(comm, folder, journal)
     with together(comm):
         check_shared(folder)
-        _check_files(unfinished, run.directory)
+        if comm.rank == 0:
+            _check_files(unfinished, run.directory)
     try:
         yield unfinished
     except Exception as error:

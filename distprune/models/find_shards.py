@@ -113,7 +113,7 @@ def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
     return [patterns] if isinstance(patterns, str | nn.Module) else list(patterns)
 
 
-def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], LocalShard]) -> list[tuple[str, _Held]]:
+def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) -> list[tuple[str, _Held]]:
     """Return the parameters of ``module`` itself, under the names that they had before FSDP1 or a mask."""
     own: dict[str, _Held] = {}
     for name, parameter in module._parameters.items():
@@ -121,7 +121,7 @@ def _held_by(module: nn.Module, flat_parts: dict[tuple[int, str], LocalShard]) -
             bare = name.removesuffix("_orig")
             own[bare if f"{bare}_mask" in module._buffers else name] = parameter
     own.pop("_flat_param", None)
-    own.update({name: part for (key, name), part in flat_parts.items() if key == id(module)})
+    own.update(flat_parts.get(id(module), {}))
     return list(own.items())
 
 
@@ -145,7 +145,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[tuple[int, str], LocalShard]) -> set[_Held]:
+def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[int, dict[str, LocalShard]]) -> set[_Held]:
     return {
         held
         for root in modules

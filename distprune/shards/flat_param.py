@@ -26,8 +26,8 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
-    """Return this rank's parts by (id of the module, name in it), tied weights under all their names.
+def find_flat_parts(model: nn.Module) -> dict[int, dict[str, LocalShard]]:
+    """Return this rank's parts by the id of their module and their name in it, tied weights under all their names.
 
     The geometry of a part is in the flattened parameter. Flat parameters that are still unsharded after a forward are
     resharded first.
@@ -35,7 +35,7 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
     Raises:
         NotImplementedError: there is an FSDP1 module, and this torch names its parts differently.
     """
-    parts: dict[tuple[int, str], LocalShard] = {}
+    parts: dict[int, dict[str, LocalShard]] = {}
     for wrapped in model.modules():
         if not isinstance(wrapped, FullyShardedDataParallel):
             continue
@@ -61,7 +61,8 @@ def find_flat_parts(model: nn.Module) -> dict[tuple[int, str], LocalShard]:
                 first, start, stop = place.offset_in_shard, place.intra_param_start_idx, place.intra_param_end_idx + 1
             local, geometry = data[first : first + stop - start], Geometry.rows((numel,), start, stop)
             part = LocalShard(info.param_name, local, geometry, ownership, original_shape=tuple(shape))
-            parts[id(info.module), info.param_name] = part
+            parts.setdefault(id(info.module), {})[info.param_name] = part
         for shared in flat._shared_param_infos:
-            parts[id(shared.module), shared.param_name] = parts[id(shared.prim_module), shared.prim_param_name]
+            part = parts[id(shared.prim_module)][shared.prim_param_name]
+            parts.setdefault(id(shared.module), {})[shared.param_name] = part
     return parts

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -70,25 +70,21 @@ def _instances_of(cls: type[Any]) -> Iterator[nn.Module]:
         yield from _instances_of(subclass)
 
 
+# Where the parameters of a module were found last: looking for one of them is not looking through all.
+_Reference: TypeAlias = "weakref.ReferenceType[Any]"
+_found_last: weakref.WeakKeyDictionary[nn.Module, list[tuple[_Reference, _Reference]]] = weakref.WeakKeyDictionary()
+
+
 class Fsdp2Params:
-    """Finds what FSDP2 manages; made once for a call, after which modules must not be sharded."""
+    """Finds what FSDP2 manages; made once for a call, after which modules must not be sharded.
+
+    What was found before is looked up. What was not is looked for among all that FSDP2 manages, once.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], Managed] = {}
+        self._found: dict[tuple[int, str], Managed] | None = None
         self._unknown: set[int] = set()  # of modules
         self._error: NotImplementedError | None = None
-        try:
-            FSDP2.check()
-            for reference in _all_states():
-                state = reference()
-                for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
-                    info = managed.param._module_info
-                    self._found[id(info.module), info.param_name] = managed
-                    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                        self._found[id(module), name] = managed
-        except NotImplementedError as error:
-            self._error = error
-            self._unknown.update(id(part) for module in _instances_of(FSDPModule) for part in module.modules())
 
     def find(self, module: nn.Module, name: str) -> Managed | None:
         """Return what FSDP2 manages under ``name`` in ``module``, if it does.
@@ -96,9 +92,34 @@ class Fsdp2Params:
         Raises:
             NotImplementedError: it does, but this torch names its parts differently.
         """
+        for of_param, of_group in _found_last.get(module, ()):
+            param, group = of_param(), of_group()
+            if param is not None and group is not None and (id(module), name) in _places_of(param):
+                return Managed(param, group)
+        if self._found is None:
+            self._found = self._find_all()
         if self._error is not None and id(module) in self._unknown:
             raise self._error
         return self._found.get((id(module), name))
+
+    def _find_all(self) -> dict[tuple[int, str], Managed]:
+        found: dict[tuple[int, str], Managed] = {}
+        by_module: dict[nn.Module, list[tuple[_Reference, _Reference]]] = {}
+        try:
+            FSDP2.check()
+            for reference in _all_states():
+                state = reference()
+                for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
+                    found.update(dict.fromkeys(_places_of(managed.param), managed))
+                    info = managed.param._module_info
+                    for module in {info.module, *info.shared_modules}:
+                        references = weakref.ref(managed.param), weakref.ref(managed.group)
+                        by_module.setdefault(module, []).append(references)
+        except NotImplementedError as error:
+            self._error = error
+            self._unknown.update(id(part) for module in _instances_of(FSDPModule) for part in module.modules())
+        _found_last.update(by_module)
+        return found
 
     def release(self, module: nn.Module, name: str) -> Managed | None:
         """Put what FSDP2 manages under ``name`` in ``module`` back to its shards, and return it. No communication."""
@@ -137,6 +158,19 @@ def groups_of(state: Any) -> list[Any]:
         for param in group.fsdp_params[:1]:
             FSDP2.check(param, param._module_info, param.sharded_param)
     return list(groups)
+
+
+def forget_places(modules: Iterable[nn.Module]) -> None:
+    """Look for what FSDP2 manages in ``modules`` anew from now on: it has changed."""
+    for module in modules:
+        _found_last.pop(module, None)
+
+
+def _places_of(param: Any) -> list[tuple[int, str]]:
+    """Return (id of the module, name in it) of an FSDPParam, everywhere it is."""
+    info = param._module_info
+    places = [(id(info.module), info.param_name)]
+    return places + [(id(of), name) for of, name in zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _all_states() -> list[weakref.ReferenceType[Any]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from distprune.shards.fsdp2 import Managed, groups_of, state_of
+from distprune.shards.fsdp2 import Managed, forget_places, groups_of, state_of
 from distprune.shards.torch_private import FSDPParam, find_private
 
 # torch 2.11 has none: the placement is all that it asks for.
@@ -94,6 +94,7 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
     if managed.group._reset_sharded_params:  # a forward has run
         param.init_dtype_attrs(param.mp_policy)
     managed.group.fsdp_params = [param if of is before else of for of in managed.group.fsdp_params]
+    forget_places([before._module_info.module, *before._module_info.shared_modules])
 
 
 def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
@@ -111,6 +112,7 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
                 "fully_shard has been called with a list of which some modules leave the model and others stay; "
                 "shard each by itself"
             )
+    forget_places(inside)
     left = [state for state in states if not all(module in inside for module in state._modules)]
     for state in left:
         for group in groups_of(state):

@@ -329,9 +329,7 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path, monkey
     assert synced[3:] == [tmp_path.name]
 
 
-def test_ranks_share_what_is_synced_and_keep_in_touch_while_one_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_keep_in_touch_while_one_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
     def slow_disk(path: Path) -> None:

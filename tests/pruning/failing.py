@@ -61,7 +61,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def state(net: nn.Module) -> list[Any]:
     """Return everything a call may change, to compare, and last the tensors, which keeps their ids theirs."""
     seen: list[Any] = [list(net.state_dict())]
-    fsdp2, kept = Fsdp2Params()._found, []
+    fsdp2, kept = Fsdp2Params()._find_all(), []
     for path, module in net.named_modules():
         tensors = {**module._parameters, **module._buffers}
         values = [(name, id(t), None if t is None else local(t).numpy().tobytes()) for name, t in tensors.items()]

@@ -239,9 +239,9 @@ def fsdp1_on_rank(_: int, use_orig_params: bool) -> None:
         prune.prune_model(sharded, pattern=by_itself, include="*weight")
         if isinstance(pattern, Block):
             expected = by_tensor(dataclasses.replace(pattern, scope="tensor"))
-        for (key, parameter_name), part in find_flat_parts(sharded).items():
-            name = f"{names[key]}.{parameter_name}"
-            if parameter_name == "weight":
+        for key, of_module in find_flat_parts(sharded).items():
+            if (part := of_module.get("weight")) is not None:
+                name = f"{names[key]}.weight"
                 wanted = expected[name].t() if name.startswith("turned") else expected[name]
                 here = part.geometry.flat_indices(0, part.local.numel())
                 assert torch.equal(part.local, wanted.reshape(-1)[here]), (pattern, name)

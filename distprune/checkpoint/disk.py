@@ -1,0 +1,46 @@
+"""Waiting for the disk: which rank syncs which of the files that all ranks have written.
+
+``fsync`` has the kernel put on the disk what it holds of a file, whichever of its processes wrote it. Of what another
+machine's kernel holds, on a file system that they share, it knows nothing. So it is right, and enough, that of the
+ranks on one kernel one syncs a file, once all of them have written. Kernels are told apart by their boot, since
+machines may have equal names; a folder that one kernel has mounted twice, with pages apart (FUSE), counts as two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+from distprune.collectives import Communicator
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NUM_DIGITS = 16
+
+
+def kernel_of(folder: Path) -> str:
+    """Return what is the same for processes on one kernel, to which ``folder`` is one. Local.
+
+    Where the kernel does not tell its boot (macOS), each process counts as on its own.
+    """
+    boot = _BOOT.read_text() if _BOOT.exists() else f"{platform.node()} {os.getpid()}"
+    return hashlib.sha256(f"{boot} {folder.stat().st_dev}".encode()).hexdigest()[:_NUM_DIGITS]
+
+
+def share_to_sync(comm: Communicator, kernel: str) -> slice:
+    """Return which of a list of files this rank syncs; ``kernel``: of :func:`kernel_of`.
+
+    Every rank must call it: two rounds, 18 bytes a rank.
+    """
+    kernels = comm.gather(kernel)
+    return slice(kernels[: comm.rank].count(kernel), None, kernels.count(kernel))
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file or directory ``path`` is on the disk. Local."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""A checkpoint as large as a thousand ranks' model, of which only the headers are there, and what one rank plans of it.
+
+Ranks share out what they do to files, so that all together find what one alone does: a sum over ranks is answered by
+what it was for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distprune.checkpoint import HfDirectory, open_together, sample_together
+from distprune.checkpoint.hf_load import slices_to_read
+from distprune.checkpoint.output_files import _header, planned
+from distprune.checkpoint.regions import Region
+from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
+from distprune.checkpoint.stored_values import StoredValues
+from distprune.jobs.stretches import StretchWriter
+from distprune.pruning.prune_model import Request
+from distprune.pruning.streamed import StreamedPruning
+from distprune.shards import Geometry, LocalShard
+from tests.fake_ranks import EqualRanks
+
+__all__ = ["PLANS"]
+
+_OF_A_FILE = 50  # parameters
+
+
+@cache
+def _stored(num_parameters: int, shape: tuple[int, ...]) -> tuple[Path, list[torch.Tensor]]:
+    """Return the directory of a checkpoint of so many tensors, and what one rank alone sums to read it."""
+    folder = Path(_folder().name) / f"{num_parameters} of {shape}"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    names = [f"p{i}" for i in range(num_parameters)]
+    value = torch.empty(shape, dtype=torch.float32, device="meta")
+    weight_map: dict[str, str] = {}
+    for first in range(0, num_parameters, _OF_A_FILE):
+        path = folder / f"model-{first}.safetensors"
+        file = planned(path, [LocalShard(name, value, Geometry.whole(shape)) for name in names[first:][:_OF_A_FILE]])
+        path.write_bytes(_header(file.tensors))
+        os.truncate(path, file.tensors[-1].stop)
+        weight_map |= {entry.name: path.name for entry in file.tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    alone = EqualRanks(1)
+    sample_together(alone, open_together(alone, folder))
+    return folder, alone.sums
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _opened(model: nn.Module, comm: EqualRanks) -> HfDirectory:
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    folder, sums = _stored(len(shapes), shapes[0])
+    comm.answers += sums
+    directory = open_together(comm, folder)
+    sample_together(comm, directory)
+    return directory
+
+
+def plan_to_read(model: nn.Module, comm: EqualRanks) -> int:
+    """Open a checkpoint of ``model`` and find what this rank reads of it; return how many slices."""
+    directory = _opened(model, comm)
+    regions = {name: [Region.whole(name, name, entry.shape)] for name, (_, entry) in directory.tensors.items()}
+    return sum(map(len, slices_to_read(model, directory, regions)))
+
+
+def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
+    """Open a checkpoint of ``model`` and find what this rank writes of it, pruned; return how many pieces."""
+    directory = _opened(model, comm)
+    stored = find_stored(directory, include="*")
+    unfinished: Any = SimpleNamespace(comm=comm, folder=directory.path)
+    with mapped_tensors(directory.weight_files) as tensors:
+        values = {name: StoredValues(of_name[0], tensors) for name, of_name in stored.stored.items()}
+        pruning = StreamedPruning(comm, Request(stored.found, None, "magnitude", "2:4", None, 0, None), values)
+        writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
+        return sum(len(writer._pieces(part)) for stretch in writer.stretches for part in stretch)
+
+
+# What is counted and timed, by name.
+PLANS: dict[str, Callable[[nn.Module, EqualRanks], int]] = {
+    "plan to read": plan_to_read,
+    "plan to stream": plan_to_stream,
+}
