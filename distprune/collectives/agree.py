@@ -8,6 +8,7 @@ has left (gloo sees that at once, NCCL at the group's timeout).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,9 +71,9 @@ def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]])
     sizes = [-1] * comm.size if error else [piece.numel() for piece in pieces]
     words = [_WORD] * comm.size
     own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
-    told = torch.cat(comm.swap(own, words, words)).view(torch.int64).tolist()
+    told = comm.swap(own, words, words).view(torch.int64).tolist()
     _raise_errors(comm, min(told) < 0, error)
-    return comm.swap(torch.cat(pieces), sizes, told)
+    return _parted(comm.swap(torch.cat(pieces), sizes, told), _starts(told), told)
 
 
 def swap_known(
@@ -92,19 +93,31 @@ def swap_known(
     made = [piece.numel() for piece in pieces]
     if error is None and made != list(to):
         error = ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
-    if error:
-        pieces = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in to]
-    # Whether it failed, as a whole word, so that what was aligned stays so.
-    word = torch.full((_WORD,), int(error is not None), dtype=torch.uint8, device="cpu")
-    sent = torch.cat([part for piece in pieces for part in (word, piece)])
-    received = comm.swap(sent, [_WORD + size for size in to], [_WORD + size for size in coming])
-    _raise_errors(comm, any(int(piece[0]) for piece in received), error)
-    return [piece[_WORD:] for piece in received]
+    # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
+    sent_sizes, sizes_coming = [_WORD + size for size in to], [_WORD + size for size in coming]
+    sent = torch.full((sum(sent_sizes),), int(error is not None), dtype=torch.uint8, device="cpu")
+    if error is None:
+        for part, piece in zip(_parted(sent, _starts(sent_sizes, _WORD), to), pieces, strict=True):
+            if len(piece):
+                part.copy_(piece)
+    received = comm.swap(sent, sent_sizes, sizes_coming)
+    flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device="cpu")
+    _raise_errors(comm, bool(received[flags].any()), error)
+    return _parted(received, _starts(sizes_coming, _WORD), coming)
+
+
+def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=first))[:-1]
+
+
+def _parted(joined: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+    nothing = joined[:0]  # most ranks have none for each other
+    return [joined[at : at + size] if size else nothing for at, size in zip(starts, sizes, strict=True)]
 
 
 def _made(make: Callable[[], Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], Exception | None]:
     try:
-        return [piece.detach().cpu() for piece in make()], None
+        return [piece.detach().cpu() if len(piece) else piece for piece in make()], None
     except Exception as error:
         return [], error
 
