@@ -67,13 +67,18 @@ def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]])
     All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. Two rounds:
     8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
     """
-    pieces, error = _made(make)
-    sizes = [-1] * comm.size if error else [piece.numel() for piece in pieces]
+    sizes, joined, error = [-1] * comm.size, torch.empty(0, dtype=torch.uint8, device="cpu"), None
+    try:
+        pieces = make()
+        joined = torch.cat([joined, *(piece.detach().cpu() for piece in pieces if piece.numel())])
+        sizes = [piece.numel() for piece in pieces]
+    except Exception as caught:
+        error = caught
     words = [_WORD] * comm.size
     own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
     told = comm.swap(own, words, words).view(torch.int64).tolist()
     _raise_errors(comm, min(told) < 0, error)
-    return _parted(comm.swap(torch.cat(pieces), sizes, told), _starts(told), told)
+    return _parted(comm.swap(joined, sizes, told), told)
 
 
 def swap_known(
@@ -89,37 +94,34 @@ def swap_known(
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
     """
     to, coming = sizes
-    pieces, error = _made(make)
-    made = [piece.numel() for piece in pieces]
-    if error is None and made != list(to):
-        error = ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
     # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
     sent_sizes, sizes_coming = [_WORD + size for size in to], [_WORD + size for size in coming]
-    sent = torch.full((sum(sent_sizes),), int(error is not None), dtype=torch.uint8, device="cpu")
-    if error is None:
-        for part, piece in zip(_parted(sent, _starts(sent_sizes, _WORD), to), pieces, strict=True):
-            if len(piece):
-                part.copy_(piece)
+    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device="cpu"), None
+    try:
+        pieces = make()
+        if (made := [piece.numel() for piece in pieces]) != list(to):
+            raise ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
+        for part, piece, size in zip(_parted(sent, to, _WORD), pieces, to, strict=True):
+            if size:
+                part.copy_(piece.detach())
+    except Exception as caught:
+        error = caught
+        sent.fill_(1)
     received = comm.swap(sent, sent_sizes, sizes_coming)
     flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device="cpu")
     _raise_errors(comm, bool(received[flags].any()), error)
-    return _parted(received, _starts(sizes_coming, _WORD), coming)
+    return _parted(received, coming, _WORD)
 
 
-def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
-    return list(itertools.accumulate(sizes, initial=first))[:-1]
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
-def _parted(joined: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-    nothing = joined[:0]  # most ranks have none for each other
-    return [joined[at : at + size] if size else nothing for at, size in zip(starts, sizes, strict=True)]
-
-
-def _made(make: Callable[[], Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], Exception | None]:
-    try:
-        return [piece.detach().cpu() if len(piece) else piece for piece in make()], None
-    except Exception as error:
-        return [], error
+def _parted(joined: torch.Tensor, sizes: Sequence[int], num_before: int = 0) -> list[torch.Tensor]:
+    """Return the parts of ``joined``, of so many bytes each; ``num_before`` others stand before each."""
+    starts, nothing = _starts([num_before + size for size in sizes]), joined[:0]  # most ranks have none for each other
+    ends = [num_before + start + size for start, size in zip(starts, sizes, strict=True)]
+    return [joined[end - size : end] if size else nothing for end, size in zip(ends, sizes, strict=True)]
 
 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:

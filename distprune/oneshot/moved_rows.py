@@ -151,7 +151,7 @@ def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[i
     of_others: dict[int, list[_HeldRows]] = {}
     with together(comm):
         for rank, piece in enumerate(received):
-            if len(piece):
+            if piece.numel():
                 of_others[rank] = [
                     _HeldRows(of_owner[comm.rank][number], tuple((start, stop) for start, stop in runs), goes)
                     for number, runs, goes in json.loads(bytes(piece.numpy()))
