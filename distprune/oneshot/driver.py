@@ -63,7 +63,7 @@ def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], 
 
     def fill(words: torch.Tensor) -> None:
         outcomes = [[*vars(of(name)).values()] for name in names]
-        words.copy_(torch.tensor(outcomes, dtype=torch.float64, device="cpu"))
+        words.copy_(torch.tensor(outcomes, dtype=torch.float64, device="cpu").view(words.shape))
 
     words = sum_together(comm, (len(names), len(dataclasses.fields(Outcome))), fill, torch.float64)
     return {
