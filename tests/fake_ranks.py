@@ -6,8 +6,9 @@ of them held what this one holds. Sums of counts are those of a real group, so a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -19,7 +20,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from typing_extensions import override
 
 import distprune as prune
+from distprune import NByM
+from distprune.calibration import InputStatistics, Moments
+from distprune.calibration.owner_ranks import OwnerRank
 from distprune.collectives import Communicator
+from distprune.models import LinearLayer
+from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.retarget import Aim
+from distprune.oneshot.rows import Rows, whole_rows
+from distprune.oneshot.scored import Scored
+from distprune.oneshot.solver import Pruning, Solved, Solver
+from distprune.patterns import Pattern
+from distprune.scores import Wanda
 from distprune.training.regrowth import GrowBy
 
 
@@ -28,11 +40,12 @@ class EqualRanks(Communicator):
     """Rank 0 of ``size`` that all hold the same; ``largest`` is the size of its largest message.
 
     ``answers``: what the next sums come out as, where ranks share out what one alone does, whose ``sums`` they are.
+    ``num_objects``: how many objects came as text from as many ranks.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
-        self.largest = 0
+        self.largest = self.num_objects = 0
         self.sums: list[torch.Tensor] = []
         self.answers: list[torch.Tensor] = []
 
@@ -57,6 +70,7 @@ class EqualRanks(Communicator):
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
+        self.num_objects += self.size
         return [bytes(buffer.numpy())] * self.size
 
     @override
@@ -155,3 +169,71 @@ STEPS = {
 }
 UPDATES = {"update, random": _update("random"), "update, by gradient": _update("gradient")}
 TRAINING: dict[str, Prepare] = {"set-up of a hold": _hold, **STEPS, **UPDATES}
+_DENSE = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", "down": "down"}  # whose input it has
+_WIDTH = 4
+
+
+class Zeroing(Solver[Moments]):
+    """Prunes all of it. Rows of other ranks, which are not there, may be anything."""
+
+    needs = "pairs"
+
+    @override
+    def prepare(self, moments: Moments) -> Moments:
+        return moments
+
+    @override
+    def begin(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Pruning:
+        return _Zeroed(rows)
+
+
+@dataclass
+class _Zeroed(Pruning):
+    rows: Mapping[str, Rows]
+
+    @override
+    def finish(self) -> dict[str, Solved]:
+        return {name: Solved(of.weight.zero_().numel(), 0.0) for name, of in self.rows.items()}
+
+
+# Who prunes the rows of a layer: its owner, who is given all of them, or whoever holds them.
+SOLVERS: dict[str, Solver[Moments]] = {"owners": Zeroing(), "in place": Scored(Wanda(), by_row=True)}
+
+
+def fake_block(size: int, num_experts: int) -> dict[str, LinearLayer]:
+    """Return the layers of a decoder block over ``size`` ranks: dense, or attention and experts, a few on each rank."""
+    mesh = init_device_mesh("cpu", (size,))
+
+    def module(local: tuple[int, ...]) -> nn.Module:
+        found = nn.Module()
+        whole = DTensor.from_local(torch.randn(local), mesh, [Shard(0)], run_check=False)
+        found.weight = nn.Parameter(whole, requires_grad=False)
+        return found
+
+    names = list(_DENSE)[: 4 if num_experts else None]
+    linears = {name: LinearLayer(name, module((1, _WIDTH)), "weight", size, _WIDTH) for name in names}
+    for name in ("gate_up", "down") if num_experts else ():
+        held = module((-(-num_experts // size), _WIDTH, _WIDTH))
+        for e in range(num_experts):
+            linears[f"{name}.{e}"] = LinearLayer(
+                f"{name}.{e}", held, "weight", _WIDTH, _WIDTH, expert=e, is_routed=True
+            )
+    return linears
+
+
+def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: Solver[Moments]) -> InputStatistics:
+    """Return what one sample of ones gives to ``linears``."""
+    statistics = InputStatistics(linears, solver.needs, comm=comm)
+    statistics.begin_sample()
+    for name in linears:
+        statistics.given(name, torch.ones(2, _WIDTH), None, _DENSE.get(name, name) if "gate" in linears else name)
+    return statistics
+
+
+def prune_block(comm: Communicator, statistics: InputStatistics, solver: Solver[Moments]) -> None:
+    """Do to one block what ``prune_blocks`` does once its inputs are known; each input in turn has the next owner."""
+    linears = statistics.linears
+    moments = statistics.reduce(comm, lambda shapes, size: [OwnerRank(i % size) for i in range(len(shapes))])
+    owned = {linear.parameter_path: True for linear in linears.values()}
+    with whole_rows(comm, linears, owned) as rows, torch.no_grad():
+        prune_rows(comm, rows, moments, lambda _: nullcontext(), Aim(0.0), solver=solver, pattern=NByM(2, 4))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,14 +13,30 @@ from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from distprune.collectives import Traffic
+from distprune.oneshot import moved_rows
 from distprune.shards import Managed, fsdp2
 from distprune.shards.torch_private import FSDPState
 from tests.fake_files import PLANS
-from tests.fake_ranks import CALLS, STEPS, TRAINING, UPDATES, fake_group, sharded_model
+from tests.fake_ranks import (
+    CALLS,
+    SOLVERS,
+    STEPS,
+    TRAINING,
+    UPDATES,
+    EqualRanks,
+    fake_block,
+    fake_group,
+    inputs_of,
+    prune_block,
+    sharded_model,
+)
 from tests.sampling import only_whole
 
 MOST_ROUNDS = 14
 MOST_BYTES, MOST_BYTES_A_PARAMETER = 1 << 20, 16
+# Of a one-shot block, a layer and a rank: 96 bytes of the sum of an input of 4 features go from each rank to its owner.
+# Or 1,056 go everywhere.
+MOST_BYTES_OF_BLOCK = {"owners": (300, 150), "in place": (1200, 0)}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -92,3 +112,46 @@ def test_parameters_of_fsdp2_are_looked_for_once(monkeypatch: pytest.MonkeyPatch
         for layer in layers:
             prune.remove(layer, "weight")
         assert (num_to_prune, looks.count(fsdp2.state_of(layers[0]))) == (1, 1)
+
+
+def num_calls(call: Callable[[], object]) -> int:
+    """Return how many functions ``call`` calls: its Python, whatever else runs on the machine."""
+    num = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+def block_costs(comm: EqualRanks, num_experts: int, how: str) -> tuple[int, int, int]:
+    """Return calls, rounds and bytes of one block."""
+    statistics = inputs_of(comm, fake_block(comm.size, num_experts), SOLVERS[how])
+    before = comm.traffic.copy()
+    calls = num_calls(lambda: prune_block(comm, statistics, SOLVERS[how]))
+    used = comm.traffic - before
+    return calls, used.num_rounds, used.num_bytes
+
+
+@pytest.mark.parametrize("how", SOLVERS)
+@pytest.mark.parametrize("num_experts", [0, 32, only_whole(256)])
+def test_a_one_shot_block_of_a_thousand_ranks(num_experts: int, how: str) -> None:
+    """No rank works on, or hears of, what concerns others alone; behind the first block it is known who holds what."""
+    a_layer, a_rank = MOST_BYTES_OF_BLOCK[how]
+    num_layers = 4 + 2 * num_experts if num_experts else 7
+    moved_rows._plans.clear()
+    later = {}
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            first, later[size] = (block_costs(comm, num_experts, how) for _ in range(2))
+            assert comm.num_objects == 0
+        for (_, num_rounds, num_bytes), most_rounds in ((first, 13), (later[size], 9)):
+            assert num_rounds <= most_rounds
+            assert num_bytes <= a_layer * num_layers + a_rank * size
+    assert later[1024][0] <= 1.25 * later[64][0] + 8 * 1024  # a few for each rank that sends a part of a sum

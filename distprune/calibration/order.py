@@ -7,14 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from distprune.calibration.addends import find_addends, keeping_outputs
 from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, together
+from distprune.collectives import Communicator, max_together, told_by_all
 from distprune.models import LinearLayer
 
 
@@ -67,6 +66,11 @@ class _Heard:
         if total.shape[-1] == self.width:
             self.adding.append(name)
 
+    def kinds(self) -> list[list[str]]:
+        """Return the kinds of layers that share an input, in the order in which they are first given one."""
+        found = (tuple(sorted({_kind(name) for name in names})) for names in self.inputs.values())
+        return [list(kinds) for kinds in dict.fromkeys(found)]
+
     def candidates(self) -> dict[str, LinearLayer]:
         return {name: of for name, of in self.linears.items() if of.expert is None and of.num_out == self.width}
 
@@ -75,47 +79,53 @@ def learn_order(comm: Communicator, walk: Walk, index: int, linears: Mapping[str
     """Run block ``index`` on this rank's first sample and return in which order it runs ``linears``.
 
     Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other layers
-    that no rank's sample reached come last. Every rank must call it: three rounds, two of the layers' names.
+    that no rank's sample reached come last. Every rank must call it: three rounds, of 24 and 8 bytes a layer, and that
+    of :func:`told_by_all`, of the kinds of layers.
     """
     heard, outputs = _Heard(walk.hidden[0].shape[-1], linears), dict[str, torch.Tensor]()
-    with together(comm):
+    names = list(linears)
+
+    def run_block(words: torch.Tensor) -> None:
+        """Write how often each layer's module was called, and -1 where it is seen, or found, to add to a sum."""
         candidates = heard.candidates()
         with listening(linears, heard, candidates), keeping_outputs(candidates, outputs), walk.block(index) as run:
             output = run(0)
         found = find_addends(walk.hidden[0].to(output.device), output, outputs, heard.adding)
-    told = [list(heard.inputs.values()), heard.adding, heard.num_calls, sorted(found)]
-    return _merged(linears, comm.gather(told))
+        seen = {*heard.adding}
+        told = [[heard.num_calls[name], -int(name in seen), -int(name in seen | found)] for name in names]
+        words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu"))
+
+    told = max_together(comm, (len(names), 3), run_block).tolist()  # calls, the most of any rank; sums, on all ranks
+    called_once = _called_once(linears, {name: calls for name, (calls, _, _) in zip(names, told, strict=True)})
+    seen = called_once.intersection(name for name, (_, is_seen, _) in zip(names, told, strict=True) if is_seen)
+    adding = called_once.intersection(name for name, (_, _, adds) in zip(names, told, strict=True) if adds)
+    others = linears.keys() - adding
+
+    def share(words: torch.Tensor) -> None:
+        """Write 1 where a layer has the input of one that does not add to hidden states, or is one."""
+        sharing = (of for of in heard.inputs.values() if not others.isdisjoint(of))
+        shifted = others.union(*sharing)
+        words.copy_(torch.tensor([int(name in shifted) for name in names], dtype=torch.int64, device="cpu"))
+
+    is_shifted = max_together(comm, (len(names),), share).tolist()
+    shifted = frozenset(name for name, shifts in zip(names, is_shifted, strict=True) if shifts)
+    told_kinds = told_by_all(comm, heard.kinds)
+    return BlockOrder(_stages(names, [kinds for _, kinds in told_kinds]), adding, shifted, called_once, adding - seen)
 
 
-def _merged(linears: Mapping[str, LinearLayer], told: Sequence[Any]) -> BlockOrder:
-    """Return the order that all ranks' runs tell; the first rank's goes first."""
-    stages: list[set[str]] = []  # of kinds
-    sharing: list[set[str]] = []
-    num_calls = Counter[str]()  # the most of any rank
-    for inputs, _, calls, _ in told:
-        for names in inputs:
-            kinds = {_kind(name) for name in names}
+def _stages(names: Sequence[str], told: Sequence[Sequence[Sequence[str]]]) -> tuple[tuple[str, ...], ...]:
+    """Return the stages of layers ``names`` that all ranks' runs tell, by kind; the first rank's goes first."""
+    stages: list[set[str]] = []
+    for inputs in told:
+        for kinds in map(set, inputs):
             known = next((stage for stage in stages if stage & kinds), None)
             if known is None:
                 stages.append(kinds)
             else:
                 known |= kinds
-            sharing.append(set(names))
-        num_calls |= Counter(calls)
-    called_once = _called_once(linears, num_calls)
-    seen = called_once.intersection(*(added for _, added, _, _ in told))
-    adding = called_once.intersection(*({*added, *found} for _, added, _, found in told))
-    found = [tuple(name for name in linears if _kind(name) in stage) for stage in stages]
-    unheard = tuple(name for name in linears if not any(name in stage for stage in found))
-    others = linears.keys() - adding
-    shifted = others.union(*(names for names in sharing if names & others))
-    return BlockOrder(
-        tuple(found) + ((unheard,) if unheard else ()),
-        adding,
-        frozenset(shifted & linears.keys()),
-        called_once,
-        adding - seen,
-    )
+    found = [tuple(name for name in names if _kind(name) in stage) for stage in stages]
+    unheard = tuple(name for name in names if not any(name in stage for stage in found))
+    return tuple(found) + ((unheard,) if unheard else ())
 
 
 def _called_once(linears: Mapping[str, LinearLayer], num_calls: Mapping[str, int]) -> frozenset[str]:

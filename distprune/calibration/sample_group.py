@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, gather_features
+from distprune.collectives import Communicator, gather_features, told_by_all
 from distprune.models import expert_weights
 from distprune.shards import Fsdp2Params, local_of
 
@@ -136,15 +136,17 @@ def shared_axis(model: nn.Module) -> Axis | None:
 def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
     """Return this rank's sample group in ``comm``; ``axis`` is its :func:`shared_axis`.
 
-    Every rank must call it: two rounds, of a few bytes for each rank of a sample group.
+    Every rank must call it: the rounds of ``told_by_all``, of 64 bytes where no ranks share samples.
 
     Raises:
         ValueError: on every rank: ranks disagree on who shares samples, or ``comm`` does not span a sample group.
     """
     ids = [comm.global_rank(rank) for rank in range(comm.size)]
-    said = comm.gather([ids[comm.rank]] if axis is None else list(axis.ranks))
-    # From here on every rank works on the same lists, so every rank raises the same error.
-    group_of = dict(zip(ids, said, strict=True))
+    # What is told is the same on every rank from here on, so every rank raises the same error.
+    group_of = {rank: [rank] for rank in ids}
+    for ranks, told in told_by_all(comm, lambda: None if axis is None else axis.ranks):
+        if told is not None:
+            group_of |= {ids[rank]: told for rank in ranks}
     for rank, sample_group in group_of.items():
         for other in sample_group:
             if group_of.get(other) != sample_group:
@@ -153,8 +155,8 @@ def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
                     f"ranks disagree on who runs the same samples: rank {rank} shares with {sample_group}, rank "
                     f"{other} {shares}; lay out the model alike on every rank, and pass a group that spans all of them"
                 )
-    groups = sorted({tuple(sample_group) for sample_group in said})
-    own, group = tuple(said[comm.rank]), None if axis is None else axis.group
+    groups = sorted({tuple(sample_group) for sample_group in group_of.values()})
+    own, group = tuple(group_of[ids[comm.rank]]), None if axis is None else axis.group
     return SampleGroup(groups.index(own), len(groups), own.index(ids[comm.rank]), len(own), group)
 
 

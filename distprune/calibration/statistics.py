@@ -38,6 +38,7 @@ from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
 from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owners
 from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.sums import add_products, feature_sums, in_float32, square_sums
 from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
@@ -49,7 +50,7 @@ FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  
 
 _PRODUCTS, _SHIFT, _SUMS = "X^T X", "+", "1^T X"  # beside the names of layers
 _NUM_PROJECTIONS = 32  # the standard error of ||X W^T||^2 is a quarter of it at most
-_ARRIVING = 1 << 23  # float64 numbers at one rank in a round
+_ARRIVING = 1 << 23  # float64 numbers at one rank in a round: 64 MiB
 
 
 class StageDone(Exception):
@@ -197,16 +198,15 @@ class InputStatistics:
         Those of ``"pairs"`` are for their owner alone, unless what that is for is spread over all ranks;
         ``find_owners`` says which, the same on every rank.
 
-        Every rank must call it. Rounds: 4 of little, to agree on which layers share and on what was found, with
-        ``sums`` 1 of 32 bytes a feature, and 1 for all ``"features"`` (264 bytes a feature), or for ``"pairs"`` (4
-        bytes a pair: one triangle, in float64) 1 for each input that is spread and 1 for all others, more if over
-        64 MiB would arrive at a rank at once.
+        Every rank must call it. Rounds: 3 of little, to agree on which layers share and on what was found (32 bytes a
+        layer), with ``sums`` 1 of 32 bytes a feature, and 1 for all ``"features"`` (264 bytes a feature), or for
+        ``"pairs"`` (4 bytes a pair: one triangle, in float64) 1 for all inputs that are spread and 1 for all others,
+        more if over 64 MiB would arrive at a rank at once.
 
         Raises:
             ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
             NotImplementedError: on every rank: layers share an input on one rank and not on another.
         """
-        max_together(comm, (0,), lambda _: self._check())
         inputs = self._merge(comm)
         shapes = tuple((of.num_in, of.num_out) for of in inputs)
         owners = [EVERYWHERE] * len(inputs) if self.of == "features" else find_owners(shapes, comm.size)
@@ -257,27 +257,21 @@ class InputStatistics:
         return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, **about_mean)
 
     def _merge(self, comm: Communicator) -> list[SharedInput]:
-        """Return the inputs over all ranks, some of which may have seen no token; two rounds."""
-        shared: dict[str, str] = {}
-        num_tokens = Counter[str]()
-        # All of a sample group saw the same tokens: its first rank counts them.
-        counted = self._num_tokens if self.sample_group.rank == 0 else {}
-        for first_of, num_of_rank in comm.gather([self._first_of, counted]):  # the same on every rank, so all raise
-            for name, first in first_of.items():
-                if shared.setdefault(name, first) != first:
-                    raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
-            num_tokens.update(num_of_rank)
-        names: dict[str, list[str]] = {}
-        for name in self.linears:
-            names.setdefault(shared.get(name, name), []).append(name)
+        """Return the inputs over all ranks, some of which may have seen no token: see :func:`shared_inputs`."""
+
+        def heard() -> tuple[Mapping[str, str], Mapping[str, int]]:
+            self._check()
+            # All of a sample group saw the same tokens: its first rank counts them.
+            return self._first_of, self._num_tokens if self.sample_group.rank == 0 else {}
+
+        inputs = shared_inputs(comm, list(self.linears), heard)
         # From here on an input goes by the first of its layers in their own order, whichever is called first.
-        self._sums = {names[first][0]: sums for first, sums in self._sums.items()}
-        self._means = {names[first][0]: means for first, means in self._means.items()}
+        names = {name: of[0] for of in inputs for name in of}
+        self._sums = {names[first]: sums for first, sums in self._sums.items()}
+        self._means = {names[first]: means for first, means in self._means.items()}
         return [
-            SharedInput(
-                tuple(of), self.linears[first].num_in, sum(self.linears[n].num_out for n in of), num_tokens[first]
-            )
-            for first, of in names.items()
+            SharedInput(of, self.linears[of[0]].num_in, sum(self.linears[name].num_out for name in of), num_tokens)
+            for of, num_tokens in inputs.items()
         ]
 
     def _sum_features(self, comm: Communicator, inputs: Sequence[SharedInput]) -> None:
@@ -303,13 +297,15 @@ class InputStatistics:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the sums over all ranks of the inputs that are spread or owned here, by the first layer."""
         totals: dict[str, dict[str, torch.Tensor]] = {}
-        spread = [of for of, owner in zip(inputs, owners, strict=True) if owner.spread]
-        for some in [spread] if self.of == "features" else [[of] for of in spread]:
-            packed = sum_together(comm, (self._numel(some),), partial(self._pack, some), torch.float64)
-            totals |= self._unpacked(some, packed)
-        for of_owner in self._rounds_of(inputs, owners, comm.size):
-            packed = sum_at_owners(comm, list(map(self._numel, of_owner)), partial(self._addend, of_owner))
-            totals |= self._unpacked(of_owner[comm.rank], packed)
+        spread = [(0, of) for of, owner in zip(inputs, owners, strict=True) if owner.spread]
+        for some in self._rounds(spread, math.inf if self.of == "features" else _ARRIVING):
+            packed = sum_together(comm, (self._numel(some[0]),), partial(self._pack, some[0]), torch.float64)
+            totals |= self._unpacked(some[0], packed)
+        owned = [(owner.rank, of) for of, owner in zip(inputs, owners, strict=True) if not owner.spread]
+        for of_owner in self._rounds(owned, _ARRIVING // comm.size):
+            sizes = [self._numel(of_owner[rank]) if rank in of_owner else 0 for rank in range(comm.size)]
+            packed = sum_at_owners(comm, sizes, partial(self._addend, of_owner))
+            totals |= self._unpacked(of_owner.get(comm.rank, ()), packed)
         return totals
 
     def _shapes(self, of: SharedInput) -> dict[str, Sequence[int]]:
@@ -336,7 +332,7 @@ class InputStatistics:
             found[of.names[0]] = {k: part.view(shape) for (k, shape), part in zip(shapes.items(), parts, strict=True)}
         return found
 
-    def _addend(self, of_owner: Sequence[Sequence[SharedInput]], rank: int) -> torch.Tensor:
+    def _addend(self, of_owner: Mapping[int, Sequence[SharedInput]], rank: int) -> torch.Tensor:
         """Return this rank's addends to what goes to ``rank``, packed."""
         packed = torch.zeros(self._numel(of_owner[rank]), dtype=torch.float64, device="cpu")
         self._pack(of_owner[rank], packed)
@@ -368,21 +364,21 @@ class InputStatistics:
         start, stop = self.sample_group.features(num_in)
         return nn.functional.pad(own, (0, 0, start, num_in - stop))
 
-    def _rounds_of(
-        self, inputs: Sequence[SharedInput], owners: Sequence[OwnerRank], num_ranks: int
-    ) -> Iterator[list[list[SharedInput]]]:
-        """Yield for every round what goes to each rank: no more than about 64 MiB arrive there, or one input."""
-        of_owner: list[list[SharedInput]] = [[] for _ in range(num_ranks)]
-        for of, owner in zip(inputs, owners, strict=True):
-            if owner.spread:
-                continue
-            there = of_owner[owner.rank]
-            if there and self._numel([*there, of]) * num_ranks > _ARRIVING:
-                yield of_owner
-                of_owner = [[] for _ in range(num_ranks)]
-            of_owner[owner.rank].append(of)
-        if any(of_owner):
-            yield of_owner
+    def _rounds(
+        self, inputs: Sequence[tuple[int, SharedInput]], most: float
+    ) -> Iterator[Mapping[int, Sequence[SharedInput]]]:
+        """Yield for every round which of ``inputs`` go to each rank: no more than ``most`` numbers, or one input."""
+        of_rank: dict[int, list[SharedInput]] = {}
+        sizes = Counter[int]()
+        for rank, of in inputs:
+            size = self._numel([of])
+            if sizes[rank] and sizes[rank] + size > most:
+                yield of_rank
+                of_rank, sizes = {}, Counter()
+            of_rank.setdefault(rank, []).append(of)
+            sizes[rank] += size
+        if of_rank:
+            yield of_rank
 
 
 def _spoiled(m: Moments) -> int:

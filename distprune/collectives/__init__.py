@@ -19,6 +19,7 @@ from distprune.collectives.agree import (
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic, cannot_meet, has_lost_ranks, out_of_step
 from distprune.collectives.guarded import Guarded
+from distprune.collectives.known import Known, digest_of, new_word, told_by_all
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
 from distprune.collectives.roster import Layout, Member, Roster, natural_order, roster_of_all, roster_of_one
@@ -43,6 +44,7 @@ __all__ = [
     "Communicator",
     "Group",
     "Guarded",
+    "Known",
     "Layout",
     "Member",
     "MpiRanks",
@@ -54,6 +56,7 @@ __all__ = [
     "broadcast_tensor",
     "cannot_meet",
     "communicator",
+    "digest_of",
     "exchange",
     "from_bytes",
     "gather_features",
@@ -62,6 +65,7 @@ __all__ = [
     "lookup_rows",
     "max_together",
     "natural_order",
+    "new_word",
     "out_of_step",
     "roster_of_all",
     "roster_of_one",
@@ -71,6 +75,7 @@ __all__ = [
     "swap_known",
     "swap_unknown",
     "together",
+    "told_by_all",
     "whole_tensor",
     "work_together",
 ]

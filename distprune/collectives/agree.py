@@ -8,6 +8,7 @@ has left (gloo sees that at once, NCCL at the group's timeout).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,13 +67,18 @@ def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]])
     All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. Two rounds:
     8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
     """
-    pieces, error = _made(make)
-    sizes = [-1] * comm.size if error else [piece.numel() for piece in pieces]
+    sizes, joined, error = [-1] * comm.size, torch.empty(0, dtype=torch.uint8, device="cpu"), None
+    try:
+        pieces = make()
+        joined = torch.cat([joined, *(piece.detach().cpu() for piece in pieces if piece.numel())])
+        sizes = [piece.numel() for piece in pieces]
+    except Exception as caught:
+        error = caught
     words = [_WORD] * comm.size
     own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
-    told = torch.cat(comm.swap(own, words, words)).view(torch.int64).tolist()
+    told = comm.swap(own, words, words).view(torch.int64).tolist()
     _raise_errors(comm, min(told) < 0, error)
-    return comm.swap(torch.cat(pieces), sizes, told)
+    return _parted(comm.swap(joined, sizes, told), told)
 
 
 def swap_known(
@@ -88,25 +94,34 @@ def swap_known(
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
     """
     to, coming = sizes
-    pieces, error = _made(make)
-    made = [piece.numel() for piece in pieces]
-    if error is None and made != list(to):
-        error = ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
-    if error:
-        pieces = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in to]
-    # Whether it failed, as a whole word, so that what was aligned stays so.
-    word = torch.full((_WORD,), int(error is not None), dtype=torch.uint8, device="cpu")
-    sent = torch.cat([part for piece in pieces for part in (word, piece)])
-    received = comm.swap(sent, [_WORD + size for size in to], [_WORD + size for size in coming])
-    _raise_errors(comm, any(int(piece[0]) for piece in received), error)
-    return [piece[_WORD:] for piece in received]
-
-
-def _made(make: Callable[[], Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], Exception | None]:
+    # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
+    sent_sizes, sizes_coming = [_WORD + size for size in to], [_WORD + size for size in coming]
+    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device="cpu"), None
     try:
-        return [piece.detach().cpu() for piece in make()], None
-    except Exception as error:
-        return [], error
+        pieces = make()
+        if (made := [piece.numel() for piece in pieces]) != list(to):
+            raise ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
+        for part, piece, size in zip(_parted(sent, to, _WORD), pieces, to, strict=True):
+            if size:
+                part.copy_(piece.detach())
+    except Exception as caught:
+        error = caught
+        sent.fill_(1)
+    received = comm.swap(sent, sent_sizes, sizes_coming)
+    flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device="cpu")
+    _raise_errors(comm, bool(received[flags].any()), error)
+    return _parted(received, coming, _WORD)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _parted(joined: torch.Tensor, sizes: Sequence[int], num_before: int = 0) -> list[torch.Tensor]:
+    """Return the parts of ``joined``, of so many bytes each; ``num_before`` others stand before each."""
+    starts, nothing = _starts([num_before + size for size in sizes]), joined[:0]  # most ranks have none for each other
+    ends = [num_before + start + size for start, size in zip(starts, sizes, strict=True)]
+    return [joined[end - size : end] if size else nothing for end, size in zip(ends, sizes, strict=True)]
 
 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:

@@ -106,15 +106,14 @@ class Communicator(ABC):
         return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
 
     @final
-    def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return what every rank has for this one, in rank order (one round), on the CPU.
+    def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return what every rank has for this one, joined in rank order (one round), on the CPU.
 
         ``sent`` (uint8, on the CPU) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come.
         """
         self._count(max(sum(sent_sizes), sum(sizes)))
         with communicating():
-            received = self._swap_bytes(sent, list(sent_sizes), list(sizes))
-        return list(torch.split(received, list(sizes)))
+            return self._swap_bytes(sent, list(sent_sizes), list(sizes))
 
     def _count(self, num_bytes: int) -> None:
         """Count a round, before it begins."""

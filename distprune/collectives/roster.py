@@ -7,23 +7,16 @@ is the one list all of them agree on; a parameter's index in it is its place in 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import heapq
 import itertools
-import json
 import re
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-import torch
-
-from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
-
-_WORD = 8  # bytes
+from distprune.collectives.known import each_different
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,6 @@ class Roster:
     first_holder: tuple[int, ...]
     num_holders: tuple[int, ...]
     num_copies: tuple[int | None, ...]
-    digest: str = field(default="", compare=False)  # of all ranks' lists, where they differ
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
@@ -79,44 +71,23 @@ def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the union of all ranks' lists; every rank of ``comm`` must call it.
 
-    Two rounds: a digest of each rank's list, and each different list, compressed, from the first rank that has it. The
-    order keeps every rank's own; where that leaves a choice, the name decides, with numbers read as numbers, so that
-    the stages of a pipeline come out in the order of the whole model.
+    Two rounds, those of ``each_different``. The order keeps every rank's own; where that leaves a choice, the name
+    decides, with numbers read as numbers, so that the stages of a pipeline come out in the order of the whole model.
 
     Raises:
         ValueError: on every rank, when a name stands twice in one list, ranks give one name different
             shapes or dtypes, or list the same parameters in different orders.
     """
-    own = zlib.compress(json.dumps([dataclasses.astuple(member) for member in members]).encode())
-    digest = int.from_bytes(hashlib.sha256(own).digest()[: _WORD - 1], "little")
-
-    def announce(told: torch.Tensor) -> None:
-        told[comm.rank] = torch.tensor([digest, len(own)], dtype=torch.int64, device="cpu")
-
-    told = sum_together(comm, (comm.size, 2), announce)
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, of_rank in enumerate(told.tolist()):
-        ranks.setdefault(tuple(of_rank), []).append(rank)
-    sizes = [-(-size // _WORD) for _, size in ranks]
-    firsts = [of[0] for of in ranks.values()]
-
-    def tell(words: torch.Tensor) -> None:
-        if comm.rank in firsts:
-            buffer = torch.split(words, sizes)[firsts.index(comm.rank)].view(torch.uint8)
-            buffer[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-
-    words = torch.split(sum_together(comm, (sum(sizes),), tell), sizes)
+    told = each_different(comm, [dataclasses.astuple(member) for member in members])
     # From here on every rank works on the same lists, so every rank raises the same error.
     lists = []
-    for ((_, size), of), packed in zip(ranks.items(), words, strict=True):
-        entries = json.loads(zlib.decompress(bytes(packed.view(torch.uint8)[:size].numpy())))
+    for ranks, entries in told:
         named = [
             Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout))
             for name, shape, dtype, layout in entries
         ]
-        lists.append((of[0], len(of), named))
-    of_all = hashlib.sha256(json.dumps(told.tolist()).encode()).hexdigest()
-    return dataclasses.replace(_merge(lists), digest=of_all)
+        lists.append((ranks[0], len(ranks), named))
+    return _merge(lists)
 
 
 def _merge(lists: Sequence[tuple[int, int, Sequence[Member]]]) -> Roster:

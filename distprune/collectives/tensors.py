@@ -40,11 +40,11 @@ def sum_at_owners(comm: Communicator, sizes: Sequence[int], make: Callable[[int]
 
     def pieces() -> list[torch.Tensor]:
         nonlocal own
-        own = make(comm.rank) if sizes[comm.rank] else own
-        return [as_bytes([make(rank)] if num_bytes else []) for rank, num_bytes in enumerate(others)]
+        own, nothing = make(comm.rank) if sizes[comm.rank] else own, as_bytes([])
+        return [as_bytes([make(rank)]) if num_bytes else nothing for rank, num_bytes in enumerate(others)]
 
-    for received in swap_known(comm, pieces, (others, coming)):
-        if len(received):
+    for received, size in zip(swap_known(comm, pieces, (others, coming)), coming, strict=True):
+        if size:
             own += received.view(torch.float64)
     return own
 

@@ -62,8 +62,8 @@ def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], 
     """
 
     def fill(words: torch.Tensor) -> None:
-        for row, name in zip(words, names, strict=True):
-            row.copy_(torch.tensor(dataclasses.astuple(of(name)), dtype=torch.float64, device="cpu"))
+        outcomes = [[*vars(of(name)).values()] for name in names]
+        words.copy_(torch.tensor(outcomes, dtype=torch.float64, device="cpu").view(words.shape))
 
     words = sum_together(comm, (len(names), len(dataclasses.fields(Outcome))), fill, torch.float64)
     return {

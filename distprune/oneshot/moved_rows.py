@@ -1,28 +1,51 @@
-"""All rows of a layer on one rank, for as long as it works on them."""
+"""All rows of a layer on one rank, for as long as it works on them.
+
+Which rows a rank holds of a layer concerns the layer's owner alone, so it alone is told: no rank ever works on, or
+hears of, what others hold of layers that are not its own. And they hold it of every block alike, so they are told once.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
+from distprune.collectives import (
+    Communicator,
+    Known,
+    as_bytes,
+    digest_of,
+    from_bytes,
+    sum_together,
+    swap_known,
+    swap_unknown,
+    together,
+)
 from distprune.oneshot.rows import Rows
 from distprune.shards import Runs
 
 
 @dataclass(frozen=True)
-class _Move:
-    """One layer's way to its ``owner``, who lacks the rows of ``sources``; ``runs``: of every rank, before."""
+class _HeldRows:
+    """What one rank holds of layer number ``layer``. It ``goes`` to the owner, unless that holds the same rows."""
 
-    owner: int
-    runs: list[Runs]
-    sources: list[int]
-    row_bytes: int
+    layer: int
+    runs: Runs
+    goes: bool
 
-    def size(self, rank: int) -> int:
-        return self.row_bytes * sum(stop - start for start, stop in self.runs[rank])
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who holds what: ``held`` by this rank, by the layers' owners; and by the others of its own layers, by rank."""
+
+    held: Mapping[int, Sequence[_HeldRows]]
+    of_others: Mapping[int, Sequence[_HeldRows]]
+
+
+_plans: Known[_Plan] = Known()
 
 
 @dataclass(frozen=True)
@@ -32,76 +55,126 @@ class MovedRows:
     rows: dict[str, Rows]
     error: Exception | None
     _comm: Communicator
-    _before: Mapping[str, Rows]
-    _moves: Mapping[str, _Move]
+    _before: Sequence[Rows]  # of the layers that have an owner, as the plan numbers them
+    _now: Sequence[Rows]
+    _plan: _Plan
 
     def back(self) -> None:
         """Write the rows back to where they came from, to replicas too.
 
         Every rank must call it: two rounds, in one of which an owner hands over what it has for the other ranks.
         """
-        comm, moves = self._comm, self._moves
-        ranks, here = range(comm.size), [name for name, move in moves.items() if move.owner == comm.rank]
-        going = [here if to != comm.rank else [] for to in ranks]
-        coming = [[n for n, move in moves.items() if move.owner == owner != comm.rank] for owner in ranks]
-        sent = [sum(moves[name].size(to) for name in going[to]) for to in ranks]
-        arriving = [sum(moves[name].size(comm.rank) for name in coming[owner]) for owner in ranks]
+        comm, before, now, plan = self._comm, self._before, self._now, self._plan
+        sizes = _sizes(comm, before, plan.of_others), _sizes(comm, before, plan.held)
 
         def make() -> list[torch.Tensor]:
-            return [
-                as_bytes([v for n in going[to] for v in _at(self.rows[n].weight, moves[n].runs[to])]) for to in ranks
-            ]
+            views = {
+                rank: [view for part in parts for view in _at(now[part.layer].weight, part.runs)]
+                for rank, parts in plan.of_others.items()
+            }
+            return _pieces(comm, views)
 
-        received = swap_known(comm, make, (sent, arriving))
+        received = swap_known(comm, make, sizes)
         with together(comm):
-            for name in here:
-                before, now, runs = self._before[name].weight, self.rows[name].weight, moves[name].runs[comm.rank]
-                if now is not before:
-                    _copy(_split(before, runs), _at(now, runs))
-            for names, piece in zip(coming, received, strict=True):
-                _write(piece, [self._before[name].weight for name in names])
+            for old, new in zip(before, now, strict=True):
+                if new.owned and new.weight is not old.weight:
+                    _copy(_split(old.weight, old.runs), _at(new.weight, old.runs))
+            for owner, parts in plan.held.items():
+                _write(received[owner], [before[part.layer].weight for part in parts])
 
 
 def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, int]) -> MovedRows:
     """Return ``rows`` with all of layer ``name`` on rank ``owner[name]``, which counts them, and none of it elsewhere.
 
     Layers without an owner stay as they are. What is written into rows that moved is in ``rows``, wherever they
-    are held, after ``back()``. Every rank must call it, with the same owners: 3 rounds, two of a few bytes for
-    each rank and layer and one in which a rank hands over at most what it holds.
+    are held, after ``back()``. Every rank must call it, with the same owners: 2 rounds, one of 64 bytes and one in
+    which a rank hands over at most what it holds. The first time that ranks hold rows like these, 4 more: 8 bytes a
+    layer, 8 a rank, about 20 for each layer of which this rank holds rows, and 64.
     """
-    held = comm.gather([[rows[name].runs, rows[name].owned] for name in owner])
-    found, moves = dict(rows), {}
-    for i, (name, to) in enumerate(owner.items()):
-        runs = [tuple((start, stop) for start, stop in of_rank[i][0]) for of_rank in held]
-        # Nothing has to come of what the owner holds itself, a replica as it may be.
-        sources = [rank for rank in range(comm.size) if held[rank][i][1] and runs[rank] != runs[to]]
-        moves[name] = _Move(to, runs, sources, rows[name].num_in * rows[name].weight.element_size())
-    ranks = range(comm.size)
-    going = [[n for n, move in moves.items() if move.owner == to and comm.rank in move.sources] for to in ranks]
-    coming = [[n for n, move in moves.items() if move.owner == comm.rank and rank in move.sources] for rank in ranks]
-    sent = [sum(moves[name].size(comm.rank) for name in names) for names in going]
-    arriving = [sum(moves[name].size(rank) for name in coming[rank]) for rank in ranks]
+    before, owners = [rows[name] for name in owner], list(owner.values())
+    plan = _plans.of(
+        comm, lambda: [owners, [[of.runs, of.owned] for of in before]], lambda *_: _who_holds_what(comm, before, owners)
+    )
+    going = {to: [part for part in parts if part.goes] for to, parts in plan.held.items()}
+    coming = {rank: [part for part in parts if part.goes] for rank, parts in plan.of_others.items()}
+    arriving = {part.layer for parts in coming.values() for part in parts}
+    now: list[Rows] = []
 
     def make() -> list[torch.Tensor]:
-        for name, move in moves.items():
-            before, runs = rows[name], move.runs[comm.rank]
-            whole, is_owner = before.weight, comm.rank == move.owner
+        for i, (of, to) in enumerate(zip(before, owners, strict=True)):
+            whole, is_owner = of.weight, comm.rank == to
             if not is_owner:
-                whole = whole.new_empty((0, before.num_in))
-            elif move.sources:
-                whole = whole.new_empty((before.num_out, before.num_in))
-                _copy(_at(whole, runs), _split(before.weight, runs))
-            found[name] = Rows(whole, ((0, before.num_out),) if is_owner else (), before.num_out, is_owner, before.name)
-        return [as_bytes([rows[name].weight for name in names]) for names in going]
+                whole = whole.new_empty((0, of.num_in))
+            elif i in arriving:
+                whole = whole.new_empty((of.num_out, of.num_in))
+                _copy(_at(whole, of.runs), _split(of.weight, of.runs))
+            now.append(Rows(whole, ((0, of.num_out),) if is_owner else (), of.num_out, is_owner, of.name))
+        return _pieces(comm, {to: [before[part.layer].weight for part in parts] for to, parts in going.items()})
 
     error: Exception | None = None
-    received = swap_known(comm, make, (sent, arriving))
+    received = swap_known(comm, make, (_sizes(comm, before, going), _sizes(comm, before, coming)))
     try:
-        for rank, piece in enumerate(received):
-            _write(piece, [view for n in coming[rank] for view in _at(found[n].weight, moves[n].runs[rank])])
+        for rank, parts in coming.items():
+            _write(received[rank], [view for part in parts for view in _at(now[part.layer].weight, part.runs)])
     except Exception as caught:
         error = caught
-    return MovedRows(found, error, comm, rows, moves)
+    return MovedRows({**rows, **dict(zip(owner, now, strict=True))}, error, comm, before, now, plan)
+
+
+def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[int]) -> _Plan:
+    """Find out the plan of ``rows``, by the layers' numbers. Every rank must call it: four rounds."""
+    at_owner: list[int] = []  # of each layer, a digest of which rows its owner holds
+    held: dict[int, list[_HeldRows]] = defaultdict(list)
+    of_owner: dict[int, list[int]] = defaultdict(list)  # the layers of each
+    for layer, to in enumerate(owners):
+        of_owner[to].append(layer)
+
+    def tell(words: torch.Tensor) -> None:
+        at_owner.extend(int(digest_of(of.runs)[:15], 16) for of in rows)
+        own = [digest if to == comm.rank else 0 for digest, to in zip(at_owner, owners, strict=True)]
+        words.copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
+
+    digests = sum_together(comm, (len(rows),), tell).tolist()
+
+    def make() -> list[torch.Tensor]:
+        told: dict[int, list[tuple[int, Runs, bool]]] = defaultdict(list)
+        for to, layers in of_owner.items():
+            for number, layer in enumerate(layers) if to != comm.rank else ():
+                of = rows[layer]
+                if of.runs:
+                    held[to].append(_HeldRows(layer, of.runs, of.owned and at_owner[layer] != digests[layer]))
+                    told[to].append((number, of.runs, held[to][-1].goes))
+        texts = {to: bytearray(json.dumps(of_rank).encode()) for to, of_rank in told.items()}
+        return _pieces(comm, {to: [torch.frombuffer(text, dtype=torch.uint8)] for to, text in texts.items()})
+
+    received = swap_unknown(comm, make)
+    of_others: dict[int, list[_HeldRows]] = {}
+    with together(comm):
+        for rank, piece in enumerate(received):
+            if piece.numel():
+                of_others[rank] = [
+                    _HeldRows(of_owner[comm.rank][number], tuple((start, stop) for start, stop in runs), goes)
+                    for number, runs, goes in json.loads(bytes(piece.numpy()))
+                ]
+    return _Plan(held, of_others)
+
+
+def _sizes(comm: Communicator, rows: Sequence[Rows], parts: Mapping[int, Sequence[_HeldRows]]) -> list[int]:
+    """Return how many bytes of ``rows`` the ``parts`` for, or from, each rank are."""
+    sizes = [0] * comm.size
+    for rank, of_rank in parts.items():
+        for part in of_rank:
+            row = rows[part.layer].num_in * rows[part.layer].weight.element_size()
+            sizes[rank] += row * sum(stop - start for start, stop in part.runs)
+    return sizes
+
+
+def _pieces(comm: Communicator, tensors: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return what goes to each rank: nothing, where there is none for it."""
+    pieces = [as_bytes([])] * comm.size
+    for rank, of_rank in tensors.items():
+        pieces[rank] = as_bytes(of_rank)
+    return pieces
 
 
 def _at(whole: torch.Tensor, runs: Runs) -> list[torch.Tensor]:

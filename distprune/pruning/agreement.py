@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,9 +11,12 @@ from torch import nn
 
 from distprune.collectives import (
     Communicator,
+    Known,
     Member,
     Roster,
     agree,
+    digest_of,
+    new_word,
     roster_of_all,
     roster_of_one,
     same_everywhere,
@@ -86,9 +86,9 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         found, facts, score, _ = looked
         members = [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in found.shards]
         described = [[each.name, each.global_shape, each.dtype, each.layout and each.layout.name] for each in members]
-        key = _digest([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), described])
-        settled = _settled.get(key)
-        statement = [facts, settled.digest if settled else key]
+        key = digest_of([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), described])
+        stated, settled = _settled.look_up(comm, key)
+        statement = [facts, stated]
         drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
     except Exception as caught:
         error = caught
@@ -99,46 +99,34 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         agree(comm, facts)
         settled = _settle(comm, found, members)
     elif settled is None:
-        settled = _Settled(key, roster_of_one(comm, members), [num for _, num in found.patterns])
-    _settled.pop(key, None)  # so that it is the last to go
-    _settled[key] = settled
-    if len(_settled) > _MOST_SETTLED:
-        _settled.popitem(last=False)
-    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, settled.num_matches, strict=True)]
+        settled = key, _Settled(roster_of_one(comm, members), [num for _, num in found.patterns])
+    of_all = _settled.keep(comm, key, settled)
+    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, of_all.num_matches, strict=True)]
     seeded = score.seeded(drawn) if score.needs_seed else score
-    return Agreed(comm, settled.roster, patterns, seeded, [] if settled.leaves_out else found.shards), rest
+    return Agreed(comm, of_all.roster, patterns, seeded, [] if of_all.leaves_out else found.shards), rest
 
 
 @dataclass(frozen=True)
 class _Settled:
-    """What ranks settled in an earlier call: ``digest`` is the same on all of them.
+    """``leaves_out``: this rank prunes nothing by default, because it has no decoder blocks."""
 
-    ``leaves_out``: this rank prunes nothing by default, because it has no decoder blocks.
-    """
-
-    digest: str
     roster: Roster
     num_matches: list[int]
     leaves_out: bool = False
 
 
-_MOST_SETTLED = 16  # models and arguments; a roster takes some 200 bytes a parameter
-_settled: OrderedDict[str, _Settled] = OrderedDict()  # by the digest of what a rank stated
+_settled: Known[_Settled] = Known(16)  # models and arguments; a roster takes some 200 bytes a parameter
 
 
-def _settle(comm: Communicator, found: Found, members: Sequence[Member]) -> _Settled:
+def _settle(comm: Communicator, found: Found, members: Sequence[Member]) -> tuple[str, _Settled]:
     """Put together what different ranks found. Every rank must call it: three rounds."""
-    mine = [*(num for _, num in found.patterns), int(found.has_blocks)]
-    *num_matches, num_with_blocks = sum_together(
+    mine = [*(num for _, num in found.patterns), int(found.has_blocks), new_word() if comm.rank == 0 else 0]
+    *num_matches, num_with_blocks, word = sum_together(
         comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
     ).tolist()
     leaves_out = _lacks_blocks(found) and num_with_blocks > 0
     roster = roster_of_all(comm, [] if leaves_out else members)
-    return _Settled(_digest([roster.digest, num_matches, num_with_blocks]), roster, num_matches, leaves_out)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return str(word), _Settled(roster, num_matches, leaves_out)
 
 
 def _lacks_blocks(found: Found) -> bool:

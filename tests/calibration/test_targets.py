@@ -104,6 +104,30 @@ def test_sums_that_no_function_shows(closing: str, dtype: torch.dtype) -> None:
             assert float((one - other.state_dict()[name]).norm()) <= 1e-4 * float(one.norm()), name
 
 
+def run_gate(mlp: Any, given: Any, _: Any) -> None:
+    mlp.gate_proj(*given)
+
+
+def order_on_rank(rank: int, architecture: str) -> BlockOrder:
+    """Each rank has a sample of its own; in a Llama on the second one a layer runs twice, and an addition is unseen."""
+    model = model_of(architecture)
+    if rank == 1 and architecture == "llama":
+        _, layer = decoder_blocks(model)[0]
+        layer.get_submodule("mlp").register_forward_hook(run_gate)
+        vars(layer)["forward"] = partial(fused, layer=layer, closing="added")
+    walk = catch_inputs(model, [{"input_ids": TOKENS[rank : rank + 1], "use_cache": False}])
+    return learn_order(communicator(), walk, 0, linear_layers(walk.blocks[0][1]))
+
+
+def test_ranks_learn_one_order() -> None:
+    """Of a mixture, whose samples reach different experts, it is that of one rank."""
+    assert run_threads(3, order_on_rank, "mixtral") == [order_of(model_of("mixtral"))] * 3
+    one = order_of(model_of("llama"))
+    called_once = one.called_once - {"mlp.gate_proj"}
+    both = dataclasses.replace(one, called_once=called_once, unseen=frozenset({"self_attn.o_proj"}))
+    assert run_threads(2, order_on_rank, "llama") == [both] * 2
+
+
 def test_a_stage_runs_no_further_than_it_has_to() -> None:
     """Of the four stages of a block, the last alone runs the last layer; so do the dense and the final run."""
     model = tiny_model("llama", num_hidden_layers=2)
