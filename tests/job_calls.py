@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from distprune.jobs.options import Job
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import Unfinished
 from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, order_layers, remove_units
+from distprune.removal import LayerCriterion, choose_experts, order_layers, remove_units
 from tests.architectures import samples, tiny_model
 from tests.worlds import drawing
 
@@ -82,9 +83,9 @@ def experts_chosen(*_: object) -> Called:
     return model, lambda: choose_experts(model, samples(2, 4), 2)
 
 
-def layers_ordered(*_: object) -> Called:
+def layers_ordered(by: LayerCriterion, *_: object) -> Called:
     model = tiny_model("llama", num_hidden_layers=2)
-    return model, lambda: order_layers(model, samples(2, 4), 1, criterion="influence")
+    return model, lambda: order_layers(model, samples(2, 4), 1, criterion=by, progress=lambda *_: None)
 
 
 def to_train(*_: object) -> Called:
@@ -117,7 +118,8 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
     "Unfinished.restore": (2, restored),
     "remove_units": (2, cut_apart),
     "choose_experts": (2, experts_chosen),
-    "order_layers by influence": (2, layers_ordered),
+    "order_layers by influence": (2, partial(layers_ordered, "influence")),
+    "order_layers by loss": (2, partial(layers_ordered, "loss")),
     "MaskedTraining": (2, to_train),
     "shrink": (
         2,

@@ -6,6 +6,7 @@ from distprune.calibration.data import check_fit, load_samples, own_samples, spr
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.past_blocks import past_blocks
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import InputStatistics, StageDone
@@ -13,7 +14,7 @@ from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
-from distprune.calibration.walk import Walk
+from distprune.calibration.walk import Walk, with_hidden
 
 __all__ = [
     "Axis",
@@ -38,10 +39,12 @@ __all__ = [
     "measure_sensitivities",
     "own_samples",
     "pack_triangle",
+    "past_blocks",
     "shared_axis",
     "spread",
     "token_digest",
     "unpack_triangle",
     "visit_blocks",
     "walking",
+    "with_hidden",
 ]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from distprune.calibration.root_parameters import RootParameters
-from distprune.calibration.walk import Call, Walk, check_plain, hidden_of
-from distprune.collectives import Alone, Communicator
+from distprune.calibration.stand_in import standing_in
+from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
+from distprune.collectives import Alone, Guarded
 from distprune.models import decoder_blocks, keeping_weights
-from distprune.shards import reset_forward, take_roots
+from distprune.shards import gather, reset_forward, take_roots
 
 
 def catch_inputs(
@@ -22,7 +21,7 @@ def catch_inputs(
     batches: Sequence[Mapping[str, Any]],
     *,
     offload: bool = False,
-    comm: Communicator | None = None,
+    comm: Guarded | None = None,
 ) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``.
 
@@ -30,8 +29,8 @@ def catch_inputs(
     block and what is around the blocks, to learn how each of them is called; the others stop where the last
     kind of call begins, which for most models is at the first block. With ``offload`` the hidden states wait on the
     CPU between blocks. Every rank must pass as many batches. Under FSDP2 alone, embeddings are looked up in their
-    shards (see ``RootParameters``; its rounds count in the traffic of ``comm``); in other layouts that FSDP2 is part
-    of, it gathers the root once for all samples.
+    shards (see ``RootParameters``); in other layouts that FSDP2 is part of, it gathers the root once for all samples.
+    Rounds: 1 for each sample and 1 before the first block is gathered, of 64 bytes, and those of ``RootParameters``.
 
     Raises:
         ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
@@ -43,7 +42,8 @@ def catch_inputs(
     if not batches:
         raise ValueError("there is no calibration sample")
     take_roots(model)
-    walk, learner = Walk(model, blocks, offload=offload), _Learner(model, blocks, comm or Alone())
+    walk = Walk(model, blocks, batches=list(batches), offload=offload)
+    learner = _Learner(model, blocks, comm or Guarded(Alone()))
     firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
     try:
@@ -56,6 +56,7 @@ def catch_inputs(
                 walk.calls.append([calls[first] for first in firsts])
     finally:
         reset_forward(model)
+    walk.output = with_hidden(learner.output, torch.empty(0, dtype=torch.float32, device="cpu"))
     return walk
 
 
@@ -69,12 +70,13 @@ class _Learner:
     But the first one runs once, to show what a block puts out.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Guarded) -> None:
         self._model = model
         self._blocks = blocks
+        self._comm = comm
         of_root = RootParameters.can_stand_in(model, [block for _, block in blocks])
         self._root = RootParameters(comm, model) if of_root else None
-        self._output: Any = None  # of a block
+        self.output: Any = None  # of a block
         self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
         self._num_asked = 0
         self._first_hidden: torch.Tensor | None = None
@@ -85,9 +87,8 @@ class _Learner:
     def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
         """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
         self._num_asked, self._first_hidden, self._calls = num_asked, None, []
-        with ExitStack() as stack, torch.no_grad():
-            for index in range(num_asked):
-                stack.enter_context(self._standing_in(index))
+        with standing_in(self._model, self._blocks[:num_asked], self.called), torch.no_grad():
+            self._comm.meet()  # it may gather
             try:
                 if self._root is None:
                     self._model(**batch)
@@ -132,42 +133,16 @@ class _Learner:
             )
         if len(self._calls) == self._num_asked:
             raise _ReachedLast
-        if self._output is None:
-            self._output = block(*args, **kwargs)
-            self._put_out = hidden_of(self._output).clone()
-            beside = self._output[1:] if isinstance(self._output, tuple | list) else ()
+        if self.output is None:
+            self._comm.meet()
+            gather(block)
+            self.output = block(*args, **kwargs)
+            self._put_out = hidden_of(self.output).clone()
+            beside = self.output[1:] if isinstance(self.output, tuple | list) else ()
             self._extras = list(_tensors(beside))
-            return self._output
+            return self.output
         self._put_out = hidden.clone()
-        output = self._output
-        return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
-
-    @contextmanager
-    def _standing_in(self, index: int) -> Iterator[None]:
-        name, block = self._blocks[index]
-        parent_name, _, child = name.rpartition(".")
-        siblings = self._model.get_submodule(parent_name)._modules
-        siblings[child] = _StandIn(self, index, block)
-        try:
-            yield
-        finally:
-            siblings[child] = block
-
-
-class _StandIn(nn.Module):
-    """In place of a block while a model shows how it calls it."""
-
-    def __init__(self, learner: _Learner, index: int, block: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(_learner=learner, _index=index, _block=block)  # the block is no submodule of this
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._learner.called(self._index, args, kwargs)
-
-    @override
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
+        return with_hidden(self.output, hidden)
 
 
 def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:

@@ -13,7 +13,7 @@ from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import own_samples
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, sum_together, together
+from distprune.collectives import Communicator, guarding, out_of_step, sum_together, together
 from distprune.models import evaluating
 
 Progress = Callable[[int, int], None] | None
@@ -31,17 +31,19 @@ def walking(
 ) -> Iterator[Walk]:
     """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
 
-    ``has_dense``: the walk has a dense stream. Every rank must call it: one round of 64 bytes beyond the model's own.
+    ``has_dense``: the walk has a dense stream. Every rank must call it. Rounds: those of :func:`catch_inputs`, one of
+    64 bytes before each of them, and one at the end.
 
     Raises:
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
         Exception: on every rank: what ``catch_inputs`` raises.
     """
     with ExitStack() as stack:
-        with together(comm):
+        with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
             mine = own_samples(sample_group, model, samples)
-            walk = catch_inputs(model, mine.batches, offload=offload, comm=comm)
+            with out_of_step() if sample_group.size > 1 else nullcontext():
+                walk = catch_inputs(model, mine.batches, offload=offload, comm=ranks)
             walk.sample_group, walk.num_counted = sample_group, mine.num_counted
             if sample_group.size > 1:
                 walk.check_whole(samples.shape[1])
@@ -79,19 +81,18 @@ def visit_blocks(
     ``progress`` is called with the number of blocks done, and of all; ``offload``: as of :func:`walking`.
 
     Raises:
-        ValueError, NotImplementedError, Exception: on every rank: what the walk, or a visitor on one, raises.
+        ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visitor or
+            ``progress``.
     """
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
     with walking(comm, sample_group, model, samples, offload=offload) as walk:
         for index, visitor in enumerate(visitors):
-            yield _visited(comm, walk, index, visitor)
-            if progress is not None:
-                progress(index + 1, len(visitors))
+            yield _visited(comm, walk, index, visitor, progress)
 
 
-def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor) -> torch.Tensor:
+def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor, progress: Progress) -> torch.Tensor:
     found: list[torch.Tensor] = []
 
     def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
@@ -102,6 +103,8 @@ def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor) -> to
     def fill(words: torch.Tensor) -> None:
         for of_sample in found:
             words.add_(of_sample)
+        if progress is not None:
+            progress(index + 1, len(walk.blocks))
 
     with visitor.listening():
         walk.advance(index, comm, end=take)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.sample_group import SampleGroup
-from distprune.collectives import Communicator, together
+from distprune.collectives import Communicator, out_of_step, together
 from distprune.shards import all_finite, kept_gathered
 
 
@@ -53,6 +53,8 @@ class Walk:
     ``hidden[i]`` is what the next block is given for sample i, (batch, length, features); ``calls[i][b]`` is how
     block b is called for it, one object for all blocks of a kind. ``dense`` are hidden states that go by themselves:
     those of the model before anything was pruned, where they are wanted (see :mod:`distprune.calibration.targets`).
+    ``batches[i]`` are the arguments of the model's forward, and ``output`` is what a block puts out, but for its
+    hidden states.
     """
 
     model: nn.Module
@@ -60,6 +62,8 @@ class Walk:
     hidden: list[torch.Tensor] = field(default_factory=list)
     calls: list[list[Call]] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
+    batches: list[Mapping[str, Any]] = field(default_factory=list)
+    output: Any = None
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
     num_counted: int = 0  # the first ones; the others are padding: run, not counted
@@ -94,6 +98,10 @@ class Walk:
             with fitting(self):
                 self.dense.append(hidden.clone())
 
+    def passing(self) -> AbstractContextManager[None]:
+        """Return the context of what runs parts of the model: if layers communicate, an error is raised at once."""
+        return out_of_step() if self.sample_group.size > 1 else nullcontext()
+
     @contextmanager
     def block(self, index: int, *, dense: bool = False) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
@@ -109,7 +117,7 @@ class Walk:
         def run(sample: int) -> torch.Tensor:
             self.given = stream[sample].to(device)
             self.num_runs += 1
-            with torch.no_grad():
+            with torch.no_grad(), self.passing():
                 return self.calls[sample][index].run(block, self.given)
 
         outer = _outer(self.model, name)
@@ -132,6 +140,7 @@ class Walk:
         dense: bool = False,
         begin: Callable[[], object] = lambda: None,
         end: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda *_: None,
+        checks: bool = True,
     ) -> None:
         """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
 
@@ -139,7 +148,8 @@ class Walk:
         puts out. One round of 64 bytes beyond the block's own.
 
         Raises:
-            ValueError: on every rank: an output is NaN or infinite; it names the block, the stream and the sample.
+            ValueError: on every rank, if it ``checks``: an output is NaN or infinite; it names the block, the stream
+                and the sample.
         """
         bad: list[int] = []
         stream = self.dense if dense else self.hidden
@@ -149,7 +159,7 @@ class Walk:
                     begin()
                     output = run(sample)
                     end(sample, stream[sample], output)
-                    if not all_finite(output):
+                    if checks and not all_finite(output):
                         bad.append(sample)
                     # In place if it fits: elsewhere it would lie among what the next block needs.
                     own = stream[sample]
@@ -190,6 +200,11 @@ def hidden_of(output: Any) -> torch.Tensor:
         raise TypeError(f"a decoder block returned a {type(hidden).__name__} where hidden states were expected")
     check_plain("a decoder block returned", hidden)
     return hidden
+
+
+def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    """Return what a decoder block puts out, ``output``, with other ``hidden`` states."""
+    return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
 
 
 def check_plain(what: str, hidden: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from distprune.collectives.agree import (
 )
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic, cannot_meet, has_lost_ranks, out_of_step
-from distprune.collectives.guarded import Guarded
+from distprune.collectives.guarded import Guarded, guarding
 from distprune.collectives.known import Known, digest_of, new_word, told_by_all
 from distprune.collectives.mpi import MpiRanks
 from distprune.collectives.process_group import ProcessGroup
@@ -61,6 +61,7 @@ __all__ = [
     "from_bytes",
     "gather_features",
     "gather_pairwise",
+    "guarding",
     "has_lost_ranks",
     "lookup_rows",
     "max_together",

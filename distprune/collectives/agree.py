@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, cannot_meet
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
 
@@ -168,6 +168,8 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     try:
         yield
     except Exception as caught:
+        if cannot_meet(caught):
+            raise
         error = caught
     agree(comm, {} if error else facts, error)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn, final
 
 import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, cannot_meet
 
 
 @final
@@ -70,3 +72,19 @@ class Guarded(Communicator):
     @override
     def abort(self, code: int) -> None:
         self._comm.abort(code)
+
+
+@contextmanager
+def guarding(comm: Communicator) -> Iterator[Guarded]:
+    """Run a body that communicates through what is yielded; if it raises on one rank, raise on all.
+
+    Every rank must call it. Rounds of 64 bytes: one before each collective of the body, and one at the end.
+    """
+    ranks = Guarded(comm)
+    try:
+        yield ranks
+    except Exception as error:
+        if cannot_meet(error):
+            raise
+        ranks.fail(error)
+    ranks.meet()

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
-from distprune.collectives import Communicator, Guarded, Roster
+from distprune.collectives import Communicator, Roster, guarding
 from distprune.scores import LocalScores, Score
 from distprune.selection import (
     Competition,
@@ -91,13 +91,8 @@ class Ranked:
         """
         if type(pattern).__module__.startswith("distprune."):
             return _chosen(self, pattern)
-        comm = Guarded(self.comm)
-        try:
-            choice = _chosen(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores), pattern)
-        except Exception as error:
-            comm.fail(error)
-        comm.meet()
-        return choice
+        with guarding(self.comm) as comm:
+            return _chosen(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores), pattern)
 
     def order(self, members: Sequence[int]) -> Order:
         """Return the order in which elements of ``members`` compete.

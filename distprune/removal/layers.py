@@ -12,11 +12,19 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Visitor, token_digest, visit_blocks
+from distprune.calibration import (
+    Visitor,
+    find_sample_group,
+    shared_axis,
+    token_digest,
+    visit_blocks,
+    walking,
+    with_hidden,
+)
 from distprune.collectives import Group, agree, communicator, together
-from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks, replacing_forwards
 from distprune.oneshot.plan import blocks_to_walk, check_samples
+from distprune.removal.left_out import LeftOut
 
 LayerCriterion = Literal["loss", "influence"]
 Progress = Callable[[int, int], None] | None
@@ -41,15 +49,19 @@ def order_layers(
     Args:
         model, samples, group, offload: as of :func:`distprune.prune_blocks`.
         criterion: ``"loss"``: one layer after the other goes, each time the one without which the samples' loss is
-            lowest (SLEB, arXiv 2402.09025); as many forwards as layers for each of them. ``"influence"``: those go that
-            change hidden states least, by 1 - cos of what they are given and put out (ShortGPT, arXiv 2403.03853); one
-            forward in all. Of equals the first goes.
+            lowest (SLEB, arXiv 2402.09025); a walk for each of them, of half as many forwards as layers are left.
+            ``"influence"``: those go that change hidden states least, by 1 - cos of what they are given and put out
+            (ShortGPT, arXiv 2403.03853); one forward in all. Of equals the first goes.
         known: those that an earlier call has returned: with ``"loss"`` they are not looked for again.
-        progress: called with (layers tried, number to try) on this rank.
+        progress: called with (layers run, number to run) on this rank.
 
-    Every rank of ``group`` must call it, with equal arguments, and all come to the same layers. Rounds: for
-    ``"influence"`` those of a walk, 2 for each layer; for ``"loss"`` those of :func:`log_likelihoods` for each layer
-    tried.
+    Every rank of ``group`` must call it, with equal arguments, and all come to the same layers: one sample is one
+    batch. In memory, with ``"loss"``: a copy of the hidden states before the first layer, and for each layer that is
+    left a copy of those of the samples that are walked together. That are as many as 4 GiB a rank hold, or one.
+
+    Rounds: for ``"influence"`` those of a walk, 2 for each layer. For ``"loss"`` those of :func:`walking`, and for each
+    layer that goes 2 of 64 bytes and 1 for each layer left, times the walks that its samples take, and 1 of 8 bytes for
+    each sample and each layer left. FSDP2 gathers each layer, and what is around them, once a walk.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more layers than are
@@ -77,34 +89,37 @@ def order_layers(
         influences = [float(of_layer) for of_layer in sums]
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
         return by_influence[: num_layers - num_kept]
-    beside: dict[type, Any] = {}
-    num_tried, num_to_try = 0, sum(range(num_kept + 1, num_layers - len(order) + 1))
-    asked = [Continuation(sample[:-1], sample[1:]) for sample in samples]
-    while len(order) < num_layers - num_kept:
-        losses: dict[int, float] = {}
-        for index in range(num_layers):
-            if index in order:
-                continue
-            with skipping(model, {*order, index}, beside):
-                scored = log_likelihoods(model, asked, group=comm)
-            losses[index] = -math.fsum(scored[:, 0].tolist())
-            if not math.isfinite(losses[index]):  # the same on every rank
-                raise ValueError(f"the loss without layers {sorted([*order, index])} is {losses[index]}")
-            num_tried += 1
+    with together(comm):
+        axis = shared_axis(model)
+    sample_group = find_sample_group(comm, axis)
+    # Each sample without its last token, after which none is predicted.
+    with walking(comm, sample_group, model, samples[:, :-1], offload=offload) as walk:
+        num_run, num_to_run = 0, 0
+
+        def on_layer() -> None:
+            nonlocal num_run
+            num_run += 1
             if progress is not None:
-                progress(num_tried, num_to_try)
-        order.append(min(losses, key=lambda index: (losses[index], index)))
+                progress(num_run, num_to_run)
+
+        trials = LeftOut(comm, walk, samples[:, 1:], on_layer)
+        num_to_run = sum(num * len(trials.parts(num)) for num in range(num_kept + 1, num_layers - len(order) + 1))
+        while len(order) < num_layers - num_kept:
+            losses = trials.losses([index for index in range(num_layers) if index not in order])
+            for index, loss in losses.items():
+                if not math.isfinite(loss):  # the same on every rank
+                    raise ValueError(f"the loss without layers {sorted([*order, index])} is {loss}")
+            order.append(min(losses, key=lambda index: (losses[index], index)))
     return order
 
 
 @contextmanager
-def skipping(model: nn.Module, indices: Set[int], beside: dict[type, Any] | None = None) -> Iterator[None]:
+def skipping(model: nn.Module, indices: Set[int]) -> Iterator[None]:
     """Let the decoder layers ``indices`` of ``model`` hand on what they are given while this lasts. Local.
 
-    Hooks, and what FSDP2 gathers, are as before. ``beside`` keeps what a kind of layer puts out, so that only the first
-    of all runs.
+    Hooks, and what FSDP2 gathers, are as before. Of a kind of layer the first one runs once, to show what it puts out.
     """
-    known = {} if beside is None else beside
+    known: dict[type, Any] = {}
     skipped = [block for index, (_, block) in enumerate(decoder_blocks(model)) if index in indices]
     with replacing_forwards(skipped, lambda block: partial(_hand_on, block.forward, known, type(block))):
         yield
@@ -114,8 +129,7 @@ def _hand_on(forward: Callable[..., Any], known: dict[type, Any], kind: type, *a
     """Return the hidden states that a block is given, as it puts them out."""
     if kind not in known:
         known[kind] = forward(*args, **kwargs)
-    given, output = args[0] if args else kwargs["hidden_states"], known[kind]
-    return type(output)((given, *output[1:])) if isinstance(output, tuple | list) else given
+    return with_hidden(known[kind], args[0] if args else kwargs["hidden_states"])
 
 
 class _Influence(Visitor):

@@ -15,7 +15,7 @@ from distprune.shards.device import (
 )
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
-from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
+from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 from distprune.shards.fsdp2_resize import drop_modules, even_parts, resize
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, indices_of, runs_of_splits
 from distprune.shards.in_step import in_step
@@ -75,6 +75,7 @@ __all__ = [
     "find_flat_parts",
     "flat_chunk",
     "flat_chunks",
+    "gather",
     "gradients_of",
     "grain_of",
     "in_order",

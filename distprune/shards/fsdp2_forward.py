@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from distprune.collectives import gather_pairwise
 from distprune.shards.fsdp2 import groups_of, state_of
@@ -62,18 +63,30 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
     FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
     once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
     """
-    groups = [group for state in _states_in(module) for group in groups_of(state)]
+    groups = _groups_in(module)
     before = [group.post_forward_mesh_info for group in groups]
     try:
         for group in groups:
             group.post_forward_mesh_info = None  # reshard_after_forward=False
-            if _is_gathered_pairwise(group):
-                _gather(group)
+        gather(module)
         yield
     finally:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info
         reset_forward(module)
+
+
+def gather(module: nn.Module) -> None:
+    """Gather all that FSDP2 manages within ``module``, so that a forward of it gathers nothing.
+
+    Every rank must call it. What then raises in a forward on one rank leaves no other waiting in a collective.
+    """
+    for group in _groups_in(module):
+        if _is_gathered_pairwise(group):
+            _gather(group)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
 
 
 def _is_gathered_pairwise(group: Any) -> bool:
@@ -114,3 +127,7 @@ def _gather(group: Any) -> None:
 
 def _states_in(model: nn.Module) -> list[Any]:
     return [state for module in model.modules() if (state := state_of(module)) is not None]
+
+
+def _groups_in(model: nn.Module) -> list[Any]:
+    return [group for state in _states_in(model) for group in groups_of(state)]

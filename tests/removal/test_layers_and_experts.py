@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from typing_extensions import override
 
-from distprune.calibration import Walk, catch_inputs, visit
+from distprune.calibration import Walk, catch_inputs, find_sample_group, visit, walking
+from distprune.collectives import communicator
+from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, order_layers, shrink_model, skipping
+from distprune.removal import choose_experts, left_out, order_layers, shrink_model, skipping
+from distprune.removal.left_out import LeftOut
 from tests.architectures import samples, tiny_model
+from tests.calibration.test_walk import alternating_model
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads
 
@@ -117,19 +127,69 @@ def test_experts(criterion: Any) -> None:
     assert {kind for _, kind, _ in kept} == {"experts"}
 
 
+def losses(model: nn.Module, left: list[int]) -> dict[int, float]:
+    comm = communicator()
+    with walking(comm, find_sample_group(comm, None), model, TOKENS[:, :-1]) as walk:
+        return LeftOut(comm, walk, TOKENS[:, 1:], lambda: None).losses(left)
+
+
+@pytest.mark.parametrize("make", [partial(tiny_model, "llama"), partial(tiny_model, "bloom"), alternating_model])
+def test_losses_are_those_of_whole_forwards(make: Callable[[], nn.Module]) -> None:
+    """To the bit, where a forward runs one sample; also of layers that are called in two ways."""
+    model = make()
+    asked = [Continuation(sample[:-1], sample[1:]) for sample in TOKENS]
+    layers = list(range(len(decoder_blocks(model))))
+    for left in (layers, layers[1:]):
+        for index, found in losses(model, left).items():
+            with skipping(model, {*layers} - {*left} | {index}):
+                assert found == -math.fsum(log_likelihoods(model, asked, batch_tokens=1)[:, 0].tolist())
+
+
 def on_rank(_: int) -> Any:
     llama, mixtral = sharded(tiny_model("llama")), sharded(tiny_model("mixtral"))
     experts = choose_experts(mixtral, TOKENS, 3)
-    chosen = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence")]
+    chosen = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence"), losses(llama, [0, 2])]
     return chosen, [units.tolist() for units in experts.values()]
 
 
 def test_ranks_do_what_one_does() -> None:
     llama, mixtral = tiny_model("llama"), tiny_model("mixtral")
-    layers = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence")]
+    layers = [layers_left(llama, 2), layers_left(llama, 2, criterion="influence"), losses(llama, [0, 2])]
     experts = [units.tolist() for units in choose_experts(mixtral, TOKENS, 3).values()]
     for of_rank in run_threads(3, on_rank):
         assert of_rank == (layers, experts)
+
+
+def costs_on_rank(_: int, num_kept: int) -> tuple[list[int], int, int]:
+    """Return the order, and how often a layer, and what is around them, is gathered, and how many rounds there are."""
+    comm, model, num_gathered = communicator(), sharded(tiny_model("llama")), 0
+
+    class Counted(DefaultAllGather):
+        @override
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_gathered
+            num_gathered += 1
+            return super().__call__(*args, **kwargs)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Counted())
+    before = comm.traffic.num_rounds
+    order = order_layers(model, TOKENS, num_kept, group=comm)
+    return order, num_gathered, comm.traffic.num_rounds - before
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_walk_gathers_every_layer_once(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers are left; and walks carry as many samples as there is memory for."""
+    if num_parts == 3:  # of each rank
+        monkeypatch.setattr(left_out, "_MOST_BYTES", 1)
+    (one, num_of_one, rounds_of_one), _ = run_threads(2, costs_on_rank, 2)
+    (two, num_of_two, rounds_of_two), _ = run_threads(2, costs_on_rank, 1)
+    assert (one, two) == (order_layers(tiny_model("llama"), TOKENS, 2), order_layers(tiny_model("llama"), TOKENS, 1))
+    assert num_of_one == 1 + num_parts * (3 + 1)  # the first layer, to learn what one puts out, and a walk
+    assert num_of_two == num_of_one + num_parts * (2 + 1)
+    assert rounds_of_two == rounds_of_one + num_parts * (2 + 2) + 1
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -126,18 +127,28 @@ def layers_fail_on_rank(rank: int, call: str, name: str) -> tuple[str, bool, flo
     return raised_by(CALLS[call], model)
 
 
-@pytest.mark.parametrize("call", ["perplexity", "allocate"])
+OUT_OF_STEP: dict[str, tuple[Callable[..., object], str]] = {
+    "the root is gathered": (gathering_fails_on_rank, ""),
+    "an MLP is gathered": (gathering_fails_on_rank, "model.layers.1.mlp"),
+    "layers communicate": (layers_fail_on_rank, "model.layers.1.self_attn.q_proj"),
+    "layers communicate to learn": (layers_fail_on_rank, "model.layers.0.self_attn.q_proj"),
+    "layers communicate past blocks": (layers_fail_on_rank, "lm_head"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fails", "name"),
+    ("call", "where"),
     [
-        (gathering_fails_on_rank, ""),
-        (gathering_fails_on_rank, "model.layers.1.mlp"),
-        (layers_fail_on_rank, "model.layers.1.self_attn.q_proj"),
+        *itertools.product(["perplexity", "allocate"], list(OUT_OF_STEP)[:3]),
+        # A walk gathers before it runs what is a user's.
+        pytest.param("order_layers", "layers communicate", marks=pytest.mark.whole),
+        ("order_layers", "layers communicate to learn"),
+        ("order_layers", "layers communicate past blocks"),
     ],
-    ids=["the root is gathered", "an MLP is gathered", "layers communicate"],
 )
-def test_what_is_out_of_step_is_raised_at_once(pool: ProcessPool, fails: Any, name: str, call: str) -> None:
+def test_what_is_out_of_step_is_raised_at_once(pool: ProcessPool, call: str, where: str) -> None:
     """The rank that failed takes its group down with it, and that the other sees; or it has its timeout."""
+    fails, name = OUT_OF_STEP[where]
     (_, other_could_not, _), (said, could_not_meet, seconds) = pool.run(2, fails, call, name)
     assert (said, could_not_meet) == ("boom", True)
     assert other_could_not
