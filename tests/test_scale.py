@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.tensor import Shard
 
+from distprune.patterns import cut_units
 from tests.fake_ranks import CALLS, fake_group, sharded_model
 from tests.sampling import only_whole
 
@@ -25,3 +27,15 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
         assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
     # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
     assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+
+
+def test_cut_rows_take_as_many_rounds_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_units, "_BATCH", 1 << 12)
+    num_rounds = set()
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            CALLS["rows"](sharded_model(1, size, (2048, 1), Shard(1)), comm)
+            num_rounds.add(comm.traffic.num_rounds)
+            # To each rank a word, and a rectangle; each has an equal part of the keys.
+            assert comm.largest <= (1 << 12) + (8 + 64) * size + 4 * size
+    assert num_rounds == {3 + 1 + 3 * 2}
