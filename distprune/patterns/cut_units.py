@@ -306,7 +306,7 @@ def _decided(part: CutPart, pieces: Sequence[_Told]) -> list[npt.NDArray[np.uint
     length = part.length
     rows = np.unique(np.concatenate([piece.rows for piece in pieces]))
     units = np.unique(np.concatenate([piece.columns for piece in pieces]) // length)
-    table = np.zeros((len(rows), len(units) * length), next(of.keys.dtype for of in pieces if of.keys is not None))
+    table = np.zeros((len(rows), len(units) * length), _KEY_TYPES[part.key_dtype.itemsize])
     num_told = np.zeros((len(rows), len(units)), dtype=np.int32)
     at = []
     for piece in pieces:
