@@ -10,10 +10,12 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import distprune as prune
 from distprune.collectives import Traffic
 from distprune.oneshot import moved_rows
+from distprune.patterns import cut_units
 from distprune.shards import Managed, fsdp2
 from distprune.shards.torch_private import FSDPState
 from tests.fake_files import PLANS
@@ -155,3 +157,15 @@ def test_a_one_shot_block_of_a_thousand_ranks(num_experts: int, how: str) -> Non
             assert num_rounds <= most_rounds
             assert num_bytes <= a_layer * num_layers + a_rank * size
     assert later[1024][0] <= 1.25 * later[64][0] + 8 * 1024  # a few for each rank that sends a part of a sum
+
+
+def test_cut_rows_take_as_many_rounds_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_units, "_BATCH", 1 << 12)
+    num_rounds = set()
+    for size in (8, 64, 1024):
+        with fake_group(size) as comm:
+            CALLS["rows"](sharded_model(1, size, (2048, 1), Shard(1)), comm)
+            num_rounds.add(comm.traffic.num_rounds)
+            # To each rank a word, and a rectangle; each has an equal part of the keys.
+            assert comm.largest <= (1 << 12) + (8 + 64) * size + 4 * size
+    assert num_rounds == {3 + 1 + 3 * 2}

@@ -50,22 +50,29 @@ class Roster:
     """The agreed list. Member ``i`` was listed by ``num_holders[i]`` ranks, the lowest is ``first_holder[i]``.
 
     ``num_copies[i]`` ranks hold the same elements of it, if the layout says that the parts of all fit together; else it
-    is ``None``: then the ranks have to count.
+    is ``None``: then the ranks have to count. ``lists``: of each different list the ranks that have it. Those of
+    ``lists_with[i]`` have member ``i``.
     """
 
     members: tuple[Member, ...]
     first_holder: tuple[int, ...]
     num_holders: tuple[int, ...]
     num_copies: tuple[int | None, ...]
+    lists: tuple[tuple[int, ...], ...]
+    lists_with: tuple[tuple[int, ...], ...]
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
         return {member.name: i for i, member in enumerate(self.members)}
 
+    def holders(self, member: int) -> list[int]:
+        """Return the ranks that listed ``member``, ascending."""
+        return sorted(rank for i in self.lists_with[member] for rank in self.lists[i])
+
 
 def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
-    return _merge([(0, comm.size, members)])
+    return _merge([(range(comm.size), members)])
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
@@ -86,16 +93,18 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
             Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout))
             for name, shape, dtype, layout in entries
         ]
-        lists.append((ranks[0], len(ranks), named))
+        lists.append((ranks, named))
     return _merge(lists)
 
 
-def _merge(lists: Sequence[tuple[int, int, Sequence[Member]]]) -> Roster:
-    """Merge different lists, each with the first rank that has it, and the number of those."""
+def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
+    """Merge different lists, each with the ranks that have it, ascending."""
     known: dict[str, tuple[Member, int]] = {}
     num_holders: Counter[str] = Counter()
+    lists_with: dict[str, list[int]] = {}
     unknown: set[str] = set()  # members that ranks state different layouts of, or none
-    for rank, num, members in lists:
+    for i, (ranks, members) in enumerate(lists):
+        rank = ranks[0]
         for member in members:
             first, holder = known.setdefault(member.name, (member, rank))
             if first != member:
@@ -105,12 +114,13 @@ def _merge(lists: Sequence[tuple[int, int, Sequence[Member]]]) -> Roster:
                 )
             if member.layout is None or member.layout != first.layout:
                 unknown.add(member.name)
-            num_holders[member.name] += num
+            num_holders[member.name] += len(ranks)
+            lists_with.setdefault(member.name, []).append(i)
         if len({member.name for member in members}) != len(members):
             counted = Counter(member.name for member in members)
             twice = next(name for name, count in counted.items() if count > 1)
             raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
-    names = [[member.name for member in members] for _, _, members in lists]
+    names = [[member.name for member in members] for _, members in lists]
     order = names[0] if len(names) == 1 else _merged_order(names)
 
     def num_copies(name: str) -> int | None:
@@ -124,6 +134,8 @@ def _merge(lists: Sequence[tuple[int, int, Sequence[Member]]]) -> Roster:
         tuple(known[name][1] for name in order),
         tuple(num_holders[name] for name in order),
         tuple(num_copies(name) for name in order),
+        tuple(tuple(ranks) for ranks, _ in lists),
+        tuple(tuple(lists_with[name]) for name in order),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.cut_units import home_of
+from distprune.patterns.inquiry import home_of
 from distprune.patterns.unit_sums import UnitLines
 from distprune.patterns.units import UnitPattern
 from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix

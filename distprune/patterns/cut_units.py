@@ -1,242 +1,325 @@
 """Groups and rows that a shard edge cuts: one rank collects each, decides it, and answers the others.
 
-Nouns: a *unit* is decided by itself: the m inputs of an N:M group, or a row. A unit is *cut* on a rank that holds
-some of it and not all. Its *home* is the rank that decides it. Each rank is the home of an equal range of rows, so
-that in the usual layouts the home of a row holds a part of it.
+Nouns: the *line* of a parameter is the ranks that share its rows: neighbours in its mesh, which hold the same rows and
+other columns; or, where no layout says which these are, all that hold a part of it. Each rank of a line is the *home*
+of an equal range of the rows: it decides their cut units (see ``local_units``). A *turn* is a part of each range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, swap_known, swap_unknown
-from distprune.shards import Geometry, LocalMatrix, Matrix
+from distprune.collectives import Communicator, Roster, max_together, swap_known, swap_unknown
+from distprune.patterns.local_units import Rectangle
+from distprune.selection import put_size
+from distprune.shards import LocalShard, fetched, ranks_along, runs_of
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
+Keys = Callable[[slice | torch.Tensor], torch.Tensor]  # of elements at local offsets
 
-_NUM_HEADER_WORDS = 8  # of one parameter's part in a message
+_BATCH = 1 << 23  # bytes of keys that a rank sends at a time, at most; some five times as many are held meanwhile
+_WORD = 8  # bytes
 _KEY_TYPES: dict[int, type[np.signedinteger[Any]]] = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True)
-class LocalUnits:
-    """This rank's elements of one parameter: those in whole units, and those in cut units.
+class Line:
+    """The ``ranks`` that share rows of a parameter, and what this one has ``cut`` of the ``num_rows``.
 
-    ``matrix`` holds the local elements from offset ``begin``. ``whole`` and ``cut`` are the local columns of its whole
-    and of its cut units. ``loose``: local offsets of elements in cut units outside the matrix.
+    ``is_told_by_all``: they hold different elements; else owners tell what they hold, for all that hold the same.
     """
 
-    begin: int
-    matrix: LocalMatrix
-    whole: IntArray
-    cut: IntArray
-    loose: IntArray
-
-    @property
-    def num_cut(self) -> int:
-        """Elements in cut units."""
-        return len(self.matrix.rows) * len(self.cut) + len(self.loose)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the matrix is contiguous local elements, row by row, without cut units."""
-        return self.matrix.num_local_out is None and len(self.cut) == 0
-
-    def cut_offsets(self, geometry: Geometry, matrix: Matrix, first: int, last: int) -> IntArray:
-        """Return the local offsets of the elements in cut units of the rows ``first`` to ``last``."""
-        rows = np.flatnonzero((self.matrix.rows >= first) & (self.matrix.rows < last)) if len(self.cut) else self.cut
-        place, _ = matrix.place(geometry.flat_indices_at(torch.from_numpy(self.loose)).numpy())
-        loose = self.loose[(place >= first) & (place < last)]
-        return np.concatenate([self.begin + self.matrix.offsets(rows, self.cut).reshape(-1), loose])
+    ranks: Sequence[int]
+    num_rows: int
+    cut: Sequence[Rectangle]
+    is_told_by_all: bool
 
 
-def find_units(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
-    """Return which local elements are in whole and in cut units of ``length`` inputs of one row. Local."""
-    none = np.empty(0, dtype=np.int64)
-    numel = geometry.local_numel
-    if numel == 0:
-        return LocalUnits(0, LocalMatrix(none, none, None), none, none, none)
-    local = LocalMatrix.of(geometry, matrix)
-    if local is None:  # a stretch of the flattened parameter: whole units in the middle, cut ones at its ends
-        first = -geometry.flat_start % length if geometry.flat_start is not None and not matrix.transposed else numel
-        num_units = max(0, numel - first) // length
-        end = first + num_units * length if num_units else 0
-        columns = np.arange(length if num_units else 0)
-        loose = np.concatenate([np.arange(first if num_units else 0), np.arange(end, numel)])
-        return LocalUnits(first, LocalMatrix(np.arange(num_units), columns, None), columns, none, loose)
-    if len(local.columns) == matrix.num_in:  # whole rows
-        return LocalUnits(0, local, np.arange(matrix.num_in), none, none)
-    _, unit, size = np.unique(local.columns // length, return_inverse=True, return_counts=True)
-    is_whole = size[unit] == length
-    return LocalUnits(0, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole), none)
+class Lines:
+    """The lines of which this rank is a part. No communication."""
 
+    def __init__(self, comm: Communicator, roster: Roster) -> None:
+        self._comm, self._roster = comm, roster
+        self._ranks: dict[object, list[int]] = {}  # what parameters of one layout share
 
-def home_of(rows: IntArray, first: int, last: int, num_ranks: int) -> IntArray:
-    """Return the home of each of ``rows``, which lie between ``first`` and ``last``. Local."""
-    return (rows - first) // -(-(last - first) // num_ranks)
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """The ranks by their numbers in a mesh."""
+        return {self._comm.global_rank(rank): rank for rank in range(self._comm.size)}
+
+    def of(self, member: int, shard: LocalShard, cut: Sequence[Rectangle]) -> Line:
+        """Return the line of ``shard``, of which ``cut`` is in cut units; all ranks of it return the same one."""
+        tensor, matrix, geometry = shard.tensor, shard.as_matrix(), shard.geometry
+        # Only if all its holders state one layout do they all know their neighbours.
+        if self._roster.num_copies[member] is None or len(geometry.global_shape) < 2:
+            return Line(self._roster.holders(member), matrix.num_rows, cut, is_told_by_all=False)
+        assert isinstance(tensor, DTensor)  # no other states a layout that cuts units
+        inputs = matrix.input_dims(shard.shape)
+        key = tensor.device_mesh, tensor.placements, inputs
+        if key not in self._ranks:
+            self._ranks[key] = [self._numbers[rank] for rank in ranks_along(*key)]
+        num_rows = math.prod(size for dim, size in enumerate(geometry.local_shape) if dim not in inputs)
+        numbered = [dataclasses.replace(each, rows=np.arange(num_rows)) for each in cut]
+        return Line(self._ranks[key], num_rows, numbered, is_told_by_all=True)
 
 
 @dataclass(frozen=True)
-class CutElements:
-    """Elements of one parameter in cut units, as a rank tells their homes of them."""
+class CutPart:
+    """The cut units of one parameter, of ``length`` elements each, as a rank of its line sees them.
 
-    member: int  # of the roster
-    matrix: Matrix
-    length: int  # of a unit
-    flat: IntArray
-    rows: tuple[int, int] = (0, 0)  # the range of rows that the ranks share as homes; does not travel
-    keys: Array | None = None  # of an owner
+    ``keys``: of what this rank tells; ``None``: owners do. ``keep(keys)`` decides units, (units, length).
+    """
+
+    name: str
+    length: int
+    line: Line
+    device: torch.device
+    key_dtype: torch.dtype
+    keys: Keys | None
+    keep: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank sends in all."""
+        return 0 if self.keys is None else sum(each.numel for each in self.line.cut) * self.key_dtype.itemsize
+
+    def pieces(self, member: int, turn: int, num_turns: int) -> Iterator[tuple[int, CutPiece]]:
+        """Yield what goes to each home in one of ``num_turns``, and the rank that is the home."""
+        line = self.line
+        for home, rank in enumerate(line.ranks):
+            # Homes of few rows do not all have them in one turn.
+            own_turn = (turn + home) % num_turns
+            bounds = _share(*_share(0, line.num_rows, home, len(line.ranks)), own_turn, num_turns)
+            for rectangle in line.cut:
+                first, last = np.searchsorted(rectangle.rows, bounds).tolist()
+                if first < last:
+                    yield rank, CutPiece(member, rectangle, first, last, bounds[0])
+
+    def told(self, piece: CutPiece) -> torch.Tensor:
+        """Return the keys of ``piece``, on the device."""
+        assert self.keys is not None
+        keys = torch.empty(piece.numel, dtype=self.key_dtype, device=self.device)
+        for at, there in piece.chunks(self.device):
+            keys[at] = self.keys(there)
+        return keys
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a rank asks about some items, elements or blocks: the ``home`` of each, and what a home is told of some."""
+class CutPiece:
+    """Rows ``first`` to ``last`` of one of the rectangles of ``member``. The home numbers rows from ``origin``."""
 
-    home: IntArray
-    encoded: Callable[[IntArray], bytes]  # of the items with these numbers
+    member: int
+    rectangle: Rectangle
+    first: int
+    last: int
+    origin: int
+
+    @property
+    def numel(self) -> int:
+        return (self.last - self.first) * len(self.rectangle.columns)
+
+    def chunks(self, device: torch.device) -> Iterator[tuple[slice, slice | torch.Tensor]]:
+        """Yield elements in parts small enough to work on, by their places in the piece and by local offsets."""
+        width = len(self.rectangle.columns)
+        step = max(1, put_size(device) // width)
+        for row in range(self.first, self.last, step):
+            last = min(row + step, self.last)
+            places = slice((row - self.first) * width, (last - self.first) * width)
+            yield places, self.rectangle.offsets(row, last, device)
 
 
-class Inquiry:
-    """Questions to the homes and their answers, one byte for each item asked about. Three rounds.
+# By member: some elements, and which of them stay, as bits.
+Answers = Mapping[int, Sequence[tuple[CutPiece, npt.NDArray[np.uint8]]]]
 
-    Every rank must call both methods. Messages are made within the rounds, so an error on one rank is raised on all.
+
+def most_bytes(comm: Communicator, members: Sequence[int], part_of: Callable[[int], CutPart | None]) -> dict[int, int]:
+    """Return the most that a rank sends of each of ``members``. Every rank must call it: one round, if there are any.
+
+    It has 8 bytes for each of them.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._questions: Sequence[Question] = []
-        self._asked: list[list[tuple[int, IntArray]]] = [[] for _ in range(comm.size)]  # by rank: (question, items)
-        self._num_to_answer: list[int] = []
+    def fill(words: torch.Tensor) -> None:
+        for i, member in enumerate(members):
+            if (part := part_of(member)) is not None:
+                words[i] = part.num_bytes
 
-    def ask(self, make: Callable[[], Sequence[Question]]) -> list[bytes]:
-        """Return what this rank is asked, by rank; ``make`` returns what it asks.
+    return dict(zip(members, max_together(comm, (len(members),), fill).tolist(), strict=True)) if members else {}
 
-        Two rounds: the sizes, 8 bytes a rank, and the questions, each after 8 bytes for the number of its items.
-        """
 
-        def messages() -> list[torch.Tensor]:
-            self._questions = make()
-            pieces: list[list[bytes]] = [[] for _ in self._asked]
-            for i, question in enumerate(self._questions):
-                for rank in np.unique(question.home).tolist():
-                    items = np.flatnonzero(question.home == rank)
-                    pieces[rank].append(question.encoded(items))
-                    self._asked[rank].append((i, items))
-            return [
-                _message([np.int64(num).tobytes(), *of_rank] if of_rank else [])
-                for num, of_rank in zip(self._num_asked(), pieces, strict=True)
-            ]
+def batches_of(roster: Roster, num_bytes: Mapping[int, int]) -> list[list[tuple[int, int, int]]]:
+    """Return what is decided at a time: (member, which turn, of how many). Local.
 
-        received = [bytes(message.numpy()) for message in swap_unknown(self._comm, messages)]
-        self._num_to_answer = [int.from_bytes(message[:8], "little") for message in received]
-        return [message[8:] for message in received]
-
-    def answer(self, make: Callable[[], list[list[bytes]]]) -> Callable[[], list[npt.NDArray[np.bool_]]]:
-        """Return a function that returns the answers to each question, by item. One round.
-
-        ``make`` returns this rank's answers by rank, in the order in which it was asked.
-        """
-        sizes = self._num_to_answer, self._num_asked()
-        received = swap_known(self._comm, lambda: [_message(answer) for answer in make()], sizes)
-
-        @cache  # every part asks for its own
-        def answers() -> list[npt.NDArray[np.bool_]]:
-            found = [np.empty(len(question.home), dtype=np.bool_) for question in self._questions]
-            for message, of_rank in zip(received, self._asked, strict=True):
-                stays = torch.split(message, [len(items) for _, items in of_rank])
-                for (i, items), answer in zip(of_rank, stays, strict=True):
-                    found[i][items] = answer.numpy()
-            return found
-
-        return answers
-
-    def _num_asked(self) -> list[int]:
-        return [sum(len(items) for _, items in of_rank) for of_rank in self._asked]
+    ``num_bytes``: by member, the most that a rank sends. In a batch no rank sends more than 8 MiB, or so: rows are
+    shared out as wholes. Members that no rank holds together share a batch.
+    """
+    ends = [0] * len(roster.lists)  # by list of parameters: batches that are full, times their size, and the rest
+    batches: dict[int, list[tuple[int, int, int]]] = {}
+    for member, total in num_bytes.items():
+        lists, num_turns = roster.lists_with[member], max(1, -(-total // _BATCH))
+        for turn in range(num_turns):
+            batch, used = divmod(max(ends[i] for i in lists), _BATCH)
+            if used + total // num_turns > _BATCH:
+                batch, used = batch + 1, 0
+            batches.setdefault(batch, []).append((member, turn, num_turns))
+            for i in lists:
+                ends[i] = batch * _BATCH + used + total // num_turns
+    return [*batches.values()]
 
 
 def decide_cut(
-    comm: Communicator,
-    make_parts: Callable[[], Sequence[CutElements]],
-    keep: Callable[[int, torch.Tensor], torch.Tensor],
-) -> Callable[[], list[npt.NDArray[np.bool_]]]:
-    """Return a function that returns what stays of each part (bool). Every rank of ``comm`` must call it.
+    comm: Communicator, batch: Sequence[tuple[int, int, int]], part_of: Callable[[int], CutPart | None]
+) -> Callable[[], Answers]:
+    """Return a function that returns what stays of this rank's cut elements. Every rank of ``comm`` must call it.
 
-    ``make_parts`` returns this rank's parts. A home decides whole units by ``keep(member, keys)``, with
-    keys (units, length). Three rounds: sizes (8 bytes a rank), keys, answers. A rank sends the keys that it owns, 16
-    bytes for every run of consecutive flat indices, and 64 bytes for every parameter and home. It gets one byte back
-    for each element.
+    ``part_of(member)``: ``None`` where this rank holds nothing of it. Three rounds: sizes (8 bytes a rank), keys,
+    answers. A rank sends its keys, 8 bytes to every home, and 64 to it for every parameter, 16 more for every further
+    run of rows or columns. It gets one bit back for each element.
+
+    Raises:
+        ValueError: on every rank: a unit whose elements have not all been told.
     """
+    asked: list[list[CutPiece]] = [[] for _ in range(comm.size)]
 
-    def questions() -> list[Question]:
-        return [
-            Question(home_of(part.matrix.place(part.flat)[0], *part.rows, comm.size), partial(_encoded, part))
-            for part in make_parts()
-        ]
+    def questions() -> list[torch.Tensor]:
+        pieces: list[tuple[int, CutPiece, CutPart]] = []
+        for member, turn, num_turns in batch:
+            if (part := part_of(member)) is not None:
+                pieces += ((rank, piece, part) for rank, piece in part.pieces(member, turn, num_turns))
+        keys = iter(fetched([part.told(piece) for _, piece, part in pieces if part.keys is not None]))
+        words: list[list[torch.Tensor]] = [[] for _ in asked]
+        for rank, piece, part in pieces:
+            asked[rank].append(piece)
+            words[rank] += _encoded(piece, None if part.keys is None else next(keys))
+        return [_message(_num_answered(of), encoded) for of, encoded in zip(asked, words, strict=True)]
 
-    inquiry = Inquiry(comm)
-    asked = inquiry.ask(questions)
-    return inquiry.answer(lambda: _answers(asked, keep))
+    received = swap_unknown(comm, questions)
+    sizes = [int.from_bytes(bytes(message[:_WORD].numpy()), "little") for message in received]
+    answers = swap_known(comm, lambda: _answers(received, part_of), (sizes, [*map(_num_answered, asked)]))
 
+    @cache  # every member asks for its own
+    def stays() -> Answers:
+        found: dict[int, list[tuple[CutPiece, npt.NDArray[np.uint8]]]] = {}
+        for message, pieces in zip(answers, asked, strict=True):
+            packed = torch.split(message, [_num_packed(piece) for piece in pieces])
+            for piece, of_piece in zip(pieces, packed, strict=True):
+                found.setdefault(piece.member, []).append((piece, of_piece.numpy()))
+        return found
 
-def _message(pieces: Sequence[bytes]) -> torch.Tensor:
-    joined = bytearray(b"".join(pieces))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _encoded(part: CutElements, chosen: IntArray) -> bytes:
-    flat, matrix = part.flat[chosen], part.matrix
-    begins = np.flatnonzero(np.diff(flat, prepend=flat[0] - 2) != 1)
-    lengths = np.diff(begins, append=len(flat))
-    keys = np.empty(0, dtype=np.int64) if part.keys is None else part.keys[chosen]
-    header = [part.member, matrix.num_matrices, matrix.num_out, matrix.num_in, int(matrix.transposed), part.length]
-    sizes = [len(begins), 0 if part.keys is None else keys.itemsize]
-    words = np.concatenate([np.array(header + sizes), flat[begins], lengths]).astype(np.int64)
-    return words.tobytes() + keys.tobytes().ljust(-(-keys.nbytes // 8) * 8, b"\0")
-
-
-def _decoded(message: bytes) -> Iterator[CutElements]:
-    """Yield all that a rank told: the parts of which the message was :func:`_encoded`."""
-    at = 0
-    while at < len(message):
-        header = np.frombuffer(message, np.int64, _NUM_HEADER_WORDS, at).tolist()
-        member, num_matrices, num_out, num_in, transposed, length, num_runs, key_size = header
-        at += 8 * _NUM_HEADER_WORDS
-        begins, lengths = np.frombuffer(message, np.int64, 2 * num_runs, at).reshape(2, num_runs)
-        at += 16 * num_runs
-        flat = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-        keys = np.frombuffer(message, _KEY_TYPES[key_size], len(flat), at) if key_size else None
-        at += -(-len(flat) * key_size // 8) * 8
-        yield CutElements(member, Matrix(num_out, num_in, bool(transposed), num_matrices), length, flat, keys=keys)
+    return stays
 
 
-def _answers(questions: Sequence[bytes], keep: Callable[[int, torch.Tensor], torch.Tensor]) -> list[list[bytes]]:
-    """Decide the units that the ranks ask about. Return the answers by rank, in the order of its questions."""
-    asked = [[*_decoded(message)] for message in questions]
-    answers = [[b""] * len(of_rank) for of_rank in asked]
-    by_member: dict[int, list[tuple[int, int]]] = {}  # rank, and number of the question
-    for rank, of_rank in enumerate(asked):
-        for number, part in enumerate(of_rank):
-            by_member.setdefault(part.member, []).append((rank, number))
+@dataclass(frozen=True)
+class _Told:
+    """A piece as its home is told of it: an owner's with ``keys``."""
+
+    member: int
+    rows: IntArray
+    columns: IntArray
+    keys: Array | None
+
+
+def _share(first: int, last: int, index: int, num: int) -> tuple[int, int]:
+    """Return the range ``index`` of ``num`` nearly equal ones."""
+    return first + (last - first) * index // num, first + (last - first) * (index + 1) // num
+
+
+def _num_packed(piece: CutPiece) -> int:
+    return -(-piece.numel // 8)
+
+
+def _num_answered(pieces: Sequence[CutPiece]) -> int:
+    return sum(map(_num_packed, pieces))
+
+
+def _message(num_answered: int, encoded: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what a rank tells a home: how many bytes it is to be answered, and the pieces."""
+    return torch.cat([_words([num_answered] if encoded else []), *encoded])
+
+
+def _encoded(piece: CutPiece, keys: torch.Tensor | None) -> list[torch.Tensor]:
+    rows = runs_of(piece.rectangle.rows[piece.first : piece.last] - piece.origin)
+    columns = runs_of(piece.rectangle.columns)
+    key_size = 0 if keys is None else keys.itemsize
+    words = _words([piece.member, len(rows), len(columns), key_size, *itertools.chain(*rows, *columns)])
+    if keys is None:
+        return [words]
+    padding = torch.zeros(-keys.nbytes % _WORD, dtype=torch.uint8, device="cpu")
+    return [words, keys.view(torch.uint8), padding]
+
+
+def _words(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
+
+
+def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[_Told]:
+    """Yield the pieces that a rank told: see :func:`_encoded`."""
+    words, at = message.view(np.int64), 1
+    while at < len(words):
+        member, num_rows, num_columns, key_size = words[at : at + 4].tolist()
+        runs = words[at + 4 : at + 4 + 2 * (num_rows + num_columns)].reshape(-1, 2).tolist()
+        at += 4 + 2 * len(runs)
+        rows, columns = _indices(runs[:num_rows]), _indices(runs[num_rows:])
+        keys = None
+        if key_size:
+            num = len(rows) * len(columns)
+            end = at + -(-num * key_size // _WORD)
+            keys = words[at:end].view(_KEY_TYPES[key_size])[:num].reshape(len(rows), len(columns))
+            at = end
+        yield _Told(member, rows, columns, keys)
+
+
+def _indices(runs: Sequence[Sequence[int]]) -> IntArray:
+    return np.concatenate([np.arange(start, stop) for start, stop in runs])
+
+
+def _answers(messages: Sequence[torch.Tensor], part_of: Callable[[int], CutPart | None]) -> list[torch.Tensor]:
+    """Decide the units that the ranks ask about. Return the answers by rank, in the order of its pieces."""
+    told = [[*_decoded(message.numpy())] for message in messages]
+    packed = [[np.empty(0, dtype=np.uint8)] * len(of_rank) for of_rank in told]
+    by_member: dict[int, list[tuple[int, int]]] = {}  # rank, and number of the piece
+    for rank, of_rank in enumerate(told):
+        for number, piece in enumerate(of_rank):
+            by_member.setdefault(piece.member, []).append((rank, number))
     for member, places in by_member.items():
-        parts = [asked[rank][number] for rank, number in places]
-        matrix, length = parts[0].matrix, parts[0].length
-        rows, columns = matrix.place(np.concatenate([part.flat for part in parts]))
-        units, unit = np.unique(rows * (matrix.num_in // length) + columns // length, return_inverse=True)
-        ends = np.cumsum([len(part.flat) for part in parts])[:-1]
-        at = [*zip(np.split(unit, ends), np.split(columns % length, ends), strict=True)]
-        table = np.zeros((len(units), length), next(part.keys.dtype for part in parts if part.keys is not None))
-        for part, where in zip(parts, at, strict=True):
-            if part.keys is not None:
-                table[where] = part.keys
-        kept = keep(member, torch.from_numpy(table)).numpy()
-        for (rank, number), where in zip(places, at, strict=True):
-            answers[rank][number] = kept[where].tobytes()
-    return answers
+        part = part_of(member)
+        assert part is not None
+        stays = _decided(part, [told[rank][number] for rank, number in places])
+        for (rank, number), of_piece in zip(places, stays, strict=True):
+            packed[rank][number] = of_piece
+    return [torch.from_numpy(np.concatenate([np.empty(0, dtype=np.uint8), *of_rank])) for of_rank in packed]
+
+
+def _decided(part: CutPart, pieces: Sequence[_Told]) -> list[npt.NDArray[np.uint8]]:
+    """Return what stays of each of ``pieces``, which are all that ranks hold of some cut units, as bits."""
+    length = part.length
+    rows = np.unique(np.concatenate([piece.rows for piece in pieces]))
+    units = np.unique(np.concatenate([piece.columns for piece in pieces]) // length)
+    table = np.zeros((len(rows), len(units) * length), _KEY_TYPES[part.key_dtype.itemsize])
+    num_told = np.zeros((len(rows), len(units)), dtype=np.int32)
+    at = []
+    for piece in pieces:
+        row, unit = np.searchsorted(rows, piece.rows), np.searchsorted(units, piece.columns // length)
+        at.append((row, unit, np.ix_(row, unit * length + piece.columns % length)))
+        if piece.keys is not None:
+            table[at[-1][2]] = piece.keys
+            num_told[row] += np.bincount(unit, minlength=len(units)).astype(np.int32)
+    if any((num_told[np.ix_(row, unit)] != length).any() for row, unit, _ in at):
+        raise ValueError(f"ranks do not hold all of the groups or rows of {part.name!r} that they hold parts of")
+    kept = np.empty(table.shape, dtype=np.bool_)
+    step = max(1, put_size(torch.device("cpu")) // table.shape[1])
+    for first in range(0, len(rows), step):
+        some = torch.from_numpy(table[first : first + step])
+        kept[first : first + step] = part.keep(some.view(-1, length)).view(some.shape).numpy()
+    return [np.packbits(kept[place]) for _, _, place in at]

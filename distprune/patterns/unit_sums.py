@@ -16,10 +16,10 @@ import torch
 
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
-from distprune.patterns.cut_units import Question
+from distprune.patterns.inquiry import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
-from distprune.shards import SMALL, Geometry, all_finite, chunk_size, fetched, is_small, on_host, sent
+from distprune.shards import SMALL, Geometry, all_finite, chunk_size, fetched, is_small, on_host, runs_of, sent
 
 VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
@@ -275,12 +275,6 @@ class _Tile:
     def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
         """Write what there is ``of_units``, bool, into ``out``, of the elements."""
         self._parts(out).copy_(torch.take(of_units, self.units)[:, None, :, None])
-
-
-def runs_of(ids: IntArray) -> tuple[tuple[int, int], ...]:
-    """Return ascending ``ids`` as half-open runs."""
-    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)) if len(ids) else ()
 
 
 def _run(units: IntArray) -> int:

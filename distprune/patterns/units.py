@@ -1,7 +1,7 @@
 """Units of weights, blocks or channels, that compete with each other wherever shard edges cut them.
 
 Nouns: the units of a parameter are numbered; a unit is *cut* on a rank that holds some of it and not all. Its *home*
-(see ``cut_units``) puts its score together and enters it into the competition.
+(see ``inquiry``) puts its score together and enters it into the competition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 from distprune.collectives import sum_together
 from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_units import Inquiry, Question
+from distprune.patterns.inquiry import Inquiry, Question
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
     NUM_GONE,
@@ -32,13 +32,12 @@ from distprune.patterns.unit_sums import (
     UnitLines,
     agree_on_scales,
     joined_tables,
-    runs_of,
     sums_of,
     unit_order,
 )
 from distprune.scores import LocalScores, Score
 from distprune.selection import Entry, MaskPut, Order, Put, Selection
-from distprune.shards import Geometry, LocalShard, Runs, batches, fetched
+from distprune.shards import Geometry, LocalShard, Runs, batches, fetched, runs_of
 
 
 class UnitPattern(Pattern):

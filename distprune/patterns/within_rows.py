@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, final
@@ -16,7 +15,15 @@ from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_units import CutElements, LocalUnits, decide_cut, find_units
+from distprune.patterns.cut_units import (
+    Answers,
+    CutPart,
+    Lines,
+    batches_of,
+    decide_cut,
+    most_bytes,
+)
+from distprune.patterns.local_units import LocalUnits, find_units
 from distprune.scores import LocalScores
 from distprune.selection import (
     MaskPut,
@@ -27,12 +34,10 @@ from distprune.selection import (
     keep_highest_per_row,
     put_size,
 )
-from distprune.shards import Geometry, Matrix, count_true, fetched, is_small, on_host, sent
+from distprune.shards import Geometry, Matrix, count_true, is_small, on_host, sent
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
-
-_BATCH = 1 << 24  # elements of cut units that travel at a time, over all ranks; some 40 bytes each while they do
 
 
 class WithinRows(Pattern):
@@ -64,8 +69,10 @@ class WithinRows(Pattern):
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks.
 
-        Otherwise three more (see ``decide_cut``) for every 2**24 elements, over all ranks, in cut units. A rank sends
-        its own elements of cut units.
+        Otherwise one more, of 8 bytes for each parameter with cut units, and three (see ``decide_cut``) for every 8 MiB
+        that a rank sends, however many ranks there are. A rank sends its own elements of cut units, at most once, to
+        ranks that hold the same rows, or, where no layout says which, parts of the same parameter. It is told as much,
+        or the rows that it decides, if that is more.
         """
         orders = [ranked.order([i]) for i in range(len(ranked.numels))]  # raises alike on all ranks
         own = [self.of(member.name) for member in ranked.roster.members]  # so does this
@@ -76,7 +83,7 @@ class WithinRows(Pattern):
             member = ranked.index[scores.shard.name]
             if member in parts and parts[member].scores is scores:
                 return parts[member]
-            return _RowUnits(scores, own[member], orders[member], ranked.of_left, units)
+            return _RowUnits(scores, member, own[member], orders[member], ranked.of_left, units)
 
         def num_cut(scores: LocalScores) -> int:
             part = parts[ranked.index[scores.shard.name]] = rows_of(scores)
@@ -90,12 +97,18 @@ class WithinRows(Pattern):
         def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
             return _decide([rows_of(each) for each in scores], puts)
 
+        lines = Lines(ranked.comm, ranked.roster)
+
+        @cache
+        def cut_part(member: int) -> CutPart | None:
+            return parts[member].cut_part(lines, partial(keep, member)) if member in parts else None
+
         if ranked.checks:
-            for batch in _batches(take_census(ranked, num_cut=num_cut)[1]):
-                held = [each for each in batch if each[0] in parts]
-                stays = decide_cut(ranked.comm, partial(_cut_parts, parts, held), keep)
-                for i, (member, _, _) in enumerate(held):
-                    parts[member].answers.append((stays, i))
+            members = [member for member, num in enumerate(take_census(ranked, num_cut=num_cut)[1]) if num]
+            for batch in batches_of(ranked.roster, most_bytes(ranked.comm, members, cut_part)):
+                stays = decide_cut(ranked.comm, batch, cut_part)
+                for member in {member for member, _, _ in batch if member in parts}:
+                    parts[member].answers.append(stays)
         return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put), decide_all)
 
     @override
@@ -185,12 +198,14 @@ class _RowUnits:
     def __init__(
         self,
         scores: LocalScores,
+        member: int,
         pattern: WithinRows,
         order: Order,
         of_left: bool,
         units: Callable[[Geometry, Matrix, int], LocalUnits],
     ) -> None:
         self.scores = scores
+        self._member = member
         self._pattern = pattern
         self._of_left = of_left
         self.order = order
@@ -198,14 +213,13 @@ class _RowUnits:
         self._length = pattern.unit_length(self._matrix)
         self.units = units(scores.shard.geometry, self._matrix, self._length)
         self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
-        self._cut: list[torch.Tensor] = []  # local offsets
-        self.answers: list[tuple[Callable[[], list[BoolArray]], int]] = []  # for each of ``_cut``: which stay, of whom
+        self.answers: list[Callable[[], Answers]] = []  # what became of cut units
 
     @property
     def kind(self) -> object:
         """What small parts that can be decided together have in common; ``None`` where this one is decided alone."""
         scores, units = self.scores, self.units
-        is_whole = units.is_dense and not len(units.loose) and not self.answers
+        is_whole = units.is_dense and not units.cut
         can_join = is_whole and not scores.regrows and is_small(scores.shard.geometry.local_numel, scores.device)
         return (self._pattern, self.order, self._length, self._of_left) if can_join else None
 
@@ -215,19 +229,17 @@ class _RowUnits:
         stays: BoolArray = self._pattern.keep_units(rows, _gone(self.order, rows), of_left=self._of_left).numpy()
         return stays.reshape(-1)
 
-    def cut(self, member: int, stretch: int, num_stretches: int) -> tuple[CutElements, torch.Tensor | None]:
-        """Return the elements in cut units of one of ``num_stretches`` stretches of the rows, and an owner's keys."""
-        shard, num_rows = self.scores.shard, self._matrix.num_rows
-        rows = num_rows * stretch // num_stretches, num_rows * (stretch + 1) // num_stretches
-        offsets = torch.from_numpy(self.units.cut_offsets(shard.geometry, self._matrix, *rows))
-        self._cut.append(offsets)
-        part = CutElements(member, self._matrix, self._length, shard.geometry.flat_indices_at(offsets).numpy(), rows)
-        return part, self._sent_keys(sent(offsets, self.scores.device)) if shard.owned else None
+    def cut_part(self, lines: Lines, keep: Callable[[torch.Tensor], torch.Tensor]) -> CutPart:
+        """Return the cut units, as the ranks that share rows decide them."""
+        scores, shard = self.scores, self.scores.shard
+        line = lines.of(self._member, shard, self.units.cut)
+        keys = self._sent_keys if line.is_told_by_all or shard.owned else None
+        return CutPart(shard.name, self._length, line, scores.device, self.order.key_dtype, keys, keep)
 
-    def _sent_keys(self, offsets: torch.Tensor) -> torch.Tensor:
+    def _sent_keys(self, at: slice | torch.Tensor) -> torch.Tensor:
         """Return the keys that a home is told; where weights regrow, the bits of what is gone are inverted."""
-        keys = self.scores.keys(self.order, offsets)
-        return torch.where(self._was_kept(offsets), keys, ~keys) if self.scores.regrows else keys
+        keys = self.scores.keys(self.order, at)
+        return torch.where(self._was_kept(at), keys, ~keys) if self.scores.regrows else keys
 
     def _was_kept(self, at: slice | torch.Tensor) -> torch.Tensor:
         gone, num = self.scores.is_gone(at), at.stop - at.start if isinstance(at, slice) else len(at)
@@ -238,7 +250,7 @@ class _RowUnits:
         scores, units, device = self.scores, self.units, self.scores.device
         counts = torch.zeros(3, dtype=torch.int64, device=device)
         everything = slice(0, scores.shard.geometry.local_numel)
-        flags = None if units.is_dense and not len(units.loose) else put.flags(everything, device)
+        flags = None if units.is_dense and not units.cut else put.flags(everything, device)
         into = put if flags is None else MaskPut(flags)
         width, columns = len(units.whole), sent(torch.from_numpy(units.whole), device)
         num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))
@@ -259,10 +271,11 @@ class _RowUnits:
                 into.stays(at, of_rows)
         if flags is None:
             return counts
-        for offsets, (stays, i) in zip(self._cut, self.answers, strict=True):
-            there = sent(offsets, device)
-            self._count(scores.keys(self.order, there), counts)
-            flags[there] = sent(torch.from_numpy(stays()[i]), device)
+        for piece, packed in (each for answers in self.answers for each in answers().get(self._member, ())):
+            stays = np.unpackbits(packed, count=piece.numel).view(np.bool_)
+            for places, there in piece.chunks(device):
+                self._count(scores.keys(self.order, there), counts)
+                flags[there] = sent(torch.from_numpy(stays[places]), device)
         counts[0] = len(flags) - count_true(flags)
         put.stays(everything, flags)
         return counts
@@ -319,27 +332,3 @@ def _keep_as_many(
     num_pruned = length - was_kept.reshape(-1, length).sum(1)
     out = None if out is None else out.view(-1, length)
     return keep_highest_per_row(keys.reshape(-1, length), num_pruned, out).view(keys.shape)
-
-
-def _cut_parts(parts: Mapping[int, _RowUnits], held: Sequence[tuple[int, int, int]]) -> list[CutElements]:
-    """Return what of each of ``held`` travels (see :func:`_batches`); the keys of all are fetched at once."""
-    found = [parts[member].cut(member, stretch, num) for member, stretch, num in held]
-    keys = iter(fetched([keys for _, keys in found if keys is not None]))
-    return [part if of is None else dataclasses.replace(part, keys=next(keys).numpy()) for part, of in found]
-
-
-def _batches(num_cut: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield batches of (member, which range of its rows, of how many ranges), for the members with cut units."""
-    batch: list[tuple[int, int, int]] = []
-    total = 0
-    for member, num in enumerate(num_cut):
-        num_stretches = -(-num // _BATCH)
-        for stretch in range(num_stretches):
-            size = -(-num // num_stretches)
-            if batch and total + size > _BATCH:
-                yield batch
-                batch, total = [], 0
-            batch.append((member, stretch, num_stretches))
-            total += size
-    if batch:
-        yield batch

@@ -17,7 +17,7 @@ from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 from distprune.shards.fsdp2_resize import drop_modules, even_parts, resize
-from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, indices_of, runs_of_splits
+from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order, indices_of, runs_of, runs_of_splits
 from distprune.shards.in_step import in_step
 from distprune.shards.layouts import (
     dtensor_like,
@@ -26,6 +26,7 @@ from distprune.shards.layouts import (
     local_of,
     local_part,
     local_shard,
+    ranks_along,
     splits_of,
 )
 from distprune.shards.local_shard import (
@@ -96,8 +97,10 @@ __all__ = [
     "pieces_of",
     "private",
     "ranges_of",
+    "ranks_along",
     "reset_forward",
     "resize",
+    "runs_of",
     "runs_of_splits",
     "sent",
     "share_of",

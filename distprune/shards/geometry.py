@@ -74,6 +74,12 @@ def indices_of(runs: Runs) -> torch.Tensor:
     return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in ((0, 0), *runs)])
 
 
+def runs_of(indices: IntArray) -> Runs:
+    """Return ascending ``indices`` as runs."""
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(indices, breaks)) if len(indices) else ()
+
+
 def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:
     """Return chunk ``index`` of ``num_chunks`` of what ``runs`` cover, as ``torch.chunk`` cuts it."""
     size = sum(stop - start for start, stop in runs)

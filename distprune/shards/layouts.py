@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distprune.collectives import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
@@ -65,6 +65,19 @@ def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None
         for axis, (place, of) in enumerate(zip(coordinate, tensor.placements, strict=False))
         if isinstance(of, Shard | StridedShard) and of.dim == dim
     ]
+
+
+def ranks_along(mesh: DeviceMesh, placements: Sequence[Placement], dims: range) -> list[int]:
+    """Return the global ranks that hold another part along ``dims`` of a DTensor, and the same along all others.
+
+    In the order of the mesh; this rank is among them, and its copies are not. This rank is in the mesh.
+    """
+    coordinate = mesh.get_coordinate() or ()
+    at = tuple(
+        slice(None) if isinstance(of, Shard | StridedShard) and of.dim in dims else place
+        for place, of in zip(coordinate, placements, strict=True)
+    )
+    return [int(rank) for rank in mesh.mesh[at].flatten().tolist()]
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:

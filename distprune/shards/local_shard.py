@@ -91,8 +91,10 @@ class LocalShard:
 
     @property
     def layout(self) -> Layout | None:
-        """Which ranks hold which parts of it, if that is known; what leaves its owner open is whole on every rank."""
-        return _WHOLE if self.ownership is None else self.ownership.layout
+        """Which ranks hold which parts, if ``tensor`` says so; what leaves its owner open is whole on every rank."""
+        if self.ownership is None:
+            return _WHOLE
+        return None if self.tensor is None else self.ownership.layout
 
     def as_matrix(self) -> Matrix:
         """Return how the parameter is a matrix."""

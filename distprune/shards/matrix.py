@@ -41,6 +41,12 @@ class Matrix:
         """Rows of all matrices together."""
         return self.num_matrices * self.num_out
 
+    def input_dims(self, shape: Sequence[int]) -> range:
+        """Return the dims of a parameter of ``shape``, of two dims or more, along which its inputs lie."""
+        if self.transposed:
+            return range(len(shape) - 2, len(shape) - 1)
+        return range(next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == self.num_rows), len(shape))
+
     def place(self, flat: Ints) -> tuple[Ints, Ints]:
         """Return the row and the column of every flat index."""
         if not self.transposed:
@@ -68,14 +74,14 @@ class LocalMatrix:
             size = (matrix.num_in, matrix.num_out) if matrix.transposed else (matrix.num_out, matrix.num_in)
             shape = (matrix.num_matrices, *size)
             geometry = Geometry.whole(shape)
+        inputs = matrix.input_dims(shape)
+        columns = _indices(geometry, inputs.start, inputs.stop)
         if matrix.transposed:
-            columns = _indices(geometry, len(shape) - 2, len(shape) - 1)
             outs = _indices(geometry, len(shape) - 1, len(shape))
-            batches = _indices(geometry, 0, len(shape) - 2)
+            batches = _indices(geometry, 0, inputs.start)
             rows = (batches[:, None] * matrix.num_out + outs[None, :]).reshape(-1)
             return LocalMatrix(rows, columns, len(outs))
-        lead = next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == matrix.num_rows)
-        return LocalMatrix(_indices(geometry, 0, lead), _indices(geometry, lead, len(shape)), None)
+        return LocalMatrix(_indices(geometry, 0, inputs.start), columns, None)
 
     def offsets(self, rows: Ints, columns: Ints) -> Ints:
         """Return the local offsets (rows, columns) of local rows and columns."""

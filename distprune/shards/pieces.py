@@ -6,7 +6,6 @@ Noun: the *grain* of a dim is what it may be cut at multiples of; a grain of the
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from distprune.shards.geometry import Geometry
@@ -20,7 +19,7 @@ def grain_of(shape: Sequence[int], matrix: Matrix, unit: tuple[int, int]) -> tup
     num_rows, num_inputs = unit
     if matrix.transposed:
         return (*(1,) * (len(shape) - 2), num_inputs, num_rows)
-    lead = next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == matrix.num_rows)
+    lead = matrix.input_dims(shape).start
     return (*(1,) * (lead - 1), num_rows, *shape[lead:])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern, unit_sums, within_rows
+from distprune.patterns import Pattern, unit_sums
 from distprune.selection import keep_highest_per_group, told
 from distprune.shards import Geometry, Matrix, device
 from tests.contract import FITTING, own_cases
@@ -112,14 +112,6 @@ def own_answers() -> list[tuple[dict[str, Any], Values]]:
 def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int, combinations: list[Combination]) -> None:
     cases = [own_answers()[number] for (number,) in combinations]
     run_threads(world_size, own_on_rank, layout, world_size, cases)
-
-
-@pytest.mark.parametrize("name", ["shard1", "strided", "sharded-stages"])
-@pytest.mark.sampled(1)
-def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(within_rows, "_BATCH", 37)
-    layout = next(layout for layout in LAYOUTS if layout.name == name)
-    run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
 
 
 @pytest.mark.parametrize("worth", [0, 1 << 62])
@@ -373,23 +365,6 @@ def test_whole_groups_and_rows_are_not_communicated() -> None:
     assert traffic(NByM(2, 4), 0, 48) == (3, BASE)
     assert traffic(PerRow(0.5), 0, 48) == (3, BASE)
     assert traffic(NByM(2, 4), 1, 48) == (3, BASE)  # cut between groups
-
-
-def test_only_cut_groups_travel() -> None:
-    rounds, num_bytes = traffic(NByM(2, 4), 1, 52)  # one group of each row is cut
-    assert rounds == 6
-    sizes, answers = 16, 64 * 2
-    counts, flags = 2 * 8, 2 * 8
-    assert num_bytes == BASE + sizes + counts + 2 * 64 + 64 * (16 + 4 * 2) + flags + answers
-    assert traffic(NByM(2, 4), 1, 5200 + 4)[1] == num_bytes  # wider rows, as many cut groups
-
-
-def test_cut_rows_move_at_most_a_shard() -> None:
-    rounds, num_bytes = traffic(PerRow(0.5), 1, 480)
-    shard = 64 * 240
-    assert rounds == 6
-    # Sizes, how many are asked about, keys, and a byte an element back, with a word that says whether all went well.
-    assert num_bytes == BASE + 16 + 16 + 2 * 64 + 64 * 16 + 4 * shard + 16 + shard
 
 
 def test_blocks() -> None:
