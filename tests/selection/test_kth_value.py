@@ -143,14 +143,17 @@ def test_brackets_between_what_ranks_say(kind: str, missed_at: int | None, monke
         "constant": torch.ones(numel),
     }[kind]
     for k in (0, 3, 12_345, 39_999, 40_000):
+        ks = [k, 20_000, numel - k]
 
-        def on_rank(rank: int, k: int = k) -> torch.Tensor:
-            return select(communicator(), [whole[cuts[rank] : cuts[rank + 1]]], numel, cuts[rank], [k]).masks[0]
+        def on_rank(rank: int, ks: list[int] = ks) -> list[torch.Tensor]:
+            part = whole[cuts[rank] : cuts[rank + 1]]
+            return select(communicator(), [part] * len(ks), numel, cuts[rank], ks).masks
 
         found = run_threads(4, on_rank)
-        wanted = torch.ones(numel, dtype=torch.bool)
-        wanted[torch.sort(whole.abs(), stable=True)[1][:k]] = False
-        assert torch.equal(torch.cat(found), wanted)
+        for own_k, masks in zip(ks, zip(*found, strict=True), strict=True):
+            wanted = torch.ones(numel, dtype=torch.bool)
+            wanted[torch.sort(whole.abs(), stable=True)[1][:own_k]] = False
+            assert torch.equal(torch.cat(masks), wanted)
 
 
 @pytest.mark.parametrize("kind", ["ties", "normal"])
