@@ -118,16 +118,19 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.
             before.copy_(now)
         counts[2] = too_few
         return counts
-    too_few_zeros = least > 0 and not _has_zeros(bits_of(local), least)
-    num_changed = num_held = 0
-    for values, before in _pieces(bits_of(local), kept):
-        now = before if too_few_zeros else values != 0
-        num_held += int(now.size - np.count_nonzero(now))
-        num_here = int(np.count_nonzero(now != before))
-        if num_here:
-            num_changed += num_here
-            before[...] = now
-    return torch.tensor([num_changed, num_held, int(too_few_zeros)], dtype=torch.int64, device="cpu")
+    is_short = least > 0 and not _has_zeros(bits_of(local), least)
+    pieces = [counts_of_read(values, before, is_short) for values, before in _pieces(bits_of(local), kept)]
+    num_changed, num_held = map(sum, zip(*pieces, strict=True))
+    return torch.tensor([num_changed, num_held, int(is_short)], dtype=torch.int64, device="cpu")
+
+
+def counts_of_read(bits: npt.NDArray[Any], kept: npt.NDArray[Any], too_few: bool) -> tuple[int, int]:
+    """Do so for arrays, and return how many places of ``kept`` changed, and how many are False now. Local."""
+    now = kept if too_few else bits != 0
+    num_changed = int(np.count_nonzero(now != kept))
+    if num_changed:
+        kept[...] = now
+    return num_changed, now.size - int(np.count_nonzero(now))
 
 
 def _has_zeros(bits: torch.Tensor, least: int) -> bool:

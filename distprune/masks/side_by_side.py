@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.masks.in_place import counts_of_read
 from distprune.shards import bits_of, chunk_size, on_host
 
 _MOST = 1 << 14  # elements: to copy more takes longer than a call of its own
@@ -49,3 +50,9 @@ class SideBySide:
             if differs.any():
                 found += (np.unique(np.searchsorted(ends, np.flatnonzero(differs), "right")) + first).tolist()
         return found
+
+    def read(self, i: int, least: int) -> tuple[int, int, bool]:
+        """Do with shard ``i`` as :func:`distprune.masks.read_kept`, right after :meth:`differing`. Local."""
+        bits, mask = self._bits[i], self._masks[i]
+        too_few = bits.size - int(np.count_nonzero(bits)) < least
+        return *counts_of_read(bits, mask, too_few), too_few

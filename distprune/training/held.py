@@ -86,13 +86,21 @@ class Held:
         since :meth:`take`, how many are held, and whether they were overwritten: int64, on the device; ``None`` if
         nothing was read since.
         """
-        if self._as_read != self._version():
-            counts = read_kept(self.shard.local, self.kept, math.ceil(self.num_held * _MOST_LEFT))
+        if not self.is_read():
+            counts = read_kept(self.shard.local, self.kept, self.least())
             if self._counts is not None:
                 counts[0] += self._counts[0]
                 counts[2] |= self._counts[2]
             self._counts, self._as_read = counts, self._version()
         return self._counts
+
+    def is_read(self) -> bool:
+        """Return whether nobody has written to the weights since they were read, as far as that was noticed."""
+        return self._as_read == self._version()
+
+    def least(self) -> int:
+        """Return how many zeros there must be: with fewer, they were overwritten."""
+        return math.ceil(self.num_held * _MOST_LEFT)
 
     def _version(self) -> tuple[int, int]:
         """Return the versions of the parameter and of its local tensor: a ``DTensor`` counts apart from its own."""
@@ -103,13 +111,17 @@ class Held:
         """Have :meth:`read` do so: somebody has written to the weights, and torch may not have counted it."""
         self._as_read = None
 
-    def take(self, counts: torch.Tensor) -> bool:
+    def take(self, counts: Sequence[int]) -> bool:
         """Take over the counts of :meth:`read`, on the host now, and return whether the zeros were overwritten."""
-        num_changed, self.num_held, overwritten = counts.tolist()
+        num_changed, self.num_held, overwritten = counts
         self._counts = None
         if num_changed:
             self.is_new, self._masked = True, None
         return bool(overwritten)
+
+    def take_read(self) -> bool:
+        """Take over the counts of an earlier :meth:`read`, on the host, if they were not."""
+        return self._counts is not None and self.take(self._counts.tolist())
 
     def expect_others(self) -> None:
         """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
@@ -168,8 +180,8 @@ class Held:
         """Write zeros where weights are held, and -0.0 where a kept one has become zero."""
         write_signed_zeros(self.shard.local, self.kept)
 
-    def know_written(self) -> None:
-        """Take the weights as read: they have zeros where they are held, and nowhere else."""
+    def know_read(self) -> None:
+        """Take the weights as read: ``kept`` says where they are zero."""
         self._as_read = self._version() if self._is_counted else None
 
 
@@ -196,9 +208,17 @@ class HeldTogether:
     def read(self) -> list[Held]:
         """Read which weights are zero now, and return those whose zeros were overwritten. One wait for a device."""
         self.notice_writes()
-        counts = [(each, counts) for each in self._all if (counts := each.read()) is not None]
+        counts = [(each, counts) for each in self._others if (counts := each.read()) is not None]
         there = fetched([of_each for _, of_each in counts])
-        return [each for (each, _), of_each in zip(counts, there, strict=True) if each.take(of_each)]
+        lost = [each for (each, _), of_each in zip(counts, there, strict=True) if each.take(of_each.tolist())]
+        for i, each in enumerate(self._small):
+            overwritten = each.take_read()
+            if not each.is_read():
+                overwritten |= each.take(self._beside.read(i, each.least()))
+                each.know_read()
+            if overwritten:
+                lost.append(each)
+        return lost
 
     def mask_gradients(self, ranges: Sequence[tuple[Held, ParameterRange]]) -> None:
         """Mask the gradients before a step, of those that somebody has touched since that was done."""
@@ -217,7 +237,7 @@ class HeldTogether:
         for each in [*(self._small[i] for i in self._beside.differing()), *self._others]:
             each.write_zeros()
         for each in self._all:
-            each.know_written()
+            each.know_read()
 
 
 def warn_of_overwritten(lost: Sequence[Held]) -> None:

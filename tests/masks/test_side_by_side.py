@@ -39,6 +39,11 @@ def test_what_differs_is_found(dtypes: Sequence[torch.dtype]) -> None:
     for i in (0, 4, len(shards) - 1):
         masks[i].logical_not_()
     assert beside.differing() == [0, 4, len(shards) - 1]
+    numel, num_held = shards[4].numel(), shards[4].numel() // 2
+    assert beside.read(4, num_held + 1) == (0, num_held, True)  # the mask stays
+    assert beside.differing() == [0, 4, len(shards) - 1]
+    assert beside.read(4, num_held) == (numel, num_held, False)
+    assert beside.differing() == [0, len(shards) - 1]
 
 
 def test_all_are_masked() -> None:
