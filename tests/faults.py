@@ -81,8 +81,9 @@ _AGREED = {
         "Standings._narrow",
     ),
     "selection/counts.py": ("BinCounts.__init__", "summed_counts", "summed_values"),
-    "selection/kth_value.py": ("select_lowest", "_check", "_count"),
-    "selection/order.py": ("Order.last", "Order.value"),
+    "selection/kth_value.py": ("select_lowest", "_check", "_count", "_thresholds"),
+    "selection/order.py": ("Order.last", "Order.values"),
+    "selection/quantiles.py": ("tell_quantiles",),
     "selection/told.py": ("can_tell", "tell_keys"),
     "selection/sampling.py": ("sample_brackets", "_fraction", "_narrowed"),
 }
