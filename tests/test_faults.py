@@ -346,6 +346,7 @@ ALIKE = (
     "prune_each random rows",
     "prune_each pattern",
     "compute_masks",
+    "erk",
     "wanda",
     "sparsegpt",
     "remove_units",
