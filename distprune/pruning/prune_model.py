@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +34,21 @@ from distprune.selection import raise_nans
 from distprune.shards import LocalShard, gradients_of, local_part
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Let Python not look for cycles while this lasts: thousands of parameters make many objects, and no cycles.
+
+    It would look through all of torch's objects each time: a third of the time of a call.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def prune_model(
@@ -127,6 +144,7 @@ def prune_shards(
     return prune_requested(group, request)
 
 
+@_collector_paused()
 def compute_masks(
     model: nn.Module,
     sparsity: float | Mapping[str, float] | None = None,
@@ -194,6 +212,7 @@ class Request:
         return score, as_pattern(self.pattern, self.sparsity, self.scope)
 
 
+@_collector_paused()
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, prune_model, prune_shards
+from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
 from distprune.collectives import ProcessGroup
 from distprune.pruning.agreement import agree_on_model
 from distprune.scores import ChannelNorm, Elements, ElementwiseScore, ScoreLike
@@ -299,3 +300,23 @@ def test_backward_through_weights_that_were_pruned_since_is_an_error() -> None:
     prune_model(layer, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, layer.weight)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_pythons_collector_is_as_it_was(was_enabled: bool) -> None:
+    """Also where a call fails."""
+
+    def score(weights: torch.Tensor) -> torch.Tensor:
+        assert not gc.isenabled()
+        return weights
+
+    try:
+        if not was_enabled:
+            gc.disable()
+        prune_model(nn.Linear(4, 4), 0.5, score=score)
+        assert gc.isenabled() is was_enabled
+        with pytest.raises(ValueError, match="sparsity"):
+            compute_masks(nn.Linear(4, 4), 2.0)
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
