@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ the whole model in one process, wherever the table says so.
 """
 
 
+Call = Callable[[nn.Module, Any], object]
+
+
 def decoder() -> LlamaForCausalLM:
     """Return the same model everywhere, whole."""
     torch.manual_seed(0)
@@ -83,13 +86,15 @@ def hold_and_step(model: nn.Module, group: Any) -> None:
     held.remove()
 
 
-def one_shot(model: nn.Module, group: Any) -> None:
-    """Prune block by block, with the samples of all ranks."""
+def one_shot(method: Literal["wanda", "admm"]) -> Call:
+    """Return what prunes block by block, with the samples of all ranks."""
     samples = torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
-    prune.prune_blocks(model, samples, method="admm", pattern="2:4", group=group)
+    return lambda model, group: prune.prune_blocks(model, samples, method=method, pattern="2:4", group=group)
 
 
-Call = Callable[[nn.Module, Any], object]
+ZEROS = "one-shot, ADMM 2:4"  # products of few rows and of many differ in their last bits
+
+
 CALLS: dict[str, Call] = {
     "global": lambda model, group: prune.prune_model(model, 0.5, group=group),
     "each tensor": lambda model, group: prune.prune_model(model, 0.5, scope="tensor", group=group),
@@ -101,38 +106,40 @@ CALLS: dict[str, Call] = {
     "held step": hold_and_step,
 }
 LAYOUTS: dict[str, tuple[Callable[[LlamaForCausalLM], None], dict[str, Call]]] = {
-    "FSDP2": (fsdp2, {**CALLS, "one-shot, ADMM 2:4": one_shot}),
+    "FSDP2": (fsdp2, {**CALLS, "one-shot, Wanda 2:4": one_shot("wanda"), ZEROS: one_shot("admm")}),
     "FSDP x TP": (fsdp_tp, CALLS),
 }
 
 
-def digest(model: nn.Module) -> str:
-    """Return a digest of all weights, gathered. Every rank must call it."""
+def digest(model: nn.Module, *, of_zeros: bool) -> str:
+    """Return a digest of all weights, gathered, or of where they are zero. Every rank must call it."""
     bits = hashlib.sha256()
     for parameter in model.parameters():
         tensor = parameter.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        bits.update(whole.contiguous().numpy().tobytes())
+        bits.update((whole == 0 if of_zeros else whole).contiguous().numpy().tobytes())
     return bits.hexdigest()
 
 
-def measured(rank: int, layout: str) -> list[tuple[str, float, bool]]:
+def measured(rank: int, layout: str, only: str) -> list[tuple[str, float, bool]]:
     """Return of each call its name, seconds, and whether all weights are those of one process."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     spread, calls = LAYOUTS[layout]
     found = []
     for name, call in calls.items():
+        if only not in name:
+            continue
         model = decoder()
         spread(model)
         dist.barrier()
         started = time.perf_counter()
         call(model, None)
-        seconds, ours = time.perf_counter() - started, digest(model)
+        seconds, ours = time.perf_counter() - started, digest(model, of_zeros=name == ZEROS)
         wanted = ours
         if rank == 0:
             alone = decoder()
             call(alone, Alone())
-            wanted = digest(alone)
+            wanted = digest(alone, of_zeros=name == ZEROS)
         found.append((name, seconds, ours == wanted))
     return found
 
@@ -140,15 +147,19 @@ def measured(rank: int, layout: str) -> list[tuple[str, float, bool]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--only", default="", help="calls whose name has this")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
     for layout in LAYOUTS:
-        found = on_ranks(arguments.ranks, measured, layout, fresh=False)
+        found = on_ranks(arguments.ranks, measured, layout, arguments.only, fresh=False)
         for of_call in zip(*found, strict=True):
             name, seconds, is_same = of_call[0]
-            rows.append([layout, name, f"{seconds:.1f}", "yes" if is_same else "NO"])
-    text = heading("Many ranks", f"python -m benchmarks.bench_many_ranks --ranks {arguments.ranks}")
+            rows.append(
+                [layout, name, f"{seconds:.1f}", ("its zeros" if name == ZEROS else "yes") if is_same else "NO"]
+            )
+    only = f" --only {arguments.only}" if arguments.only else ""
+    text = heading("Many ranks", f"python -m benchmarks.bench_many_ranks --ranks {arguments.ranks}{only}")
     show(text + f"\n{_ABOUT}\n" + table(["layout", "call", "seconds", "bytes of one process"], rows), arguments.output)
 
 
