@@ -7,6 +7,7 @@ from distprune.masks.in_place import (
     Zeroing,
     as_numbers,
     bring_back,
+    goes_beside,
     make_zeros_positive,
     read_kept,
     seems_kept,
@@ -24,7 +25,7 @@ from distprune.masks.reparametrized import (
     snapshot,
     undo_reparametrization,
 )
-from distprune.masks.side_by_side import SideBySide, is_small
+from distprune.masks.side_by_side import SideBySide
 
 __all__ = [
     "SideBySide",
@@ -32,8 +33,8 @@ __all__ = [
     "as_numbers",
     "bring_back",
     "dense_state_dict",
+    "goes_beside",
     "is_masked",
-    "is_small",
     "make_zeros_positive",
     "mask_of",
     "merge_adapters",

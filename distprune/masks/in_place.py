@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from distprune.selection import Put, put_size
-from distprune.shards import as_array, bits_of, chunk_size, flat_chunk, on_host
+from distprune.shards import as_array, bits_of, chunk_size, flat_chunk, is_small, on_host
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
@@ -28,10 +28,21 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     increment_version(local)  # numpy does not
 
 
-def zero_all_where_pruned(locals_: list[torch.Tensor], masks: list[torch.Tensor]) -> None:
-    """Do so for many small shards (:func:`distprune.masks.is_small`), in one call of torch. Local."""
-    if locals_:
-        torch._foreach_mul_([bits_of(local) for local in locals_], masks)
+def zero_all_where_pruned(locals_: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
+    """Do so for many shards: for small ones in one call of torch. Local."""
+    small: list[int] = []
+    for i, local in enumerate(locals_):
+        if goes_beside(local):
+            small.append(i)
+        else:
+            zero_where_pruned(local, masks[i])
+    if small:
+        torch._foreach_mul_([bits_of(locals_[i]) for i in small], [masks[i] for i in small])
+
+
+def goes_beside(local: torch.Tensor) -> bool:
+    """Return whether ``local`` is better worked on together with others: it lies on the host, and is small. Local."""
+    return local.numel() > 0 and is_small(local.numel(), local.device) and not local.is_complex()
 
 
 @final

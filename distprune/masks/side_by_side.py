@@ -10,14 +10,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.masks.in_place import counts_of_read
-from distprune.shards import bits_of, chunk_size, on_host
-
-_MOST = 1 << 14  # elements: to copy more takes longer than a call of its own
-
-
-def is_small(local: torch.Tensor) -> bool:
-    """Return whether ``local`` is better worked on together with others: it lies on the host, and is small. Local."""
-    return 0 < local.numel() <= _MOST and on_host(local.device) and not local.is_complex()
+from distprune.shards import bits_of, chunk_size
 
 
 @final

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks import (
     SideBySide,
-    is_small,
+    goes_beside,
     read_kept,
     seems_kept,
     write_signed_zeros,
@@ -71,7 +71,7 @@ class Held:
         # As bytes of numpy's: it asks for huge pages.
         host = torch.from_numpy(np.ones(shard.geometry.local_shape, dtype=np.bool_))
         self.kept = host.to(shard.local.device)
-        self.is_small = is_small(shard.local)
+        self.is_small = goes_beside(shard.local)
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self._counts: torch.Tensor | None = None  # read, and not taken over yet
@@ -225,11 +225,9 @@ class HeldTogether:
         parts, masks = [], []
         for held, where in ranges:
             part = held.gradient_to_mask(where)
-            if part is not None and held.is_small:
+            if part is not None:
                 parts.append(part)
                 masks.append(held.kept)
-            elif part is not None:
-                zero_where_pruned(part, held.kept)
         zero_all_where_pruned(parts, masks)
 
     def write_zeros(self) -> None:

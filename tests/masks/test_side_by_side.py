@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from distprune.masks import SideBySide, is_small, zero_all_where_pruned
+from distprune.masks import SideBySide, goes_beside, zero_all_where_pruned
 
 SHAPES = [(7,), (1 << 14,), (3, 5), (1,), *[(128, 128)] * 9, (2, 2)]  # more than a chunk
 
@@ -24,7 +24,7 @@ def made(dtypes: Sequence[torch.dtype]) -> tuple[list[torch.Tensor], list[torch.
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float64, torch.float16]], ids=str)
 def test_what_differs_is_found(dtypes: Sequence[torch.dtype]) -> None:
     shards, masks = made(dtypes)
-    assert all(map(is_small, shards))
+    assert all(map(goes_beside, shards))
     beside = SideBySide(list(zip(shards, masks, strict=True)))
     for i, shard in enumerate(shards):
         if i % 3 == 0:
