@@ -58,7 +58,7 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("num_parameters", [10, only_whole(100)])
+@pytest.mark.parametrize("num_parameters", [10, only_whole(100), only_whole(1000)])
 def test_training_says_little(name: str, num_parameters: int) -> None:
     """Steps say nothing, and an update what its two choices do."""
     used = {}
@@ -77,8 +77,8 @@ def test_training_says_little(name: str, num_parameters: int) -> None:
     else:
         for traffic in used.values():
             assert traffic.num_rounds <= 2 * MOST_ROUNDS
-            assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
-        assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
+            assert traffic.num_bytes <= 2 * (MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters)
+        assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (256 << 10)
 
 
 @pytest.mark.parametrize("plan", PLANS)
