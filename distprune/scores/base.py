@@ -28,6 +28,7 @@ from distprune.shards import (
     is_small,
     is_zero,
     on_host,
+    own_settings,
 )
 
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
@@ -264,6 +265,7 @@ def local_scores(
     return found
 
 
+@own_settings()
 def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
     unread = {}

@@ -77,7 +77,7 @@ def _bracket(standings: Standings, entries: Sequence[Entry], keys: Keys) -> tupl
     fraction = standings.num_lowest[of] / num_positions
     margin = np.array([_margin(int(r)) for r in num_positions // numels]) * np.sqrt(num * fraction * (1 - fraction))
     first = np.floor(num * fraction - margin).astype(np.int64) - 1
-    last = np.ceil(num * fraction + margin).astype(np.int64) - 1
+    last = np.maximum(np.ceil(num * fraction + margin).astype(np.int64) - 1, 0)
     everything, rows = standings.all_keys.at(of), np.arange(len(entries))
     low, high = keys[rows, np.maximum(first, 0)], keys[rows, np.minimum(last, num - 1)]
     return (
