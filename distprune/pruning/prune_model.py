@@ -105,7 +105,7 @@ def prune_model(
     (see its ``choose``), one for the report (16 bytes a parameter); on pipelines, where ranks hold different
     parameters, up to four more in the first call. :class:`Unstructured`: 5 to 8 in all as a rule, one more where ranks
     hold copies, up to 3 more where ties have to be broken, and more where each of many tensors is decided by itself.
-    :class:`NByM` and :class:`PerRow`: 3, and 3 more for every 2**24 elements of groups or rows that shard edges cut.
+    :class:`NByM` and :class:`PerRow`: 3, and 4 more where shard edges cut groups or rows, 3 for each further 8 MiB.
     :class:`Block` and :class:`Channels`: see :meth:`Block.choose`. No message grows with the number of elements, except
     groups, rows, blocks and channels that shard edges cut: at most a shard, and 32 bytes for a block or channel.
 
@@ -248,7 +248,8 @@ class Choosing:
 
         def make_scores() -> list[LocalScores]:
             shards = agreed.shards()
-            return local_scores(self.score, shards, _evidence(request, shards, self.score.needs), in_place=True)
+            # Not of self, which would keep all of the call, and the model, until Python looks for cycles.
+            return local_scores(agreed.score, shards, _evidence(request, shards, agreed.score.needs), in_place=True)
 
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()

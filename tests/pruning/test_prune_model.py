@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -300,6 +301,20 @@ def test_backward_through_weights_that_were_pruned_since_is_an_error() -> None:
     prune_model(layer, 0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, layer.weight)
+
+
+@pytest.mark.parametrize("pattern", [None, "row", "channels:0"])
+def test_a_model_is_let_go_of_at_once(pattern: str | None) -> None:
+    """A call leaves no cycle behind, which would keep the weights until Python looks for some."""
+    model = nn.Linear(4, 4)
+    weight = weakref.ref(model.weight)
+    gc.disable()
+    try:
+        prune_model(model, 0.5, pattern=pattern)
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
