@@ -19,7 +19,18 @@ from distprune.patterns.base import Ranked
 from distprune.patterns.inquiry import Question
 from distprune.scores import LocalScores, Score, grid_scale, on_grid
 from distprune.selection import Order, Put, raise_nans
-from distprune.shards import SMALL, Geometry, all_finite, chunk_size, fetched, is_small, on_host, runs_of, sent
+from distprune.shards import (
+    SMALL,
+    Geometry,
+    all_finite,
+    chunk_size,
+    count_true,
+    fetched,
+    is_small,
+    on_host,
+    runs_of,
+    sent,
+)
 
 VALUES = Order("value", torch.float64)  # of extremes
 IntArray = npt.NDArray[np.int64]
@@ -202,7 +213,7 @@ class ShardUnits:
             if not self._first.regrows and (gone := self._gone(at)) is not None:
                 flags.logical_and_(~gone)
                 counts[:, 1] += gone.view(num, -1).sum(1)
-            counts[:, 0] += numel - flags.view(num, -1).sum(1)
+            counts[:, 0] += numel - (count_true(flags) if num == 1 else flags.view(num, -1).sum(1))
             for put, own in zip(puts, torch.split(flags, numel), strict=True):
                 put.stays(at, own)
         return counts.unbind()
