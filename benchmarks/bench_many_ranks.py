@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, show, table
 from distprune.collectives import Alone
+from tests.fake_ranks import PRUNING, Call
 
 TP = 16
 _CONFIG = LlamaConfig(
@@ -47,9 +48,6 @@ _COLUMNS, _ROWS = (
 _ABOUT = """Every process pruned its part. The bytes of all weights, gathered afterwards, are those of the same call on
 the whole model in one process, wherever the table says so.
 """
-
-
-Call = Callable[[nn.Module, Any], object]
 
 
 def decoder() -> LlamaForCausalLM:
@@ -95,16 +93,7 @@ def one_shot(method: Literal["wanda", "admm"]) -> Call:
 ZEROS = "one-shot, ADMM 2:4"  # products of few rows and of many differ in their last bits
 
 
-CALLS: dict[str, Call] = {
-    "global": lambda model, group: prune.prune_model(model, 0.5, group=group),
-    "each tensor": lambda model, group: prune.prune_model(model, 0.5, scope="tensor", group=group),
-    "random": lambda model, group: prune.prune_model(model, 0.5, score="random", seed=1, group=group),
-    "2:4": lambda model, group: prune.prune_model(model, pattern="2:4", group=group),
-    "rows": lambda model, group: prune.prune_model(model, 0.5, pattern="row", group=group),
-    "blocks": lambda model, group: prune.prune_model(model, 0.5, pattern="block:4", group=group),
-    "channels": lambda model, group: prune.prune_model(model, 0.5, pattern="channels:0", group=group),
-    "held step": hold_and_step,
-}
+CALLS: dict[str, Call] = {**PRUNING, "held step": hold_and_step}
 LAYOUTS: dict[str, tuple[Callable[[LlamaForCausalLM], None], dict[str, Call]]] = {
     "FSDP2": (fsdp2, {**CALLS, "one-shot, Wanda 2:4": one_shot("wanda"), ZEROS: one_shot("admm")}),
     "FSDP x TP": (fsdp_tp, CALLS),

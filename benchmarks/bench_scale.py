@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.measure import heading, show, spread, table
 from distprune.collectives import Traffic
@@ -22,7 +24,7 @@ from tests.fake_ranks import (
     SOLVERS,
     STEPS,
     TRAINING,
-    Call,
+    EqualRanks,
     Prepare,
     fake_block,
     fake_group,
@@ -33,8 +35,9 @@ from tests.fake_ranks import (
 
 _ABOUT = """Nothing was sent: torch's fake process group lays the DTensors out, and sums come out as if all ranks held
 what this one holds, 8 x 32 weights of every parameter. So every score stands as often as there are ranks, the worst
-case for ties. Times are those of one core. What is planned of files is of a checkpoint of which only headers are there:
-opening it together, sampling it, and which slices, or pieces to stream by 2:4, are this rank's.
+case for ties; and where many tensors are decided one by one all ranks know their thresholds, the best case. Times are
+those of one core. What is planned of files is of a checkpoint of which only headers are there: opening it together,
+sampling it, and which slices, or pieces to stream by 2:4, are this rank's.
 """
 _ABOUT_BLOCKS = """A decoder block whose inputs are known: attention and experts, or a dense one, of width 4, a few rows
 of each layer on each rank. Every input has an owner, which is given all rows of its layers and gives them back; or its
@@ -43,7 +46,9 @@ its sum on the way to its owner, or 1,056 an input its sum on the way to all.
 """
 
 
-def measured(call: Call, size: int, num_parameters: int, num_times: int) -> list[str]:
+def measured(
+    call: Callable[[nn.Module, EqualRanks], object], size: int, num_parameters: int, num_times: int
+) -> list[str]:
     """Return microseconds of CPU a parameter, rounds and KiB.
 
     Each call has a new model. The first is not timed; rounds and bytes are those of the last.

@@ -102,9 +102,9 @@ def sharded_model(
 
 
 # What is counted and timed, by name.
-Call = Callable[[nn.Module, EqualRanks], object]
+Call = Callable[[nn.Module, Communicator | None], object]  # None: all ranks of the default group
 
-CALLS: dict[str, Call] = {
+PRUNING: dict[str, Call] = {
     "global": lambda model, comm: prune.prune_model(model, 0.5, group=comm),
     "each tensor": lambda model, comm: prune.prune_model(model, 0.5, scope="tensor", group=comm),
     "random": lambda model, comm: prune.prune_model(model, 0.5, score="random", seed=1, group=comm),
@@ -112,6 +112,9 @@ CALLS: dict[str, Call] = {
     "rows": lambda model, comm: prune.prune_model(model, 0.5, pattern="row", group=comm),
     "blocks": lambda model, comm: prune.prune_model(model, 0.5, pattern="block:4", group=comm),
     "channels": lambda model, comm: prune.prune_model(model, 0.5, pattern="channels:0", group=comm),
+}
+CALLS: dict[str, Call] = {
+    **PRUNING,
     "masks": lambda model, comm: prune.Masks.of(model, group=comm),
     "sparsity": lambda model, comm: prune.sparsity(model, group=comm),
 }

@@ -15,6 +15,7 @@ import torch
 
 from distprune import host_loops
 from distprune.cli.ranks import schedule_as_batch
+from tests.hf_models import make_model
 from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,6 +59,12 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def pool() -> Iterator[ProcessPool]:
     with process_pool(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def split_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in several weight files, into which nobody writes."""
+    return make_model(tmp_path_factory.mktemp("models") / "llama", max_shard_size="9KB")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.fake_ranks import (
     TRAINING,
     UPDATES,
     EqualRanks,
+    Prepare,
     fake_block,
     fake_group,
     inputs_of,
@@ -41,15 +43,22 @@ MOST_BYTES, MOST_BYTES_A_PARAMETER = 1 << 20, 16
 MOST_BYTES_OF_BLOCK = {"owners": (300, 150), "in place": (1200, 0)}
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
-def test_messages_stay_small(call: str, num_parameters: int) -> None:
+def traffic_of(num_parameters: int, prepare: Prepare) -> dict[int, Traffic]:
+    """Return what one rank sends, by the number of ranks, in the call that ``prepare`` returns."""
     used = {}
     for size in (8, 64, 1024):
         with fake_group(size) as comm:
-            model = sharded_model(num_parameters, size)
-            CALLS[call](model, comm)
-            used[size] = comm.traffic
+            call = prepare(sharded_model(num_parameters, size), comm)
+            before = comm.traffic.copy()
+            call()
+            used[size] = comm.traffic - before
+    return used
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
+def test_messages_stay_small(call: str, num_parameters: int) -> None:
+    used = traffic_of(num_parameters, lambda model, comm: partial(CALLS[call], model, comm))
     for size, traffic in used.items():
         # Few equal ranks say least of where a threshold is, and each score stands there as often: the worst case.
         most = 1 if size > 8 else 2
@@ -63,13 +72,7 @@ def test_messages_stay_small(call: str, num_parameters: int) -> None:
 @pytest.mark.parametrize("num_parameters", [10, only_whole(100), only_whole(1000)])
 def test_training_says_little(name: str, num_parameters: int) -> None:
     """Steps say nothing, and an update what its two choices do."""
-    used = {}
-    for size in (8, 64, 1024):
-        with fake_group(size) as comm:
-            call = TRAINING[name](sharded_model(num_parameters, size), comm)
-            before = comm.traffic.copy()
-            call()
-            used[size] = comm.traffic - before
+    used = traffic_of(num_parameters, TRAINING[name])
     if name in STEPS:
         assert all(traffic == Traffic() for traffic in used.values())
     elif name not in UPDATES:

@@ -26,7 +26,7 @@ def past_blocks(walk: Walk) -> Iterator[Callable[[int, torch.Tensor], torch.Tens
     def logits(sample: int, hidden: torch.Tensor) -> torch.Tensor:
         nonlocal last
         last = hidden.to(device)
-        with torch.no_grad(), walk.passing():
+        with torch.no_grad(), walk.sample_group.passing():
             of_sample: torch.Tensor = walk.model(**walk.batches[sample]).logits
         return of_sample
 

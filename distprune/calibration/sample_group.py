@@ -12,6 +12,7 @@ mesh run samples of their own; a DTensor axis that is not FSDP2's is never gathe
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, gather_features, told_by_all
+from distprune.collectives import Communicator, gather_features, out_of_step, told_by_all
 from distprune.models import expert_weights
 from distprune.shards import Fsdp2Params, local_of
 
@@ -42,6 +43,10 @@ class SampleGroup:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: a sample group of one
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Return the context of what runs parts of a model: if its layers communicate, an error is raised at once."""
+        return out_of_step() if self.size > 1 else nullcontext()
 
     def features(self, num_in: int) -> tuple[int, int]:
         """Return the features, first and one past the last, that this rank takes of an input of ``num_in``.

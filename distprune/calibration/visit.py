@@ -13,7 +13,7 @@ from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import own_samples
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, guarding, out_of_step, sum_together, together
+from distprune.collectives import Communicator, guarding, sum_together, together
 from distprune.models import evaluating
 
 Progress = Callable[[int, int], None] | None
@@ -42,7 +42,7 @@ def walking(
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
             mine = own_samples(sample_group, model, samples)
-            with out_of_step() if sample_group.size > 1 else nullcontext():
+            with sample_group.passing():
                 walk = catch_inputs(model, mine.batches, offload=offload, comm=ranks)
             walk.sample_group, walk.num_counted = sample_group, mine.num_counted
             if sample_group.size > 1:

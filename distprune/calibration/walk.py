@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.sample_group import SampleGroup
-from distprune.collectives import Communicator, out_of_step, together
+from distprune.collectives import Communicator, together
 from distprune.shards import all_finite, kept_gathered
 
 
@@ -98,10 +98,6 @@ class Walk:
             with fitting(self):
                 self.dense.append(hidden.clone())
 
-    def passing(self) -> AbstractContextManager[None]:
-        """Return the context of what runs parts of the model: if layers communicate, an error is raised at once."""
-        return out_of_step() if self.sample_group.size > 1 else nullcontext()
-
     @contextmanager
     def block(self, index: int, *, dense: bool = False) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
@@ -117,7 +113,7 @@ class Walk:
         def run(sample: int) -> torch.Tensor:
             self.given = stream[sample].to(device)
             self.num_runs += 1
-            with torch.no_grad(), self.passing():
+            with torch.no_grad(), self.sample_group.passing():
                 return self.calls[sample][index].run(block, self.given)
 
         outer = _outer(self.model, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from distprune.collectives import Communicator
@@ -33,8 +34,12 @@ def share_to_sync(comm: Communicator, kernel: str) -> slice:
 
     Every rank must call it: two rounds, 18 bytes a rank.
     """
-    kernels = comm.gather(kernel)
-    return slice(kernels[: comm.rank].count(kernel), None, kernels.count(kernel))
+    return share_of(comm.gather(kernel), comm.rank)
+
+
+def share_of(said: Sequence[str], rank: int) -> slice:
+    """Return which of a list is ``rank``'s, where those that ``said`` the same, by rank, share it out. Local."""
+    return slice(said[:rank].count(said[rank]), None, said.count(said[rank]))
 
 
 def sync_file(path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
+from distprune.checkpoint.disk import share_of
 from distprune.checkpoint.hf_directory import HfDirectory, list_files, read_header
 from distprune.collectives import Communicator, agree, same_everywhere, sum_together, together
 
@@ -114,8 +115,7 @@ def _sight(comm: Communicator, seen: str, names: list[str]) -> _Sight:
     agree(comm, {"weight files": names})
     all_seen = comm.gather(seen)
     copies = [*dict.fromkeys(all_seen)]
-    place = slice(all_seen[: comm.rank].count(seen), None, all_seen.count(seen))
-    return _Sight(copies.index(seen), len(copies), place)
+    return _Sight(copies.index(seen), len(copies), share_of(all_seen, comm.rank))
 
 
 def _text(digests: torch.Tensor, sight: _Sight) -> str:

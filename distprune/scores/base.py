@@ -94,7 +94,7 @@ class Score(ABC):
         """Return the scores of ``elements``, 1-D, one each. Local."""
 
     def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
-        """Return the scores of ``pieces`` of several small shards on the host, one after the other. Local."""
+        """Return the scores of ``pieces``, ranges of several small shards on the host, one after the other. Local."""
         return torch.cat([_checked(self, self.values(elements), elements) for elements in pieces])
 
     def dtype(self, weight: torch.dtype) -> torch.dtype:

@@ -42,8 +42,8 @@ class Random(Score):
         flat: dict[object, torch.Tensor] = {}  # shards laid out alike share them
         places = []
         for piece in pieces:
-            at = piece.at
-            key = piece.shard.geometry, (at.start, at.stop) if isinstance(at, slice) else id(at)
+            assert isinstance(piece.at, slice)
+            key = piece.shard.geometry, piece.at.start, piece.at.stop
             if key not in flat:
                 flat[key] = piece.flat_indices()
             places.append(flat[key])

@@ -12,13 +12,7 @@ import pytest
 
 from distprune.checkpoint import open_directory, open_together, sample_together
 from distprune.collectives import communicator
-from tests.hf_models import make_model
 from tests.worlds import run_threads
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "llama", max_shard_size="9KB")
 
 
 @pytest.fixture
@@ -42,11 +36,11 @@ def read(_: int, folders: list[Path]) -> tuple[Any, str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 9])
-def test_once_by_all_ranks(model: Path, opened: Counter[Path], num_ranks: int) -> None:
-    (_, alone, (num_rounds, num_bytes)), *_ = run_threads(1, read, [model])
+def test_once_by_all_ranks(split_model: Path, opened: Counter[Path], num_ranks: int) -> None:
+    (_, alone, (num_rounds, num_bytes)), *_ = run_threads(1, read, [split_model])
     opened.clear()
-    for directory, sample, traffic in run_threads(num_ranks, read, [model]):
-        assert directory == open_directory(model)
+    for directory, sample, traffic in run_threads(num_ranks, read, [split_model]):
+        assert directory == open_directory(split_model)
         assert (sample, traffic) == (alone, (num_rounds, num_bytes))
     for_all = num_ranks  # by open_directory here
     num_files = len(directory.weight_files)
@@ -60,12 +54,12 @@ def test_once_by_all_ranks(model: Path, opened: Counter[Path], num_ranks: int) -
 
 @pytest.mark.parametrize("num_ranks", [2, 5])
 def test_copies_are_read_by_those_that_see_them(
-    model: Path, tmp_path: Path, opened: Counter[Path], num_ranks: int
+    split_model: Path, tmp_path: Path, opened: Counter[Path], num_ranks: int
 ) -> None:
-    copies = [shutil.copytree(model, tmp_path / name) for name in ("one", "other")]
+    copies = [shutil.copytree(split_model, tmp_path / name) for name in ("one", "other")]
     found = run_threads(num_ranks, read, copies)
     assert {path: number for path, number in opened.items() if number} == {
-        copy / path.name: 2 for copy in copies for path in model.glob("*.safetensors")
+        copy / path.name: 2 for copy in copies for path in split_model.glob("*.safetensors")
     }
     assert len({sample for _, sample, _ in found}) == 1
     assert [directory.path for directory, _, _ in found] == [copies[rank % 2] for rank in range(num_ranks)]
@@ -73,8 +67,8 @@ def test_copies_are_read_by_those_that_see_them(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("which", [0, 1])
-def test_all_ranks_say_which_file_is_corrupt(model: Path, tmp_path: Path, num_ranks: int, which: int) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
+def test_all_ranks_say_which_file_is_corrupt(split_model: Path, tmp_path: Path, num_ranks: int, which: int) -> None:
+    folder = shutil.copytree(split_model, tmp_path / "model")
     path = sorted(folder.glob("*.safetensors"))[which]
     os.truncate(path, path.stat().st_size - 1)
     for error in run_threads(num_ranks, read, [folder], catch=True):
@@ -102,8 +96,8 @@ def other_files(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"), [(other_header, "headers"), (other_files, "weight files"), (other_weights, "")]
 )
-def test_copies_that_differ(model: Path, tmp_path: Path, change: Any, said: str) -> None:
-    copies = [shutil.copytree(model, tmp_path / name) for name in ("one", "other")]
+def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said: str) -> None:
+    copies = [shutil.copytree(split_model, tmp_path / name) for name in ("one", "other")]
     change(next(path for path in sorted(copies[1].glob("*.safetensors")) if b"layers.1" in path.read_bytes()[:4096]))
     found = run_threads(4, read, copies, catch=True)
     if said:

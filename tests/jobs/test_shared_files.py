@@ -15,16 +15,10 @@ import torch.distributed as dist
 from distprune.checkpoint import disk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, unfinished
 from distprune.jobs.journal import JOURNAL_NAME
-from tests.hf_models import make_model
 from tests.sampling import only_whole
 from tests.worlds import run_threads
 
 OWN = {"config.json", "generation_config.json", "model.safetensors.index.json", "report.json", "README.md"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "llama", max_shard_size="9KB")
 
 
 @pytest.fixture
@@ -54,7 +48,7 @@ def weights_of(model: Path) -> list[str]:
     ],
 )
 def test_synced_once_on_each_kernel(
-    model: Path,
+    split_model: Path,
     tmp_path: Path,
     kind: str,
     num_ranks: int,
@@ -71,25 +65,25 @@ def test_synced_once_on_each_kernel(
             return str(dist.get_rank() % num_kernels)
 
     def on_rank(_: int) -> Any:
-        asked: dict[str, Any] = {"model": str(model), "output": str(tmp_path / "out"), "pattern": "2:4"}
+        asked: dict[str, Any] = {"model": str(split_model), "output": str(tmp_path / "out"), "pattern": "2:4"}
         return run_streamed_job(StreamedJob(**asked)) if kind == "streamed" else run_prune_job(PruneJob(**asked))
 
     monkeypatch.setattr(disk, "_BOOT", Boot())
     run_threads(num_ranks, on_rank)
     del synced[JOURNAL_NAME]
     folders = {name for name in synced if name.startswith(".out")} | {tmp_path.name}
-    assert len(weights_of(model)) > 2
-    assert synced == {**dict.fromkeys(weights_of(model), num_kernels), **dict.fromkeys(OWN | folders, 1)}
+    assert len(weights_of(split_model)) > 2
+    assert synced == {**dict.fromkeys(weights_of(split_model), num_kernels), **dict.fromkeys(OWN | folders, 1)}
 
 
 def test_what_a_job_has_not_synced_is_synced_when_it_goes_on(
-    model: Path, tmp_path: Path, synced: Counter[str], monkeypatch: pytest.MonkeyPatch
+    split_model: Path, tmp_path: Path, synced: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = StreamedJob(model=str(model), output=str(tmp_path / "out"), pattern="2:4", sync_files=False)
+    job = StreamedJob(model=str(split_model), output=str(tmp_path / "out"), pattern="2:4", sync_files=False)
     with monkeypatch.context() as patch:
         patch.setattr(unfinished, "publish", Mock(side_effect=OSError("the disk is gone")))
         with pytest.raises(OSError, match="the disk is gone"):
             run_streamed_job(job)
     assert not synced
     run_streamed_job(dataclasses.replace(job, sync_files=True, resume=True))
-    assert all(synced[name] == 1 for name in weights_of(model))
+    assert all(synced[name] == 1 for name in weights_of(split_model))
