@@ -46,7 +46,8 @@ _COLUMNS, _ROWS = (
     ),
 )
 _ABOUT = """Every process pruned its part. The bytes of all weights, gathered afterwards, are those of the same call on
-the whole model in one process, wherever the table says so.
+the whole model in one process, wherever the table says so. By ADMM, whose products of few rows and of many differ in
+their last bits, the zeros are looked at alone.
 """
 
 
