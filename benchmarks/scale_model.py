@@ -150,9 +150,9 @@ _INTRODUCTION = """# On paper: 8 to 16,384 ranks
 
 - Command: `python -m benchmarks.scale_model`; nothing here was run on so many ranks, or on a device.
 - Measured and put in: Python a parameter on one of 1,024 simulated ranks (prune {prune:.0f} µs, what holding
-  adds to a step {held:.0f} µs, update {update:.0f} µs, {layer:.1f} ms a layer of a dense one-shot block, {expert:.1f} ms of one with
-  experts), {rounds} rounds a call, and the bytes that a selection touches an element on a simulated device: {touched},
-  where 12 are needed. On a CPU core a selection takes 2.2 ns an element of bfloat16.
+  adds to a step {held:.0f} µs, update {update:.0f} µs, {layer:.1f} ms a layer of a dense one-shot block,
+  {expert:.1f} ms of one with experts), {rounds} rounds a call, and the bytes that a selection touches an element on a
+  simulated device: {touched}, where 12 are needed. On a CPU core a selection takes 2.2 ns an element of bfloat16.
 - Assumed: memory of a device 2.3 TB/s, 400 TFLOP/s in bfloat16, 50 in float32; 40 GB/s of network a device, 5 µs a
   hop, 20 µs of host a round; 2 GB/s of disk a node of 8 devices, 500 GB/s in all; calibration of 128 x 2,048 tokens,
   ADMM with dense targets; training with 8,192 tokens a rank and step. Weights are bfloat16, experts a parameter each.

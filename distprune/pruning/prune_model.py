@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
-from distprune.masks import zero_all_where_pruned
+from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
 from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
@@ -219,7 +219,8 @@ def prune_requested(group: Group, request: Request) -> PruneReport:
     ranked = choosing.ranked
     shards = [scores.shard for scores in ranked.scores]
     masks, counts = choose_masks(ranked, choosing.choice)
-    zero_all_where_pruned([shard.local for shard in shards], masks)  # from here on no rank can fail
+    for shard, mask in zip(shards, masks, strict=True):  # from here on no rank can fail: numpy multiplies in place
+        zero_where_pruned(shard.local, mask)
     return choosing.report(counts, lambda: Masks.read(ranked.comm, ranked.roster, shards))
 
 
