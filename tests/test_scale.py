@@ -59,17 +59,15 @@ def traffic_of(num_parameters: int, prepare: Prepare) -> dict[int, Traffic]:
 @pytest.mark.parametrize("num_parameters", [100, only_whole(1000), only_whole(5000)])
 def test_messages_stay_small(call: str, num_parameters: int) -> None:
     used = traffic_of(num_parameters, lambda model, comm: partial(CALLS[call], model, comm))
-    for size, traffic in used.items():
-        # Few equal ranks say least of where a threshold is, and each score stands there as often: the worst case.
-        most = 1 if size > 8 else 2
-        assert traffic.num_rounds <= most * MOST_ROUNDS
-        assert traffic.num_bytes <= most * (MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters)
+    for traffic in used.values():
+        assert traffic.num_rounds <= MOST_ROUNDS
+        assert traffic.num_bytes <= MOST_BYTES + MOST_BYTES_A_PARAMETER * num_parameters
     # With more ranks there are more elements, so that fewer counts share a word; or they are worth a sample.
     assert used[1024].num_bytes <= 1.5 * used[64].num_bytes + (128 << 10)
 
 
 @pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("num_parameters", [10, only_whole(100), only_whole(1000)])
+@pytest.mark.parametrize("num_parameters", [10, only_whole(100), only_whole(1000), only_whole(5000)])
 def test_training_says_little(name: str, num_parameters: int) -> None:
     """Steps say nothing, and an update what its two choices do."""
     used = traffic_of(num_parameters, TRAINING[name])

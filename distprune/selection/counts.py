@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives import Communicator, max_together, sum_together
 from distprune.selection.competition import Keys, Ranges, Words, add_histogram
 
 _NUM_WORDS = 1 << 13  # of 8 bytes that all competitions share in a round: 64 KiB
 _MOST_BINS = 1 << 13  # of one competition
 _LEAST = 3  # words of one competition, however many there are
+NO_END = torch.iinfo(torch.int64).min  # no key is, or less one
+
+Wanted = Literal["counts", "sum", "ends"]
 
 
 class BinCounts:
     """Counts of the competitions ``left`` of ``num``: of elements in bins of the ranges ``within``, one of each.
 
     ``bins``: (left, columns). ``beyond``: how many are below the range and above it, (left, 2). ``num_nans``: in all.
-    ``adds_values``: of ranges that hold one element each, these are added up in the place of counts: it is known then.
+    ``wanted``: in the place of counts the bins may have the sum of the elements, which is the element itself where one
+    is left; or, in two columns, less the lowest and the highest. ``nothing``: what a bin begins with.
     """
 
-    def __init__(self, num: int, left: Words, within: Ranges, num_columns: int, *, adds_values: bool = False) -> None:
-        self.adds_values = adds_values
-        self.bins = np.zeros((len(left), num_columns), dtype=np.int64)
+    def __init__(self, num: int, left: Words, within: Ranges, num_columns: int, *, wanted: Wanted = "counts") -> None:
+        self.wanted = wanted
+        self.nothing = NO_END if wanted == "ends" else 0
+        self.bins = np.full((len(left), num_columns), self.nothing, dtype=np.int64)
         self.beyond = np.zeros((len(left), 2), dtype=np.int64)
         self.num_nans = 0
         self.within = within
@@ -46,17 +52,29 @@ class BinCounts:
         """
         if of is None or isinstance(of, int):
             row = int(self.rows[of or 0])
-            if row >= 0 and self.adds_values:
+            if row < 0 or not len(values):
+                return
+            if self.wanted == "sum":
                 self.bins[row] += values.sum(dtype=np.int64)
-            elif row >= 0:
+            elif self.wanted == "ends":
+                np.maximum(self.bins[row], (-int(values.min()), int(values.max())), out=self.bins[row])
+            else:
                 add_histogram(self.bins[row : row + 1], values, None, self.of(of or 0), weight)
             return
         rows = self.rows[of]
         counted = rows >= 0
-        if self.adds_values:
-            np.add.at(self.bins[:, 0], rows[counted], values[counted])
-            return
-        add_histogram(self.bins, values[counted], rows[counted], self.within, weight)
+        rows, values = rows[counted], values[counted]
+        if self.wanted == "sum":
+            np.add.at(self.bins[:, 0], rows, values)
+        elif self.wanted == "ends":
+            np.maximum.at(self.bins[:, 0], rows, -values.astype(np.int64))
+            np.maximum.at(self.bins[:, 1], rows, values)
+        else:
+            add_histogram(self.bins, values, rows, self.within, weight)
+
+    def take(self, fetched: Words) -> None:
+        """Add the bins that were counted elsewhere."""
+        (np.maximum if self.wanted == "ends" else np.add)(self.bins, fetched, out=self.bins)
 
 
 def summed_counts(
@@ -109,9 +127,24 @@ def summed_values(
     """
 
     def filled(message: torch.Tensor) -> None:
-        own = BinCounts(num, left, within, 1, adds_values=True)
+        own = BinCounts(num, left, within, 1, wanted="sum")
         count(own)
         message.copy_(torch.from_numpy(own.bins[:, 0]))
 
     values: Words = sum_together(comm, (len(left),), filled).numpy()
     return values
+
+
+def told_ends(comm: Communicator, num: int, left: Words, within: Ranges, count: Callable[[BinCounts], None]) -> Ranges:
+    """Return the lowest and the highest element that each of the ranges ``within`` holds: 16 bytes a competition.
+
+    As :func:`summed_counts`, of competitions that have some left: one round.
+    """
+
+    def filled(message: torch.Tensor) -> None:
+        own = BinCounts(num, left, within, 2, wanted="ends")
+        count(own)
+        message.copy_(torch.from_numpy(own.bins))
+
+    less_lows, highs = max_together(comm, (len(left), 2), filled).numpy().T.copy()
+    return Ranges(-less_lows, highs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distprune.selection.competition import Ranges, Standings, add_histogram_on_device
-from distprune.selection.counts import BinCounts
+from distprune.selection.counts import NO_END, BinCounts
 from distprune.selection.scan import Entry, key_chunks
 from distprune.shards import fetched
 
@@ -32,8 +32,12 @@ class DeviceTally:
                 below, above = keys < low, keys > high
                 if needs_scan:
                     row[:3] += torch.stack([below.sum(), above.sum(), (keys > order.last).sum()])
-                if counts.adds_values:
+                if counts.wanted == "sum":
                     row[3] += keys.masked_fill(below | above, 0).sum(dtype=torch.int64)
+                elif counts.wanted == "ends":
+                    wide, beyond = keys.to(torch.int64), below | above
+                    ends = [each.masked_fill(beyond, NO_END).max() for each in (-wide, wide)]
+                    torch.maximum(row[3:], torch.stack(ends), out=row[3:])
                 else:
                     add_histogram_on_device(row[3:], keys, within, ~(below | above))
 
@@ -60,12 +64,14 @@ class DeviceTally:
             if counts.has(entry.competition):
                 device = entry.scores.device
                 if device not in there:
-                    there[device] = torch.zeros((num_rows, 3 + num_columns), dtype=torch.int64, device=device)
+                    nothing = torch.zeros((num_rows, 3 + num_columns), dtype=torch.int64, device=device)
+                    nothing[:, 3:] = counts.nothing
+                    there[device] = nothing
                 count(there[device][counts.rows[entry.competition]], entry, counts.of(entry.competition))
         for counted in fetched([*there.values()]):
             counts.beyond += counted[:, :2].numpy()
             counts.num_nans += int(counted[:, 2].sum())
-            counts.bins += counted[:, 3:].numpy()
+            counts.take(counted[:, 3:].numpy())
 
 
 def _bounds(within: Ranges) -> tuple[int, int]:

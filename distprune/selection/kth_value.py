@@ -26,7 +26,7 @@ import torch
 from distprune.collectives import Communicator, together
 from distprune.host_loops import load
 from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
-from distprune.selection.counts import BinCounts, summed_counts, summed_values
+from distprune.selection.counts import BinCounts, summed_counts, summed_values, told_ends
 from distprune.selection.decide import decide
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.order import Order
@@ -74,7 +74,7 @@ def select_lowest(
     32-bit scores and up to 5 for 64-bit, and more when a bracket missed; one that tells the last element, where one is
     left; over positions none unless some of the elements that tie with a k-th go and others stay, then at most 3 (up to
     5e11 positions). All competitions share 64 KiB a round, or have 24 bytes each if that is more: with fewer bins,
-    there are more rounds.
+    there are more rounds, of which some tell the lowest and the highest of what is left, 16 bytes each.
 
     ``tells``: where competitors are so few that their keys fit into a message of 128 KiB, they are told in one round.
 
@@ -123,7 +123,11 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
         most, wanted = int(standings.num_within[left].max()), bool(needs_scan.any())
         counts = summed_counts(comm, num, left, within, most, own.count_keys, with_beyond=wanted)
         _check(comm, own, standings, left, counts, needs_scan)
+        num_within = standings.num_within[left]
         standings.narrow_keys(left, counts.bins, counts.beyond[:, 0])
+        stuck = _stuck(standings, left, num_within, counts.bins.shape[1])
+        if 2 * len(stuck) > len(standings.without_key):
+            standings.keys.put(stuck, told_ends(comm, num, stuck, standings.keys.at(stuck), own.count_keys))
     if len(left := standings.with_one_element):
         keys = summed_values(comm, num, left, standings.keys.at(left), own.count_keys)
         standings.keys.put(left, Ranges(keys, keys))
@@ -132,6 +136,17 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
         within, most = standings.positions.at(left), int(standings.num_within[left].max())
         counts = summed_counts(comm, num, left, within, most, own.count_positions)
         standings.narrow_positions(left, counts.bins)
+
+
+def _stuck(standings: Standings, left: Words, num_within: Words, num_bins: int) -> Words:
+    """Return the competitions that all elements in reach are left of, in a range too large for two counts more.
+
+    They may be ties, or lie close together: their lowest and highest say more than another count.
+    """
+    keys, have_all = standings.keys.at(left), standings.num_within[left] == num_within
+    are_large = (keys.high - keys.low).view(np.uint64) >= np.uint64(num_bins) ** np.uint64(2)
+    stuck = left[are_large & have_all & ~standings.needs_scan[left]]
+    return np.intersect1d(stuck, standings.without_key)
 
 
 class _OwnPart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,19 @@ import torch
 
 from distprune.collectives import Alone, Communicator, Traffic, communicator
 from distprune.scores import LocalScores, Magnitude
-from distprune.selection import Competition, Entry, MaskPut, common_order, quantiles, sampling, select_lowest, tally
+from distprune.selection import (
+    Competition,
+    Entry,
+    MaskPut,
+    common_order,
+    counts,
+    quantiles,
+    sampling,
+    select_lowest,
+    tally,
+)
 from distprune.shards import Geometry, LocalShard, Ownership
+from tests.device_path import as_on_a_device
 from tests.sampling import only_whole
 from tests.worlds import run_threads
 
@@ -303,10 +315,30 @@ def test_64_bit_scores_stay_within_ten_rounds() -> None:
         assert traffic_of(1 << 16, num_tensors, torch.float64, 2).num_rounds <= 8
 
 
-def test_ten_thousand_competitions_take_more_rounds_of_bounded_bytes() -> None:
-    used = traffic_of(10_000 << 7, 10_000, torch.float32, 2, ties=False)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("num", [3000, only_whole(10_000)])
+def test_many_competitions_take_more_rounds_of_bounded_bytes(num: int, ties: bool) -> None:
+    used = traffic_of(num << 7, num, torch.float32, 2, ties=ties)
     assert used.num_rounds <= 12
-    assert used.num_bytes <= used.num_rounds * (24 * 10_000 + 16)
+    assert used.num_bytes <= used.num_rounds * (24 * num + 16)
+
+
+@pytest.mark.parametrize("where", [contextlib.nullcontext, as_on_a_device], ids=["host", "device"])
+def test_coarse_counts_ask_for_the_lowest_and_the_highest(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what lies close together, also where one competition has nothing on this rank."""
+    monkeypatch.setattr(counts, "_MOST_BINS", 3)
+    values = torch.arange(8192) % 2 * 2**-20 + 1
+
+    def on_rank(rank: int) -> tuple[list[torch.Tensor], int]:
+        comm, parts = communicator(), [values[:0] if rank else values, values[4096 * rank :][:4096]]
+        return select(comm, parts, 8192, 4096 * rank, [5000, 4096]).masks, comm.traffic.num_rounds
+
+    with where():
+        found = run_threads(2, on_rank)
+    for i, k in enumerate((5000, 4096)):
+        wanted = (torch.arange(8192) % 2 > 0) & (torch.arange(8192) >= 2 * (k - 4096))
+        assert torch.equal(torch.cat([masks[i] for masks, _ in found]), wanted)
+    assert all(num_rounds <= 20 for _, num_rounds in found)
 
 
 def test_nothing_to_do() -> None:
