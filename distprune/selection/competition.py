@@ -184,6 +184,15 @@ class Standings:
         """Take over one round of counts of the competitions ``of``."""
         self._narrow(self.positions, of, bins)
 
+    def stuck(self, of: Words, num_within: Words, num_bins: int) -> Words:
+        """Return which of ``of`` a count left all ``num_within`` elements, in a range too large for two counts more.
+
+        They are ties, or lie close together: their lowest and highest say more than another count.
+        """
+        counted = ~self.needs_scan[of] & (self.num_within[of] == num_within)
+        are_large = self.keys.at(of)._extents >= np.uint64(num_bins) ** np.uint64(2)
+        return np.intersect1d(of[counted & are_large], self.without_key)
+
     def skip_ties(self) -> None:
         """Skip the rounds that break ties where all ties are pruned, or nothing new is."""
         skipped = self.only_gone | (self.num_before + self.num_within == self.num_lowest)

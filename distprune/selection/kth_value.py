@@ -125,7 +125,7 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
         _check(comm, own, standings, left, counts, needs_scan)
         num_within = standings.num_within[left]
         standings.narrow_keys(left, counts.bins, counts.beyond[:, 0])
-        stuck = _stuck(standings, left, num_within, counts.bins.shape[1])
+        stuck = standings.stuck(left, num_within, counts.bins.shape[1])
         if 2 * len(stuck) > len(standings.without_key):
             standings.keys.put(stuck, told_ends(comm, num, stuck, standings.keys.at(stuck), own.count_keys))
     if len(left := standings.with_one_element):
@@ -136,17 +136,6 @@ def _count(comm: Communicator, standings: Standings, own: _OwnPart) -> None:
         within, most = standings.positions.at(left), int(standings.num_within[left].max())
         counts = summed_counts(comm, num, left, within, most, own.count_positions)
         standings.narrow_positions(left, counts.bins)
-
-
-def _stuck(standings: Standings, left: Words, num_within: Words, num_bins: int) -> Words:
-    """Return the competitions that all elements in reach are left of, in a range too large for two counts more.
-
-    They may be ties, or lie close together: their lowest and highest say more than another count.
-    """
-    keys, have_all = standings.keys.at(left), standings.num_within[left] == num_within
-    are_large = (keys.high - keys.low).view(np.uint64) >= np.uint64(num_bins) ** np.uint64(2)
-    stuck = left[are_large & have_all & ~standings.needs_scan[left]]
-    return np.intersect1d(stuck, standings.without_key)
 
 
 class _OwnPart:
