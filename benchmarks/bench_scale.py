@@ -41,8 +41,8 @@ sampling it, and which slices, or pieces to stream by 2:4, are this rank's.
 """
 _ABOUT_BLOCKS = """A decoder block whose inputs are known: attention and experts, or a dense one, of width 4, a few rows
 of each layer on each rank. Every input has an owner, which is given all rows of its layers and gives them back; or its
-layers are pruned where they are. The first block finds out who holds which rows. Of the bytes 96 a rank and input are
-its sum on the way to its owner, or 1,056 an input its sum on the way to all.
+layers are pruned where they are. The first block finds out who holds which rows. Of the bytes 96 an input are its sum
+on the way to its owner, or 64 the sums of its features on the way to all.
 """
 
 

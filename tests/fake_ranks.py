@@ -65,6 +65,10 @@ class EqualRanks(Communicator):
             self.sums.append(values.clone())
 
     @override
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        values *= self.size
+
+    @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         pass
 
@@ -236,7 +240,8 @@ def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: So
 def prune_block(comm: Communicator, statistics: InputStatistics, solver: Solver[Moments]) -> None:
     """Do to one block what ``prune_blocks`` does once its inputs are known; each input in turn has the next owner."""
     linears = statistics.linears
-    moments = statistics.reduce(comm, lambda shapes, size: [OwnerRank(i % size) for i in range(len(shapes))])
-    owned = {linear.parameter_path: True for linear in linears.values()}
-    with whole_rows(comm, linears, owned) as rows, torch.no_grad():
-        prune_rows(comm, rows, moments, lambda _: nullcontext(), Aim(0.0), solver=solver, pattern=NByM(2, 4))
+    for moments in statistics.reduce(comm, lambda shapes, size: [OwnerRank(i % size) for i in range(len(shapes))]):
+        some = {name: linears[name] for m in moments for name in m.names}
+        owned = {linear.parameter_path: True for linear in some.values()}
+        with whole_rows(comm, some, owned) as rows, torch.no_grad():
+            prune_rows(comm, rows, moments, lambda _: nullcontext(), Aim(0.0), solver=solver, pattern=NByM(2, 4))

@@ -83,6 +83,7 @@ def run_threads(
     c10d: Any = torch._C._distributed_c10d
     c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reduce = _reduce  # torch's has none
     try:
         store = torch._C._distributed_c10d.HashStore()
         threads = [threading.Thread(target=one, args=(rank, store), daemon=True) for rank in range(world_size)]
@@ -104,6 +105,14 @@ def run_threads(
     if world_size > 1 and not draws:
         assert torch.equal(torch.get_rng_state(), before), "ranks drew from the random state that they share"
     return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
+
+
+def _reduce(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+    summed = [tensor.clone() for tensor in tensors]
+    work = group.allreduce(summed)
+    for tensor, total in zip(tensors, summed, strict=True):
+        tensor.copy_(total if group.rank() == options.rootRank else torch.full_like(total, -1))
+    return work
 
 
 class ProcessPool:

@@ -9,7 +9,7 @@ from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.past_blocks import past_blocks
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
-from distprune.calibration.statistics import InputStatistics, StageDone
+from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
@@ -17,6 +17,7 @@ from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk, with_hidden
 
 __all__ = [
+    "EXPERT_MEMORY",
     "Axis",
     "Batches",
     "BlockOrder",

@@ -22,7 +22,7 @@ class Moments:
 
     ``values`` (float32) is (in,) for ``"features"`` and (in, in), symmetric, for ``"pairs"``; zeros if
     ``num_tokens`` is 0, as for an expert that nothing was routed to. Where one rank, the ``owner``, processes this
-    input alone, ``"pairs"`` are empty on every other rank. ``sketch`` (in, 32), float32, comes with ``"features"``.
+    input alone, ``"pairs"`` are empty on every other rank. With ``"features"`` comes ``feature_sums`` (in,), float32.
 
     With targets (see :mod:`distprune.calibration.targets`) either or both of these, float32, come with ``"pairs"``:
     ``shift`` (in, in) is the sum over tokens of (x_dense - x)^T x; ``residuals`` has by layer the sum of
@@ -36,7 +36,7 @@ class Moments:
     names: tuple[str, ...]
     num_tokens: int
     values: torch.Tensor
-    sketch: torch.Tensor | None = None
+    feature_sums: torch.Tensor | None = None
     owner: OwnerRank = EVERYWHERE
     shift: torch.Tensor | None = None
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -50,15 +50,20 @@ class Moments:
         return self.values if self.values.ndim == 1 else self.values.diagonal()
 
     def squared_output(self, weight: torch.Tensor) -> float:
-        """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or estimated by the sketch.
+        """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or as if features were independent.
 
-        Without tokens the inputs count as white: X^T X = 1.
+        That is what is known without X^T X: their squares about their means, and n mean^2, of which most of their
+        correlation comes. Without tokens the inputs count as white: X^T X = 1.
         """
         if not self.num_tokens:
             return float(weight.float().square().sum(dtype=torch.float64))
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for some in torch.split(weight, max(1, _CHUNK // max(weight.shape[1], 1))):
             w = some.float()
-            squared = (w @ self.values).mul_(w) if self.sketch is None else (w @ self.sketch).square_()
-            total += squared.sum(dtype=torch.float64)
-        return float(total) / (1 if self.sketch is None else self.sketch.shape[1])
+            if self.feature_sums is None:
+                total += (w @ self.values).mul_(w).sum(dtype=torch.float64)
+            else:
+                of_means = self.feature_sums / self.num_tokens**0.5
+                about_mean = (self.values - of_means.square()).clamp_(min=0)
+                total += (w.square() @ about_mean + (w @ of_means).square_()).sum(dtype=torch.float64)
+        return float(total)

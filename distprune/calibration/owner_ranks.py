@@ -8,7 +8,7 @@ its factor. What is too large for that is *spread*: every rank sweeps the rows t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,6 +60,22 @@ def find_owners(shapes: tuple[tuple[int, int], ...], num_ranks: int) -> tuple[Ow
             plans.append((max(loads) + sum(sweeps[i] for i in spread) / num_ranks, owners))
     best = min(time for time, _ in plans)
     return next(owners for time, owners in plans if time <= _WORTH * best)
+
+
+def find_routed_owners(
+    inputs: Sequence[SharedInput], holders: Sequence[Collection[int]], num_ranks: int
+) -> tuple[OwnerRank, ...]:
+    """Return the owner of every routed input, the same on every rank: one of its ``holders``, if there are any.
+
+    ``holders``: ranks that have all rows of the input's layers, of each; nothing has to be sent to them but tokens. The
+    largest input goes first, each to the rank that has the least to do.
+    """
+    jobs = [of.num_in**2 * (of.num_tokens + of.num_out) + of.num_in**3 // _FACTOR for of in inputs]
+    loads, ranks = [0] * num_ranks, [0] * len(inputs)
+    for i in sorted(range(len(inputs)), key=lambda i: -jobs[i]):
+        ranks[i] = min(holders[i] or range(num_ranks), key=loads.__getitem__)
+        loads[ranks[i]] += jobs[i]
+    return tuple(map(OwnerRank, ranks))
 
 
 def _share_out(jobs: Sequence[int], num_ranks: int) -> list[int]:

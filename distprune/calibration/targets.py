@@ -25,6 +25,26 @@ from distprune.calibration.walk import Walk, fitting
 from distprune.models import LinearLayer
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a layer is given in the dense stream: ``dense`` (tokens, features), of all tokens or of those in ``known``.
+
+    ``known`` (tokens,), bool, on the CPU: those that were not routed to other experts there.
+    """
+
+    dense: torch.Tensor
+    known: torch.Tensor | None = None
+
+    def shift(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x_dense - ``x``, (tokens, features), float32; 0 where it is not known."""
+        dense = self.dense.to(x.device).float()
+        if self.known is None:
+            return dense - x
+        known, change = self.known.to(x.device), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        change[known] = dense - x[known]
+        return change
+
+
 @dataclass
 class DenseSample:
     """One sample in the dense stream: this rank's features of the layers' inputs, and the sums that layers add to."""
@@ -37,23 +57,22 @@ class DenseSample:
         kept = {id(values): values.nbytes for values in [*(x for x, _ in self.inputs.values()), *self.totals.values()]}
         return sum(kept.values())
 
-    def shift(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return x_dense - ``x`` (tokens, features of this rank), float32, of layer ``name``.
+    def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> Beside | None:
+        """Return what stands beside ``x`` (tokens, features of this rank) of layer ``name`` in the dense stream.
 
-        0 for a token that, in the dense stream, was routed to other experts, or if that is not known.
+        ``None``: no token was routed there, or it is not known which.
         """
-        change = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        if name not in self.inputs:  # no token was routed there, or it is not known which
-            return change
+        if name not in self.inputs:
+            return None
         dense, dense_tokens = self.inputs[name]
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
-            return dense.to(x.device).float() - x
-        if len(tokens) == len(x):
-            numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
-            here, there = torch.isin(numbers, dense_numbers), torch.isin(dense_numbers, numbers)
-            change[here.to(x.device)] = dense[there.to(dense.device)].to(x.device).float() - x[here.to(x.device)]
-        return change
+            return Beside(dense)
+        if len(tokens) != len(x):
+            return None
+        numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
+        there = torch.isin(dense_numbers, numbers)
+        return Beside(dense[there.to(dense.device)], torch.isin(numbers, dense_numbers))
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
         """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""

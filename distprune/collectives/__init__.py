@@ -32,7 +32,6 @@ from distprune.collectives.tensors import (
     gather_features,
     gather_pairwise,
     lookup_rows,
-    sum_at_owners,
     whole_tensor,
 )
 
@@ -71,7 +70,6 @@ __all__ = [
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",
-    "sum_at_owners",
     "sum_together",
     "swap_known",
     "swap_unknown",

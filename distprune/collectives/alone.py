@@ -22,6 +22,10 @@ class Alone(Communicator):
         pass
 
     @override
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        pass
+
+    @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         pass
 

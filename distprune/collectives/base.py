@@ -65,6 +65,18 @@ class Communicator(ABC):
         """Return the elementwise maximum over ranks (one round, the tensor's bytes), on the CPU."""
         return self._reduce(values, "max")
 
+    @final
+    def sum_to(self, values: torch.Tensor, rank: int | None) -> None:
+        """Sum ``values`` over ranks in place, on rank ``rank`` alone, or on all (one round, the tensor's bytes).
+
+        For what is large: contiguous, of the same shape and dtype (int64 or float64) on every rank, it stays on its
+        device where the backend works there. What other ranks than ``rank`` are left with may be anything.
+        """
+        self._count(values.nbytes)
+        if values.numel():
+            with communicating():
+                self._sum_in_place(values, rank)
+
     def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
         if values.dtype not in (torch.int64, torch.float64):
             raise TypeError(f"reductions carry int64 or float64, not {values.dtype=}")
@@ -123,6 +135,10 @@ class Communicator(ABC):
     @abstractmethod
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         """All-reduce a contiguous CPU tensor; ``op`` is ``"sum"`` or ``"max"``."""
+
+    @abstractmethod
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``, or to all."""
 
     @abstractmethod
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

@@ -58,6 +58,10 @@ class Guarded(Communicator):
         self._comm._reduce_in_place(values, op)
 
     @override
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        self._comm._sum_in_place(values, rank)
+
+    @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         self._comm._broadcast_in_place(buffer, source)
 

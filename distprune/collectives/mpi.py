@@ -26,7 +26,7 @@ def _duplicate_of() -> int:
 class MpiRanks(Communicator):
     """An ``mpi4py`` intracommunicator.
 
-    Only buffer calls of the MPI standard are used (Allreduce, Bcast, Allgather, Alltoallv), so any
+    Only buffer calls of the MPI standard are used (Allreduce, Reduce, Bcast, Allgather, Alltoallv), so any
     implementation serves. The communicator is duplicated once (collective), so that its messages never
     meet the caller's; the duplicate is freed with it.
     """
@@ -42,6 +42,17 @@ class MpiRanks(Communicator):
         from mpi4py import MPI
 
         self.comm.Allreduce(MPI.IN_PLACE, values.numpy(), op=MPI.SUM if op == "sum" else MPI.MAX)
+
+    @override
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        from mpi4py import MPI
+
+        staged = values.cpu()
+        if rank is None:
+            self.comm.Allreduce(MPI.IN_PLACE, staged.numpy())
+        else:
+            self.comm.Reduce(MPI.IN_PLACE if self.rank == rank else staged.numpy(), staged.numpy(), root=rank)
+        values.copy_(staged)
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

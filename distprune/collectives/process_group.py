@@ -47,6 +47,16 @@ class ProcessGroup(Communicator):
         values.copy_(staged)
 
     @override
+    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+        staged = values.to(self.device)
+        if rank is None:
+            dist.all_reduce(staged, group=self.group)
+        else:
+            dist.reduce(staged, dst=self.global_rank(rank), group=self.group)
+        if staged is not values:
+            values.copy_(staged)
+
+    @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
         staged = buffer.to(self.device)
         dist.broadcast(staged, src=self.global_rank(source), group=self.group)

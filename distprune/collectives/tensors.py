@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives.agree import swap_known
 from distprune.collectives.base import Communicator, communicating
 from distprune.collectives.process_group import staging_device
 
@@ -25,28 +24,6 @@ def from_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     pieces = torch.split(joined, [tensor.nbytes for tensor in like]) if like else ()
     # A copy is aligned for any dtype.
     return [piece.clone().view(of.dtype).view(of.shape) for piece, of in zip(pieces, like, strict=True)]
-
-
-def sum_at_owners(comm: Communicator, sizes: Sequence[int], make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Return the sum over ranks of what each one's ``make`` has for this rank, (``sizes[rank]``,) float64 on the CPU.
-
-    All ranks must call it with the same ``sizes``: one round, of what one rank has for all others, or they for it, and
-    8 bytes a rank. ``make`` is called with the number of a rank of which ``sizes`` is not 0; it must not communicate.
-    What it raises on one rank is raised on all.
-    """
-    others = [0 if rank == comm.rank else 8 * size for rank, size in enumerate(sizes)]
-    coming = [0 if rank == comm.rank else 8 * sizes[comm.rank] for rank in range(comm.size)]
-    own = torch.empty(0, dtype=torch.float64, device="cpu")
-
-    def pieces() -> list[torch.Tensor]:
-        nonlocal own
-        own, nothing = make(comm.rank) if sizes[comm.rank] else own, as_bytes([])
-        return [as_bytes([make(rank)]) if num_bytes else nothing for rank, num_bytes in enumerate(others)]
-
-    for received, size in zip(swap_known(comm, pieces, (others, coming)), coming, strict=True):
-        if size:
-            own += received.view(torch.float64)
-    return own
 
 
 def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from distprune.calibration import (
+    EXPERT_MEMORY,
     BlockOrder,
     InputStatistics,
     Moments,
@@ -56,6 +57,7 @@ class WalkOptions:
     towards_own: Set[str] = frozenset()
     skipped: Set[int] = frozenset()
     healed: Mapping[int, str] = field(default_factory=dict)
+    expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
 
     @property
     def has_targets(self) -> bool:
@@ -146,23 +148,21 @@ class _BlockPruner:
             some = {of_layer: linears[of_layer] for of_layer in stage}
             with clock("forward"):
                 statistics = self._run(index, some, order, targets)
-            with clock("reduce"):
-                try:
-                    moments = statistics.reduce(comm)
-                except (ValueError, NotImplementedError) as error:  # on every rank
-                    raise type(error)(f"block {name!r}: {error}") from error
-            unseen = unreached(name, some, moments)
-            dense |= {some[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
-            some = {of_layer: linear for of_layer, linear in some.items() if of_layer not in unseen}
-            moments = [m for m in moments if m.names[0] in some]
-            num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
-            is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in some)
-            aim = Aim(0.0 if is_own else options.target_share)
-            if self._heals(index, order) in some:
-                aim = _HEALING
-            owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in some.values()}
-            with whole_rows(comm, some, owned, f"{name}.") as rows, torch.no_grad():
-                totals |= self.prune_rows(comm, rows, moments, clock, aim)
+            for moments in self._reduced(statistics, name, clock):
+                names = {of_layer for m in moments for of_layer in m.names}
+                now = {of_layer: linear for of_layer, linear in some.items() if of_layer in names}
+                unseen = unreached(name, now, moments)
+                dense |= {now[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
+                now = {of_layer: linear for of_layer, linear in now.items() if of_layer not in unseen}
+                moments = [m for m in moments if m.names[0] in now]
+                num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
+                is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in now)
+                aim = Aim(0.0 if is_own else options.target_share)
+                if self._heals(index, order) in now:
+                    aim = _HEALING
+                owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in now.values()}
+                with whole_rows(comm, now, owned, f"{name}.") as rows, torch.no_grad():
+                    totals |= self.prune_rows(comm, rows, moments, clock, aim)
         del targets
         if self._next(index) < len(walk.blocks):
             with clock("forward"):
@@ -178,6 +178,19 @@ class _BlockPruner:
             f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
         )
         return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
+
+    def _reduced(self, statistics: InputStatistics, name: str, clock: Clock) -> Iterator[list[Moments]]:
+        """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does, of the block ``name``."""
+        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
+        while True:
+            with clock("reduce"):
+                try:
+                    moments = next(waves, None)
+                except (ValueError, NotImplementedError) as error:  # on every rank
+                    raise type(error)(f"block {name!r}: {error}") from error
+            if moments is None:
+                return
+            yield moments
 
     def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:
         """Let ``restore`` bring block ``index`` to what it was pruned to before, and advance behind it if it does.
@@ -267,7 +280,9 @@ class _BlockPruner:
         options = self.options
         needs = "pairs" if options.has_targets else options.needs
         sums = options.needs_sums
-        statistics = InputStatistics(linears, needs, self.walk.sample_group, self.comm, targets, awaited, sums)
+        statistics = InputStatistics(
+            linears, needs, self.walk.sample_group, self.comm, targets, awaited, sums, self.walk.offload
+        )
         with statistics.listening(), self.walk.block(index) as run:
             for sample in range(self.walk.num_samples):
                 statistics.begin_sample(counts=sample < self.walk.num_counted)

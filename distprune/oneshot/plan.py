@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from distprune.calibration import Axis, check_fit, shared_axis, token_digest
+from distprune.calibration import EXPERT_MEMORY, Axis, check_fit, shared_axis, token_digest
 from distprune.models import check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
@@ -76,9 +76,14 @@ def make_plan(
     sequential: Sequential | None = None,
     targets: TargetsOf | None = None,
     target_share: float | None = None,
+    expert_memory: int = EXPERT_MEMORY,
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
+    if isinstance(expert_memory, bool) or not isinstance(expert_memory, int):
+        raise TypeError(f"expert_memory must be a number of bytes, not {expert_memory!r}")
+    if expert_memory <= 0:
+        raise ValueError(f"{expert_memory=} must be more than 0; one expert at a time has as much as it needs")
     solver = solver_of(method, seed)
     pattern = as_pattern(pattern, sparsity)
     pattern = pattern.within("tensor") if pattern.has_scope else pattern
@@ -102,7 +107,7 @@ def make_plan(
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
     share = share_of_targets(targets or default_targets(method), target_share)
-    options = WalkOptions(solver.needs, sequential == "layer", share)
+    options = WalkOptions(solver.needs, sequential == "layer", share, expert_memory=expert_memory)
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
@@ -110,6 +115,7 @@ def make_plan(
         "samples": token_digest(samples),
         "sequential": sequential,
         "target_share": repr(share),
+        "expert_memory": repr(expert_memory),
     }
     return OneShotPlan(solver, pattern, options, of_blocks, list(shards.values()), shared_axis(model), facts)
 

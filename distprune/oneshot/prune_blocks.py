@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import find_sample_group
+from distprune.calibration import EXPERT_MEMORY, find_sample_group
 from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
@@ -36,6 +36,7 @@ def prune_blocks(
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     offload: bool = False,
+    expert_memory: int = EXPERT_MEMORY,
     finished: Finished | None = None,
     on_block: OnBlock | None = None,
 ) -> OneShotReport:
@@ -72,7 +73,10 @@ def prune_blocks(
             what the model before pruning put out, to which the weights are moved part of the way before any goes
             (see ``oneshot.retarget``). Default: ``"dense"`` for ``"admm"``, ``"own"`` for the others.
         target_share: how much of that way, above 0 and at most 1; half of it by default.
-        offload: keep activations on the CPU between blocks.
+        offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
+        expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM
+            and dense targets need them: the tokens of each expert then go to a rank that holds it, which sums them,
+            and the experts are pruned in as many waves as that takes. The result does not depend on it.
         finished: called with the number of each block in turn, on every rank, until it returns False, the same on
             all: it writes the weights that an earlier call came to into the block and returns True, or leaves it. For
             what it raises ``on_block``'s rules hold.
@@ -83,8 +87,9 @@ def prune_blocks(
     Every rank of ``group`` must call it, with equal arguments. In memory at a time, beyond the model's shards: this
     rank's share of the activations between two blocks, with dense targets twice, and of one block what its layers are
     given or add to in the dense model (about four times as much in a Llama); the statistics of the layers that are
-    pruned at once (and of factors and float32 rows those that this rank works on, at most twice its share); and one
-    block as its forward needs it: unsharded by FSDP2, cut by tensor parallelism.
+    pruned at once, of experts the tokens that this rank's samples give them, and ``expert_memory`` (and of factors and
+    float32 rows those that this rank works on, at most twice its share); and one block as its forward needs it:
+    unsharded by FSDP2, cut by tensor parallelism.
     Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and those
     of ``RootParameters`` under FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of
     block, to learn in which order it runs its layers, where that is asked for; for a block 1, with dense targets 2,
@@ -111,7 +116,9 @@ def prune_blocks(
     meter = Meter(comm)
 
     def look() -> tuple[Found, Facts, Score, OneShotPlan]:
-        plan = make_plan(model, samples, method, pattern, sparsity, seed, sequential, targets, target_share)
+        plan = make_plan(
+            model, samples, method, pattern, sparsity, seed, sequential, targets, target_share, expert_memory
+        )
         facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
         return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan
 

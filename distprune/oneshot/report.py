@@ -17,10 +17,10 @@ class LayerReport:
 
     ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before this layer, or its block,
     is pruned, W the weights, moved towards their target where they have one, W' the new ones): from all of X^T X with
-    SparseGPT, ADMM and dense targets; otherwise estimated from a sketch of X (see ``Moments.squared_output``).
-    ``None``: the layer puts out nothing but zeros. Without tokens (an expert that nothing was routed to) inputs count
-    as white. ``damping`` is the fraction of the mean diagonal that was added to it (SparseGPT; more than 0.01 says that
-    it had to be raised), or to a diagonal of ones (ADMM).
+    SparseGPT, ADMM and dense targets; otherwise as if features were independent but for their means (see
+    ``Moments.squared_output``). ``None``: the layer puts out nothing but zeros. Without tokens (an expert that nothing
+    was routed to) inputs count as white. ``damping`` is the fraction of the mean diagonal that was added to it
+    (SparseGPT; more than 0.01 says that it had to be raised), or to a diagonal of ones (ADMM).
     """
 
     name: str  # in the model

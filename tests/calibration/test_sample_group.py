@@ -123,7 +123,7 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str, num_in: int) -> None:
     gathers = of == "pairs" and (how in ("plain", "cut") or num_in == 1)
     num_bytes = 2 * 5 * 3 * -(-num_in // 3) * 4
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, num_bytes) if gathers else (0, 0))
-    (found,), (one,) = statistics.reduce(comm), wanted.reduce(Alone())
+    ((found,),), ((one,),) = statistics.reduce(comm), wanted.reduce(Alone())
     assert found.num_tokens == one.num_tokens == 10
     if of == "features":
         assert torch.equal(found.values, one.values)
@@ -148,7 +148,7 @@ def wrong_inputs_on_rank(_: int, how: str) -> None:
     statistics.begin_sample()
     x = torch.ones(4, 8)
     statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None, "0")
-    statistics.reduce(comm)
+    list(statistics.reduce(comm))
 
 
 @pytest.mark.parametrize(

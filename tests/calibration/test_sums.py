@@ -33,7 +33,7 @@ def moments_of(x: torch.Tensor, sample_group: SampleGroup) -> Moments:
         for sample in x[sample_group.number :: sample_group.num_groups]:
             statistics.begin_sample()
             block(sample)
-    (moments,) = statistics.reduce(communicator())
+    ((moments,),) = statistics.reduce(communicator())
     return moments
 
 

@@ -160,7 +160,7 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
     with statistics.listening(), walk.block(0) as run:
         statistics.begin_sample()
         run(0)
-    statistics.reduce(communicator())
+    list(statistics.reduce(communicator()))
 
 
 @pytest.mark.parametrize(

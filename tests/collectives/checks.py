@@ -13,6 +13,7 @@ import torch
 from distprune.collectives import (
     Communicator,
     Member,
+    Traffic,
     agree,
     max_together,
     roster_of_all,
@@ -49,6 +50,13 @@ def _check_reductions(comm: Communicator) -> None:
     assert comm.sum(torch.tensor([0.5], dtype=torch.float64)).tolist() == [comm.size / 2]
     assert comm.sum(torch.empty(0, dtype=torch.int64)).tolist() == []
     assert values.tolist() == [[comm.rank, 1], [-comm.rank, big]]
+    for rank in (None, *range(comm.size)):
+        summed, before = torch.tensor([0.5, comm.rank], dtype=torch.float64), comm.traffic.copy()
+        comm.sum_to(summed, rank)
+        if rank in (None, comm.rank):
+            assert summed.tolist() == [comm.size / 2, total]
+        assert comm.traffic - before == Traffic(1, 16)
+    comm.sum_to(torch.empty(0, dtype=torch.float64), comm.size - 1)
     with pytest.raises(TypeError, match="int64 or float64"):
         comm.sum(torch.tensor([1.0]))
 

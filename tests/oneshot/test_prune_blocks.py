@@ -115,7 +115,7 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
     torch.manual_seed(0)
     weight, sums = torch.randn(8, 12), torch.rand(12) * 5
     rows = Rows(weight.clone(), ((0, 8),), 8, True, "block.m")
-    moments = [Moments(("m",), 3, sums, torch.randn(12, 32))]
+    moments = [Moments(("m",), 3, sums, torch.randn(12))]
     outcomes = prune_rows(
         Alone(),
         {"m": rows},

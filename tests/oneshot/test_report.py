@@ -144,7 +144,7 @@ def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     moved_rows._plans.clear()
     for columns, to_find_out in ((128, 4), (8, 0)):  # who holds which rows, once
         monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", columns)
-        assert run_threads(2, sweep_in_rounds, "llama") == [[10 + to_find_out, 10, 9]] * 2
+        assert run_threads(2, sweep_in_rounds, "llama") == [[12 + to_find_out, 12, 11]] * 2
     (few, *_), _ = run_threads(2, sweep_in_rounds, "bloom")  # its widest layer is spread
     assert few >= 10 + 12 * 2
 
