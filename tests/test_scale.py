@@ -40,7 +40,7 @@ MOST_ROUNDS = 14
 MOST_BYTES, MOST_BYTES_A_PARAMETER = 1 << 20, 16
 # Of a one-shot block, a layer and a rank: of an input of 4 features 96 bytes are its sum on the way to its owner, or 64
 # those of an expert's tokens; and 64 its sums on the way to all.
-MOST_BYTES_OF_BLOCK = {"owners": (300, 50), "in place": (140, 0)}
+MOST_BYTES_OF_BLOCK = {"owners": (300, 60), "in place": (140, 0)}
 
 
 def traffic_of(num_parameters: int, prepare: Prepare) -> dict[int, Traffic]:
@@ -157,11 +157,11 @@ def test_a_one_shot_block_of_a_thousand_ranks(num_experts: int, how: str) -> Non
             first, later[size] = (block_costs(comm, num_experts, how) for _ in range(2))
             assert comm.num_objects == 0
         # Sums go to four owners, or all; the experts' tokens go to theirs, and are a wave of their own.
-        more = 14 if num_experts else 0
+        more = 15 if num_experts else 0
         for (_, num_rounds, num_bytes), most_rounds in ((first, 17 + more), (later[size], 13 + more)):
             assert num_rounds <= most_rounds
             assert num_bytes <= a_layer * num_layers + a_rank * size
-    assert later[1024][0] <= 1.25 * later[64][0] + 4 * 1024  # a few for each rank that rows may come from
+    assert later[1024][0] <= 1.25 * later[64][0] + 8 * 1024  # a few for each rank that rows may come from
 
 
 def test_cut_rows_take_as_many_rounds_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ class Reduction:
     sample_group: SampleGroup
     about_mean: bool
     order: BlockOrder | None  # with targets
+    offload: bool  # tokens are kept on the CPU
     sums: dict[str, InputSums]
     tokens: dict[str, list[RoutedTokens]]
     finite: dict[str, torch.Tensor]
@@ -93,7 +94,8 @@ class Reduction:
             x = tokens.x.to(self._device(of))
             sums[of].take(x, x, None if tokens.beside is None else tokens.beside.shift(x))
 
-        take_last = send_tokens(self.comm, [owner.rank for owner in owners.values()], kept, take)
+        device = torch.device("cpu") if self.offload else self._device(next(iter(owners)))
+        take_last = send_tokens(self.comm, [owner.rank for owner in owners.values()], kept, take, device)
 
         def make(of: SharedInput) -> Parts | None:
             take_last()  # all that there is, the first time

@@ -9,6 +9,7 @@ each sample's addend of them, to the same bits as any rank would. In *waves*: as
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from distprune.calibration.targets import Beside
-from distprune.collectives import Communicator, as_bytes, from_bytes, max_together, swap_unknown
+from distprune.collectives import Communicator, as_bytes, from_bytes, max_together, swap_known, swap_unknown
 
 _ARRIVING = 1 << 26  # bytes at one rank in a round, unless one sample gives an input more
 
@@ -45,86 +46,112 @@ class RoutedTokens:
 
 
 Take = Callable[[int, RoutedTokens], object]
+_Numbered = tuple[int, RoutedTokens]  # with the number of the input among those of its owner
+_Kind = tuple[str, list[int]]  # of a tensor: dtype and shape
 
 
 def send_tokens(
-    comm: Communicator, owners: Sequence[int], kept: Sequence[list[RoutedTokens]], take: Take
+    comm: Communicator, owners: Sequence[int], kept: Sequence[list[RoutedTokens]], take: Take, device: torch.device
 ) -> Callable[[], None]:
     """Send what is ``kept`` of each input to its owner, where ``take`` is called with each sample's part.
 
-    And with the number of the input among those that this rank owns. ``owners`` are the same on every rank. What is
-    sent is let go of. What is returned takes what came last: it must be called on every rank, where errors are heard.
-    Every rank must call it: a round of 16 bytes, and for every 64 MiB that go to a rank one of 8 bytes a rank and one
-    of these. What ``take`` raises on one rank is raised on all.
+    And with the number of the input among those that this rank owns. ``owners`` are the same on every rank, ``device``
+    is where tokens are kept. What is sent is let go of. What is returned takes what came last: it must be called on
+    every rank, where errors are heard. Every rank must call it: a round of 16 bytes, and for every 64 MiB that go to a
+    rank one of 8 bytes a rank, one of about 60 bytes for each sample and input, and one of the tokens. What ``take``
+    raises on one rank is raised on all.
     """
-    own: list[tuple[int, RoutedTokens]] = []
-    of_rank: dict[int, list[list[tuple[int, RoutedTokens]]]] = {}  # by owner and round
+    post = _Post(comm, take, device)
+    num_rounds = max_together(comm, (1,), lambda words: words.fill_(post.share_out(owners, kept)))
+    for _ in range(int(num_rounds)):
+        told = {rank: _read(text) for rank, text in enumerate(swap_unknown(comm, post.texts)) if len(text)}
+        coming = [0] * comm.size
+        for rank, (_, kinds) in told.items():
+            coming[rank] = sum(math.prod(shape) * _dtype(name).itemsize for name, shape in kinds)
+        pieces = swap_known(comm, post.pieces, (post.sizes(), coming), device)
+        post.arrived.extend((*told[rank], pieces[rank]) for rank in told)
+    return post.take_all
 
-    def share_out(num_rounds: torch.Tensor) -> None:
-        sizes: dict[int, int] = {}
-        num_inputs = Counter[int]()
+
+class _Post:
+    """What this rank sends and has been sent, round by round."""
+
+    def __init__(self, comm: Communicator, take: Take, device: torch.device) -> None:
+        self._comm, self._take, self._device = comm, take, device
+        self._own: list[_Numbered] = []
+        self._rounds: dict[int, list[list[_Numbered]]] = {}  # by the rank that they go to
+        self._now: dict[int, list[_Numbered]] = {}
+        self.arrived: list[tuple[list[int], list[_Kind], torch.Tensor]] = []
+
+    def share_out(self, owners: Sequence[int], kept: Sequence[list[RoutedTokens]]) -> int:
+        """Put all that is ``kept`` into rounds, and return how many these are."""
+        num_inputs, sizes = Counter[int](), Counter[int]()
         for owner, of_input in zip(owners, kept, strict=True):
-            number = num_inputs[owner]
-            num_inputs[owner] += 1
             for tokens in of_input:
-                if owner == comm.rank:
-                    own.append((number, tokens))
+                numbered = num_inputs[owner], tokens
+                if owner == self._comm.rank:
+                    self._own.append(numbered)
                     continue
-                rounds = of_rank.setdefault(owner, [[]])
-                size = sizes.get(owner, 0) + tokens.num_bytes
-                if rounds[-1] and size > _ARRIVING // comm.size:
-                    rounds.append([])
-                    size = tokens.num_bytes
-                rounds[-1].append((number, tokens))
-                sizes[owner] = size
+                rounds = self._rounds.setdefault(owner, [])
+                sizes[owner] += tokens.num_bytes
+                if rounds and sizes[owner] <= _ARRIVING // self._comm.size:
+                    rounds[-1].append(numbered)
+                else:
+                    rounds.append([numbered])
+                    sizes[owner] = tokens.num_bytes
+            num_inputs[owner] += 1
             of_input.clear()
-        num_rounds.fill_(max(map(len, of_rank.values()), default=0))
+        return max(map(len, self._rounds.values()), default=0)
 
-    num_rounds = int(max_together(comm, (1,), share_out))
-    arrived: list[torch.Tensor] = []
+    def texts(self) -> list[torch.Tensor]:
+        """Take what has arrived, and return what is to be said of the next round's tokens to each rank."""
+        self.take_all()
+        self._now = {rank: rounds.pop(0) for rank, rounds in self._rounds.items() if rounds}
+        texts = [as_bytes([])] * self._comm.size
+        for rank, some in self._now.items():
+            texts[rank] = _text(some)
+        return texts
 
-    def take_arrived() -> None:
-        while own:
-            take(*own.pop())
-        while arrived:
-            for number, tokens in _unpacked(arrived.pop()):
-                take(number, tokens)
+    def sizes(self) -> list[int]:
+        """Return how many bytes of tokens go to each rank in this round."""
+        sizes = [0] * self._comm.size
+        for rank, some in self._now.items():
+            sizes[rank] = sum(tokens.num_bytes for _, tokens in some)
+        return sizes
 
-    def next_pieces() -> list[torch.Tensor]:
-        take_arrived()
-        pieces = [as_bytes([])] * comm.size
-        for owner, rounds in of_rank.items():
-            if rounds:
-                pieces[owner] = _packed(rounds.pop(0))
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the tokens that go to each rank in this round, which are let go of."""
+        pieces = [as_bytes([])] * self._comm.size
+        for rank in list(self._now):
+            tensors = [tensor for _, tokens in self._now.pop(rank) for tensor in tokens.tensors]
+            pieces[rank] = as_bytes(tensors, self._device)
         return pieces
 
-    for _ in range(num_rounds):
-        arrived.extend(swap_unknown(comm, next_pieces))
-    return take_arrived
+    def take_all(self) -> None:
+        """Take what has arrived, and what stayed."""
+        while self._own:
+            self._take(*self._own.pop())
+        while self.arrived:
+            numbers, kinds, piece = self.arrived.pop()
+            likes = [torch.empty(shape, dtype=_dtype(name), device="meta") for name, shape in kinds]
+            tensors = iter(from_bytes(piece, likes))
+            for number, num_tensors in zip(numbers[::2], numbers[1::2], strict=True):
+                self._take(number, RoutedTokens.of([next(tensors) for _ in range(num_tensors)]))
 
 
-def _packed(some: Sequence[tuple[int, RoutedTokens]]) -> torch.Tensor:
-    """Return inputs' numbers and tokens as bytes: the length of a text, the text, which says what follows, tensors."""
-    told = [[number, [_kind(of) for of in tokens.tensors]] for number, tokens in some]
-    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
-    length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-    return as_bytes([length, text, *(of for _, tokens in some for of in tokens.tensors)])
+def _text(some: Sequence[_Numbered]) -> torch.Tensor:
+    """Return as JSON of each input its number and how many tensors there are, and of each tensor dtype and shape."""
+    numbers = [each for number, tokens in some for each in (number, len(tokens.tensors))]
+    tensors = [tensor for _, tokens in some for tensor in tokens.tensors]
+    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    return torch.frombuffer(bytearray(json.dumps([numbers, kinds]).encode()), dtype=torch.uint8)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[str, list[int]]:
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+def _read(text: torch.Tensor) -> tuple[list[int], list[_Kind]]:
+    numbers, kinds = json.loads(bytes(text.numpy()))
+    return numbers, [(name, shape) for name, shape in kinds]
 
 
-def _unpacked(piece: torch.Tensor) -> list[tuple[int, RoutedTokens]]:
-    if not piece.numel():
-        return []
-    start = 8 + int(piece[:8].clone().view(torch.int64))
-    told = json.loads(bytes(piece[8:start].numpy()))
-    likes = [
-        [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for dtype, shape in kinds] for _, kinds in told
-    ]
-    tensors = iter(from_bytes(piece[start:], [like for of_input in likes for like in of_input]))
-    return [
-        (number, RoutedTokens.of([next(tensors) for _ in of_input]))
-        for (number, _), of_input in zip(told, likes, strict=True)
-    ]
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

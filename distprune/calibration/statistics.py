@@ -197,9 +197,9 @@ class InputStatistics:
         """
         inputs = self._merge(comm)
         routed = [of for of in inputs if of.names[0] in self._routed]
-        others = [of for of in inputs if of not in routed]
+        others = [of for of in inputs if of.names[0] not in self._routed]
         order = None if self.targets is None else self.targets.order
-        about = comm, inputs, self.linears, self.of, self.sample_group, self.sums, order
+        about = comm, inputs, self.linears, self.of, self.sample_group, self.sums, order, self.offload
         reduction = Reduction(*about, self._sums, self._tokens, self._finite)
         if others or not routed:
             shapes = tuple((of.num_in, of.num_out) for of in others)

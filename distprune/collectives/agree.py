@@ -85,10 +85,11 @@ def swap_known(
     comm: Communicator,
     make: Callable[[], Sequence[torch.Tensor]],
     sizes: tuple[Sequence[int], Sequence[int]],
+    device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
     """Do as :func:`swap_unknown` where all ranks know the sizes before: how many bytes go to and come from every rank.
 
-    One round: 8 bytes a rank and the pieces.
+    One round: 8 bytes a rank and the pieces. What is large may lie on a ``device``, the same kind on every rank.
 
     Raises:
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
@@ -96,7 +97,7 @@ def swap_known(
     to, coming = sizes
     # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
     sent_sizes, sizes_coming = [_WORD + size for size in to], [_WORD + size for size in coming]
-    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device="cpu"), None
+    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device=device), None
     try:
         pieces = make()
         if (made := [piece.numel() for piece in pieces]) != list(to):
@@ -108,7 +109,7 @@ def swap_known(
         error = caught
         sent.fill_(1)
     received = comm.swap(sent, sent_sizes, sizes_coming)
-    flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device="cpu")
+    flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device=device)
     _raise_errors(comm, bool(received[flags].any()), error)
     return _parted(received, coming, _WORD)
 

@@ -119,9 +119,10 @@ class Communicator(ABC):
 
     @final
     def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return what every rank has for this one, joined in rank order (one round), on the CPU.
+        """Return what every rank has for this one, joined in rank order (one round), on the device of ``sent``.
 
-        ``sent`` (uint8, on the CPU) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come.
+        ``sent`` (uint8) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come. It stays on
+        its device where the backend works there.
         """
         self._count(max(sum(sent_sizes), sum(sizes)))
         with communicating():
@@ -150,7 +151,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
-        """Return what every rank sent to this one, joined: ``sizes[r]`` bytes from rank r; all uint8, on the CPU."""
+        """Return what every rank sent to this one, joined: ``sizes[r]`` bytes from rank r; uint8, where ``sent`` is."""
 
     def abort(self, code: int) -> None:  # noqa: B027
         """End the other ranks too, where the launcher would leave them waiting; may return."""

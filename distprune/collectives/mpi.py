@@ -69,8 +69,8 @@ class MpiRanks(Communicator):
         from mpi4py import MPI
 
         received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        self.comm.Alltoallv([sent.numpy(), sent_sizes, MPI.BYTE], [received.numpy(), sizes, MPI.BYTE])
-        return received
+        self.comm.Alltoallv([sent.cpu().numpy(), sent_sizes, MPI.BYTE], [received.numpy(), sizes, MPI.BYTE])
+        return received.to(sent.device)
 
     @override
     def abort(self, code: int) -> None:

@@ -73,7 +73,7 @@ class ProcessGroup(Communicator):
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(received, sent.to(self.device), sizes, sent_sizes, group=self.group)
-        return received.cpu()
+        return received.to(sent.device)
 
 
 def staging_device(group: dist.ProcessGroup) -> torch.device:

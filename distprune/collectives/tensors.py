@@ -13,14 +13,14 @@ from distprune.collectives.base import Communicator, communicating
 from distprune.collectives.process_group import staging_device
 
 
-def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``tensors`` joined as they travel, uint8 on the CPU. Local."""
-    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in tensors]
-    return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *pieces])
+def as_bytes(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return ``tensors`` joined as they travel, uint8 on ``device``. Local."""
+    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *pieces])
 
 
 def from_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that :func:`as_bytes` joined, of the shapes and dtypes of ``like``, on the CPU. Local."""
+    """Return the tensors that :func:`as_bytes` joined, of the shapes and dtypes of ``like``, where it is. Local."""
     pieces = torch.split(joined, [tensor.nbytes for tensor in like]) if like else ()
     # A copy is aligned for any dtype.
     return [piece.clone().view(of.dtype).view(of.shape) for piece, of in zip(pieces, like, strict=True)]
