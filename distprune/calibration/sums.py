@@ -36,7 +36,7 @@ class InputSums:
         ``shift``: as ``own``, what leads to its target.
         """
         if self.of == "features":
-            self.add(PRODUCTS, column_sums(own, (torch.Tensor.clone, torch.square)).float())
+            self.add(PRODUCTS, column_sums(own, (torch.positive, torch.square)).float())
             return
         if PRODUCTS not in self.parts:
             self.parts[PRODUCTS] = torch.zeros((own.shape[1], x.shape[1]), dtype=torch.float64, device=x.device)
@@ -44,7 +44,7 @@ class InputSums:
         if shift is not None:
             self.add(SHIFT, shift.t() @ wide)
         if self.about_mean:
-            of_sample = column_sums(x, (torch.Tensor.clone, torch.abs))
+            of_sample = column_sums(x, (torch.positive, torch.abs))
             mean = of_sample[:, 0] / max(len(x), 1)
             self.means.append((len(x), mean))
             self.add(SUMS, in_float32(of_sample[self.start : self.start + own.shape[1]]))
