@@ -121,7 +121,8 @@ class WithinRows(Pattern):
         """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs); or in ``out``. Local."""
         if is_gone is None:
             return self.keep(keys, out)
-        return (self.keep_left(keys, is_gone, out) if of_left else self.keep(keys, out)).logical_and_(~is_gone)
+        stays = self.keep_left(keys, is_gone, out) if of_left else self.keep(keys, out)
+        return torch.gt(stays, is_gone, out=stays)
 
 
 @final

@@ -18,6 +18,7 @@ from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
 from tests.selection.test_kth_value import Selected, select
+from tests.touched import Touched
 from tests.worlds import run_threads
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,14 +62,18 @@ def test_nan_is_counted() -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
 def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype) -> None:
+    numbers = torch.arange(40) * 2
+    groups = [(n, m) for m in (*range(1, 7), 8, 10, 12, 15, 16, 24) for n in {1, m // 2}]  # by pairs, by a sort
+
+    def kept(scores: torch.Tensor) -> list[torch.Tensor]:
+        found = [keep_highest_per_group(scores, n, m) for n, m in groups]
+        return found + [keep_highest_per_row(scores, number) for number in (0, 50, 240, numbers, numbers * 0 + 3)]
+
     for kind in ("normal", "ties", "infinite"):
-        scores = values_of(kind, 40 * 96, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 96)
-        numbers = torch.arange(40) * 2
-        here = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
-        here += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
-        with as_on_a_device():
-            there = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
-            there += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
+        scores = values_of(kind, 40 * 240, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 240)
+        here = kept(scores)
+        with as_on_a_device(1 << 12):
+            there = kept(scores)
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
     nan = torch.ones(60, 96)
     nan[[2, 59]] = torch.nan
@@ -188,6 +193,20 @@ def test_the_same_mask_and_as_many_waits_for_64_chunks_as_for_one(name: str, kin
 def test_many_parameters_take_the_waits_of_one(name: str) -> None:
     one, eight = (nn.Sequential(*(linear() for _ in range(num))) for num in (1, 8))
     assert waits_of(CALLS[name], eight, 512)[0].num_fetches == waits_of(CALLS[name], one, 512)[0].num_fetches
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "num_bytes"),
+    [("2:4", torch.float32, 44.6), ("2:4", torch.bfloat16, 32.6), ("4:8", torch.float32, 58.6)],
+    ids=str,
+)
+def test_bytes_that_groups_touch(pattern: str, dtype: torch.dtype, num_bytes: float) -> None:
+    """To choose: to write zeros takes twice the weights and their mask more."""
+    module = nn.Linear(1 << 9, 1 << 9, bias=False, dtype=dtype)
+    weight = module.weight
+    with as_on_a_device(1 << 21), Touched() as touched:
+        prune.prune_model(module, pattern=pattern, group=Alone())
+    assert touched.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
 
 
 def test_what_waits_is_seen() -> None:
