@@ -19,7 +19,8 @@ _UNWRITTEN = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.ne
 class Touched(TorchDispatchMode):
     """Counts within: ``num_operations`` but for views, and the ``num_bytes`` of the tensors that they take and return.
 
-    What is both, as of an operation in place, counts twice; what is only made room for, not at all.
+    What is both, as of an operation in place, counts twice (of a list of tensors once, since nothing is returned); what
+    is only made room for, not at all.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives import Alone
-from distprune.masks import zero_where_pruned
+from distprune.masks import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import Geometry, LocalShard, Ownership, checksum
@@ -240,6 +240,28 @@ def test_zeros_are_written(dtype: torch.dtype) -> None:
             with as_on_a_device():
                 zero_where_pruned(tensor, mask)
             assert torch.equal(tensor, wanted)
+
+
+def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
+    def changed() -> list[torch.Tensor]:
+        values = values_of("ties", 2000, torch.float32).view(50, 40)  # with zeros of both signs
+        aside, mask, signed = torch.zeros_like(values), (torch.arange(2000) % 3 == 0).view(50, 40), values.clone()
+        write_signed_zeros(signed, mask)
+        positive = values.clone()
+        make_zeros_positive(positive)
+        set_aside(values, aside, mask)
+        pruned = values.clone()
+        pruned[::5] += 1
+        of_pruned = aside.clone()
+        num_written = bring_back(pruned, of_pruned)
+        set_aside(pruned, of_pruned)
+        return [each.view(torch.int32) for each in (values, aside, signed, positive, pruned, of_pruned)] + [num_written]
+
+    here = changed()
+    with as_on_a_device(), counted_waits() as waits:
+        there = changed()
+    assert not waits.calls
+    assert all(map(torch.equal, here, there))
 
 
 def test_checksums_are_the_hosts() -> None:
