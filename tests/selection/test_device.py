@@ -13,7 +13,7 @@ from distprune.collectives import Alone
 from distprune.masks import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
-from distprune.shards import Geometry, LocalShard, Ownership, checksum
+from distprune.shards import Geometry, LocalShard, Ownership, checksum, device
 from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
@@ -207,6 +207,18 @@ def test_bytes_that_groups_touch(pattern: str, dtype: torch.dtype, num_bytes: fl
     with as_on_a_device(1 << 21), Touched() as touched:
         prune.prune_model(module, pattern=pattern, group=Alone())
     assert touched.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
+
+
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+@pytest.mark.parametrize("pattern", ["2:4", "row", "block:16", "channels:0", "channels:1"])
+@pytest.mark.sampled(2)
+def test_memory_beyond_the_mask_at_real_sizes(pattern: str, score: str) -> None:
+    module = nn.Linear(1 << 10, 9 << 8, bias=False)  # more than a chunk
+    share = {} if pattern == "2:4" else {"sparsity": 0.5}
+    seed = {"seed": 3} if score == "random" else {}
+    with Touched() as touched, as_on_a_device(device._DEVICE_CHUNK):
+        prune.prune_model(module, pattern=pattern, score=score, group=Alone(), **share, **seed)  # type: ignore[arg-type]
+    assert 8 << 20 < touched.peak < (64 << 20) + module.weight.numel()
 
 
 def test_what_waits_is_seen() -> None:
