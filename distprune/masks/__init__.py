@@ -2,6 +2,7 @@
 
 from distprune.masks.adapters import merge_adapters
 from distprune.masks.fsdp2 import is_masked
+from distprune.masks.grouped import Grouped
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import (
     Zeroing,
@@ -28,6 +29,7 @@ from distprune.masks.reparametrized import (
 from distprune.masks.side_by_side import SideBySide
 
 __all__ = [
+    "Grouped",
     "SideBySide",
     "Zeroing",
     "as_numbers",

@@ -19,25 +19,31 @@ _NUM_SAMPLED = 100
 
 
 def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local, chunk by chunk."""
+    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local.
+
+    On the host chunk by chunk; on a device one operation, which needs no memory.
+    """
     if local.is_complex():
         local.detach().masked_fill_(~mask, 0)
         return
-    for values, keep in _pieces(bits_of(local.detach()), mask.view(torch.int8)):
+    if not on_host(local.device):
+        bits_of(local.detach()).mul_(mask)
+        return
+    for values, keep in views_by_chunk(bits_of(local.detach()), mask.view(torch.int8)):
         values *= keep  # as integers: 0 has the bits of 0.0
     increment_version(local)  # numpy does not
 
 
 def zero_all_where_pruned(locals_: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
-    """Do so for many shards: for small ones in one call of torch. Local."""
-    small: list[int] = []
+    """Do so for many shards: for small ones, and for those on a device, in one call of torch. Local."""
+    joined: list[int] = []
     for i, local in enumerate(locals_):
-        if goes_beside(local):
-            small.append(i)
+        if goes_beside(local) or not (on_host(local.device) or local.is_complex()):
+            joined.append(i)
         else:
             zero_where_pruned(local, masks[i])
-    if small:
-        torch._foreach_mul_([bits_of(locals_[i]) for i in small], [masks[i] for i in small])
+    if joined:
+        torch._foreach_mul_([bits_of(locals_[i]) for i in joined], [masks[i] for i in joined])
 
 
 def goes_beside(local: torch.Tensor) -> bool:
@@ -84,12 +90,12 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     one = bits_of(torch.ones((), dtype=dtype, device="cpu")).numpy()[()]
     # As bits, and in memory for which numpy asks huge pages: half of the time that torch takes.
     bits = torch.from_numpy(np.empty(tuple(mask.shape), one.dtype))
-    for words, keep in _pieces(bits, mask):
+    for words, keep in views_by_chunk(bits, mask):
         np.multiply(keep, one, out=words)
     return bits.view(dtype)
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterable[tuple[Any, ...]]:
+def views_by_chunk(*tensors: torch.Tensor) -> Iterable[tuple[Any, ...]]:
     """Return views of all, of one shape, that cover them, of about a chunk's elements each.
 
     On the host they are arrays: numpy takes three quarters of the time torch does, and a slice a tenth.
@@ -111,28 +117,16 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         yield tuple(view[start : start + step] for view in views)
 
 
-def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> torch.Tensor:
+def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> tuple[int, int, bool]:
     """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
 
     With fewer than ``least`` zeros in ``local``, ``kept`` stays as it is. Return how many places of ``kept`` changed,
-    how many are False now, and whether there were too few zeros: int64, on the device. Local, chunk by chunk.
+    how many are False now, and whether there were too few zeros. Local, on the host, chunk by chunk.
     """
-    if not on_host(local.device):
-        num_zeros = torch.zeros((), dtype=torch.int64, device=local.device)
-        for (values,) in _pieces(bits_of(local)) if least else ():
-            num_zeros += (values == 0).sum()
-        too_few = num_zeros < least
-        counts = torch.zeros(3, dtype=torch.int64, device=local.device)
-        for values, before in _pieces(bits_of(local), kept):
-            now = torch.where(too_few, before, values != 0)
-            counts += torch.stack([(now != before).sum(), (~now).sum(), torch.zeros_like(num_zeros)])
-            before.copy_(now)
-        counts[2] = too_few
-        return counts
-    is_short = least > 0 and not _has_zeros(bits_of(local), least)
-    pieces = [counts_of_read(values, before, is_short) for values, before in _pieces(bits_of(local), kept)]
+    too_few = least > 0 and not _has_zeros(bits_of(local), least)
+    pieces = [counts_of_read(values, before, too_few) for values, before in views_by_chunk(bits_of(local), kept)]
     num_changed, num_held = map(sum, zip(*pieces, strict=True))
-    return torch.tensor([num_changed, num_held, int(is_short)], dtype=torch.int64, device="cpu")
+    return num_changed, num_held, too_few
 
 
 def counts_of_read(bits: npt.NDArray[Any], kept: npt.NDArray[Any], too_few: bool) -> tuple[int, int]:
@@ -146,7 +140,7 @@ def counts_of_read(bits: npt.NDArray[Any], kept: npt.NDArray[Any], too_few: bool
 
 def _has_zeros(bits: torch.Tensor, least: int) -> bool:
     """Return whether ``least`` of ``bits`` are zero at least: read no further than that shows. On the host."""
-    pieces = iter(_pieces(bits))
+    pieces = iter(views_by_chunk(bits))
     while least > 0 and (views := next(pieces, None)) is not None:
         least -= views[0].size - int(np.count_nonzero(views[0]))
     return least <= 0
@@ -155,11 +149,8 @@ def _has_zeros(bits: torch.Tensor, least: int) -> bool:
 def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:
     """Return whether ``kept`` still says where ``local`` is other than +0.0, judged by some 100 places. Local.
 
-    For writes that torch does not count, such as those to ``local.data``. Always True on an accelerator: the host would
-    have to wait for it.
+    For writes that torch does not count, such as those to ``local.data``. On the host.
     """
-    if not on_host(local.device):
-        return True
     step = local.numel() // _NUM_SAMPLED | 1  # odd: else it could be the same columns of all rows
     return local.is_contiguous() and np.array_equal(
         bits_of(local).view(-1)[::step].numpy() != 0, kept.view(-1)[::step].numpy()
@@ -174,11 +165,11 @@ def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, keep in _pieces(bits, kept):
+    for values, keep in views_by_chunk(bits, kept):
         if on_host(local.device) and np.array_equal(values != 0, keep):
             continue  # as a rule: a write would take longer than the read
         values *= keep
-        values[(values == 0) & keep] = negative_zero
+        _fill(values, (values == 0) & keep, negative_zero)
 
 
 @torch.no_grad()
@@ -190,10 +181,10 @@ def set_aside(local: torch.Tensor, aside: torch.Tensor, mask: torch.Tensor | Non
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, rest, *masked in _pieces(bits, bits_of(aside), *(() if mask is None else (mask,))):
+    for values, rest, *masked in views_by_chunk(bits, bits_of(aside), *(() if mask is None else (mask,))):
         pruned = ~masked[0] if masked else rest != 0
         rest[...] = values * pruned
-        rest[(rest == 0) & pruned] = negative_zero
+        _fill(rest, (rest == 0) & pruned, negative_zero)
         values *= ~pruned
     increment_version(local)
 
@@ -206,7 +197,7 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
     """
     bits = bits_of(local)
     num_written = torch.zeros((), dtype=torch.int64, device=local.device)
-    for values, rest in _pieces(bits, bits_of(aside)):
+    for values, rest in views_by_chunk(bits, bits_of(aside)):
         is_zero = values << 1 == 0  # without the sign
         num_written += ((rest != 0) & ~is_zero).sum()
         rest *= is_zero
@@ -220,5 +211,13 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
 def make_zeros_positive(local: torch.Tensor) -> None:
     """Write +0.0 over every -0.0. Local, chunk by chunk."""
     bits = bits_of(local)
-    for (values,) in _pieces(bits):
-        values[values == torch.iinfo(bits.dtype).min] = 0
+    for (values,) in views_by_chunk(bits):
+        _fill(values, values == torch.iinfo(bits.dtype).min, 0)
+
+
+def _fill(values: Any, where: Any, number: int) -> None:
+    """Write ``number`` into ``values`` ``where`` that is True. A device is not waited for."""
+    if isinstance(values, torch.Tensor):
+        values.masked_fill_(where, number)
+    else:
+        values[where] = number

@@ -121,7 +121,8 @@ class WithinRows(Pattern):
         """Return what stays of whole units, bool, of the shape of ``keys`` (rows, inputs); or in ``out``. Local."""
         if is_gone is None:
             return self.keep(keys, out)
-        return (self.keep_left(keys, is_gone, out) if of_left else self.keep(keys, out)).logical_and_(~is_gone)
+        stays = self.keep_left(keys, is_gone, out) if of_left else self.keep(keys, out)
+        return torch.gt(stays, is_gone, out=stays)
 
 
 @final
@@ -252,12 +253,13 @@ class _RowUnits:
         everything = slice(0, scores.shard.geometry.local_numel)
         flags = None if units.is_dense and not units.cut else put.flags(everything, device)
         into = put if flags is None else MaskPut(flags)
-        width, columns = len(units.whole), sent(torch.from_numpy(units.whole), device)
+        width = len(units.whole)
+        columns = None if units.is_dense else sent(torch.from_numpy(units.whole), device)
         num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))
         memory = torch.empty(step * width, dtype=self.order.key_dtype, device=device)  # fresh each time would be slow
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            if not units.is_dense:
+            if columns is not None:
                 assert flags is not None
                 rows = torch.arange(first, last, device=device)
                 offsets = (units.begin + units.matrix.offsets(rows, columns)).reshape(-1)

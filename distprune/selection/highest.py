@@ -41,7 +41,10 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
 
     def there(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
-        keep.copy_(_by_sorting(rows.reshape(-1, m), m - n).view(rows.shape))
+        if m <= _MAX_PAIRED:
+            _keep_by_pairs(rows.view(-1, m), m - n, keep.view(-1, m))
+        else:
+            _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
     def here(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
         values, kept = rows.numpy().reshape(-1), keep.numpy().reshape(-1)
@@ -84,7 +87,7 @@ def keep_highest_per_row(
     if isinstance(num_pruned, torch.Tensor):
         numbers = num_pruned
         if not is_here or not (numbers == numbers[:1]).all():
-            return _by_rows(scores, out, lambda rows, keep, at: keep.copy_(_by_sorting(rows, numbers[at, None])))
+            return _by_rows(scores, out, lambda rows, keep, at: _keep_by_sorting(rows, numbers[at, None], keep))
         num_pruned = int(numbers[0]) if len(numbers) else 0
     number, num_columns = num_pruned, scores.shape[1]
     if not 0 <= number <= num_columns:
@@ -104,7 +107,7 @@ def keep_highest_per_row(
             place_from_end = np.searchsorted(row, row, side="right") - np.arange(len(row))
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
-    return _by_rows(scores, out, here if is_here else lambda rows, keep, _: keep.copy_(_by_sorting(rows, number)))
+    return _by_rows(scores, out, here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -156,12 +159,43 @@ def _count_by_row(flags: Array) -> Array:
     return counts
 
 
-def _by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
-    """Return what stays of ``rows``; ``num_pruned``: of each, or (rows, 1)."""
+def _keep_by_pairs(groups: torch.Tensor, num_pruned: int, keep: torch.Tensor) -> None:
+    """Write what stays of ``groups`` (groups, m), contiguous, into ``keep``, on a device."""
+    num_before = torch.arange(groups.shape[1], dtype=torch.int8, device=groups.device)
+    torch.ge(_num_beaten(groups), num_pruned - num_before, out=keep)
+
+
+def _num_beaten(groups: torch.Tensor) -> torch.Tensor:
+    """Return of each how many of its group are pruned before it, less how many stand before it: int8.
+
+    The halves of a group are compared, and so are the halves of these: each pair once, all groups together.
+    """
+    (num, size), half = groups.shape, groups.shape[1] // 2
+    if size == 1:
+        return torch.zeros((num, 1), dtype=torch.int8, device=groups.device)
+    # Of equals the lower index goes first.
+    is_higher = (groups[:, :half, None] > groups[:, None, half:]).view(torch.int8)
+    if size == 2:
+        return torch.cat([is_higher[:, 0], -is_higher[:, 0]], 1)
+    if size % 2:
+        parts = groups[:, :half].contiguous(), groups[:, half:].contiguous()
+        beaten = torch.cat([*map(_num_beaten, parts)], 1)
+    else:
+        beaten = _num_beaten(groups.view(2 * num, half)).view(num, size)
+    beaten[:, :half].add_(is_higher.sum(2, dtype=torch.int8))
+    beaten[:, half:].sub_(is_higher.sum(1, dtype=torch.int8))
+    return beaten
+
+
+def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: torch.Tensor) -> None:
+    """Write what stays of ``rows`` into ``keep``, on a device; ``num_pruned``: of each, or (rows, 1)."""
     # A device's stable sort may go by bits; adding 0.0 makes a -0.0 a 0.0.
     order = (rows + 0.0 if rows.is_floating_point() else rows).sort(dim=1, stable=True).indices
-    stays = torch.arange(rows.shape[1], device=rows.device) >= num_pruned
-    return torch.empty(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, order, stays.expand(rows.shape))
+    if isinstance(num_pruned, int):
+        keep.fill_(True).scatter_(1, order[:, :num_pruned], False)
+    else:
+        stays = torch.arange(rows.shape[1], device=rows.device) >= num_pruned
+        keep.scatter_(1, order, stays)
 
 
 def _by_rows(
@@ -179,7 +213,7 @@ def _by_rows(
         # On the host a sum, which is cheap, says whether NaN is to be looked for.
         if num_nans is not None and not (is_here and math.isfinite(rows.sum())):
             num_nans += rows.isnan().sum()
-        if rows.dtype in (torch.bfloat16, torch.float16):
+        if is_here and rows.dtype in (torch.bfloat16, torch.float16):
             rows = rows.float()  # exact
         keep_rows(rows.contiguous(), keep[at], at)
     if num_nans is not None and (num := int(fetched([num_nans])[0])):

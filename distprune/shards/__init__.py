@@ -3,6 +3,7 @@
 from distprune.shards.checksum import checksum
 from distprune.shards.device import (
     SMALL,
+    Arriving,
     all_finite,
     are_finite,
     batches,
@@ -49,6 +50,7 @@ from distprune.shards.torch_private import private
 
 __all__ = [
     "SMALL",
+    "Arriving",
     "Fsdp2Params",
     "Geometry",
     "LocalMatrix",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distprune.masks import (
+    Grouped,
     SideBySide,
     goes_beside,
     read_kept,
@@ -26,7 +28,7 @@ from distprune.masks import (
     zero_all_where_pruned,
     zero_where_pruned,
 )
-from distprune.shards import LocalShard, ParameterRange, fetched, is_laid_out_like, local_of, on_host
+from distprune.shards import Arriving, LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
 # a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).
@@ -68,31 +70,42 @@ class Held:
 
     def __init__(self, shard: LocalShard, versions: Versions) -> None:
         self._versions = versions
-        # As bytes of numpy's: it asks for huge pages.
-        host = torch.from_numpy(np.ones(shard.geometry.local_shape, dtype=np.bool_))
-        self.kept = host.to(shard.local.device)
+        shape, device = shard.geometry.local_shape, shard.local.device
+        if on_host(device):  # numpy asks for huge pages
+            self.kept = torch.from_numpy(np.ones(shape, dtype=np.bool_))
+        else:
+            self.kept = torch.ones(shape, dtype=torch.bool, device=device)
         self.is_small = goes_beside(shard.local)
-        self.num_held = 0
+        self.num_held = 0  # on a device as of what has arrived
+        self.num_there = torch.zeros((), dtype=torch.int64, device=device)  # the same on a device, as of now
         self.is_new = True  # state of an optimizer may not be clean where weights are held
-        self._counts: torch.Tensor | None = None  # read, and not taken over yet
+        self.may_be_new = False  # on a device: they were written to since
+        self.counts: torch.Tensor | tuple[int, int, bool] | None = None  # read, and not taken over yet
         self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
         self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
+        self._as_left: tuple[int, int] | None = None  # that after the last step
         self.move(shard)
 
-    def read(self) -> torch.Tensor | None:
+    def read(self) -> None:
         """Read from the bits which weights are kept, unless nobody has written to them since that was done.
 
-        If hardly any of the zeros is left, they were overwritten, and are held all the same. Return how many changed
-        since :meth:`take`, how many are held, and whether they were overwritten: int64, on the device; ``None`` if
-        nothing was read since.
+        If hardly any of the zeros is left, they were overwritten, and are held all the same. On the host.
         """
         if not self.is_read():
-            counts = read_kept(self.shard.local, self.kept, self.least())
-            if self._counts is not None:
-                counts[0] += self._counts[0]
-                counts[2] |= self._counts[2]
-            self._counts, self._as_read = counts, self._version()
-        return self._counts
+            num_changed, num_held, overwritten = read_kept(self.shard.local, self.kept, self.least())
+            if self.counts is not None:
+                num_changed, overwritten = num_changed + int(self.counts[0]), overwritten or bool(self.counts[2])
+            self.counts, self._as_read = (num_changed, num_held, overwritten), self._version()
+
+    def note(self, counts: torch.Tensor, num_held: torch.Tensor) -> None:
+        """Take the weights, on a device, as read: the ``counts`` are those of ``read_kept``, of them ``num_held``."""
+        self.may_be_new |= self._as_left != self._version()
+        self._as_read, self._masked, self.num_there = self._version(), None, num_held
+        if isinstance(self.counts, torch.Tensor):
+            counts = counts.clone()
+            counts[0] += self.counts[0]
+            counts[2] |= self.counts[2]
+        self.counts = counts
 
     def is_read(self) -> bool:
         """Return whether nobody has written to the weights since they were read, as far as that was noticed."""
@@ -112,25 +125,25 @@ class Held:
         self._as_read = None
 
     def take(self, counts: Sequence[int]) -> bool:
-        """Take over the counts of :meth:`read`, on the host now, and return whether the zeros were overwritten."""
+        """Take over counts, on the host now, and return whether the zeros were overwritten."""
         num_changed, self.num_held, overwritten = counts
-        self._counts = None
         if num_changed:
             self.is_new, self._masked = True, None
         return bool(overwritten)
 
     def take_read(self) -> bool:
-        """Take over the counts of an earlier :meth:`read`, on the host, if they were not."""
-        return self._counts is not None and self.take(self._counts.tolist())
+        """Take over the counts of an earlier :meth:`read`, if they were not."""
+        counts, self.counts = self.counts, None
+        return isinstance(counts, tuple) and self.take(counts)
 
     def expect_others(self) -> None:
         """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
-        self.num_held, self._as_read = 0, None
+        self.num_held, self.num_there, self._as_read = 0, torch.zeros_like(self.num_there), None
 
     def move(self, shard: LocalShard) -> None:
         """Hold the same places of ``shard``, which has taken the place of this one in the model."""
         self.shard = shard
-        self._as_read, self._masked = None, None
+        self._as_read, self._as_left, self._masked = None, None, None
         # Reading costs little on an accelerator, and the parts of FSDP1's flat parameters do not share its version.
         self._is_counted = on_host(shard.local.device) and shard.tensor is not None
 
@@ -162,36 +175,49 @@ class Held:
             return None  # a partial sum: the optimizer reduces it itself, and what it writes is zeroed then
         return where.part_of(gradient)
 
-    def clean(self, where: ParameterRange, state: dict[str, object]) -> None:
-        """Write zeros into an optimizer's per-element ``state`` where weights are held: the mask has changed."""
+    def moments(self, where: ParameterRange, state: dict[str, object]) -> Iterator[torch.Tensor]:
+        """Yield what is per element of an optimizer's ``state``, to be masked; what is packed is masked here."""
         for name, value in state.items():
             if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != where.parameter.shape:
                 continue
             local = local_of(value)
             if type(local) is torch.Tensor and value.is_floating_point():
-                zero_where_pruned(where.part_of(value), self.kept)
+                yield where.part_of(value)
             elif value.is_floating_point():  # torchao's of 8, 4 and fp8 bits, which copy_ packs and unpacks
                 unpacked = torch.empty(local.shape, dtype=torch.float32, device=local.device).copy_(local)
                 zero_where_pruned(where.part_of(unpacked), self.kept)
                 local.copy_(unpacked)
-        self.is_new = False
 
     def write_zeros(self) -> None:
-        """Write zeros where weights are held, and -0.0 where a kept one has become zero."""
+        """Write zeros where weights are held, and -0.0 where a kept one has become zero. On the host."""
         write_signed_zeros(self.shard.local, self.kept)
 
     def know_read(self) -> None:
         """Take the weights as read: ``kept`` says where they are zero."""
-        self._as_read = self._version() if self._is_counted else None
+        version = self._version()
+        self._as_read = version if self._is_counted else None
+        self._as_left = None if self.shard.tensor is None else version
 
 
 class HeldTogether:
-    """Several of a model's shards: what one optimizer moves, or all. Small ones on the host are read side by side."""
+    """Several of a model's shards: what one optimizer moves, or all.
+
+    Small ones on the host are read side by side, those on a device all together. What is counted there is on its way to
+    the host while that goes on: so it is one of the next steps that warns of zeros that were overwritten.
+    """
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._all = held
         self._small = [each for each in held if each.is_small]
-        self._others = [each for each in held if not each.is_small]
+        self._others = [each for each in held if not each.is_small and on_host(each.shard.local.device)]
+        there: dict[torch.device, list[Held]] = {}
+        for each in held:
+            if not on_host(each.shard.local.device):
+                there.setdefault(each.shard.local.device, []).append(each)
+        self._there = [
+            (of, Grouped([(each.shard.local, each.kept) for each in of], device)) for device, of in there.items()
+        ]
+        self._arriving: deque[tuple[list[Held], Arriving]] = deque()
         self._beside = SideBySide([(each.shard.local, each.kept) for each in self._small])
 
     def notice_writes(self) -> None:
@@ -205,12 +231,18 @@ class HeldTogether:
             for each in self._others:
                 each.notice_write()
 
-    def read(self) -> list[Held]:
-        """Read which weights are zero now, and return those whose zeros were overwritten. One wait for a device."""
+    def read(self, *, waits: bool = False) -> list[Held]:
+        """Read which weights are zero now, and return those whose zeros were overwritten, as far as that has arrived.
+
+        ``waits``: until all has; once for each device.
+        """
         self.notice_writes()
-        counts = [(each, counts) for each in self._others if (counts := each.read()) is not None]
-        there = fetched([of_each for _, of_each in counts])
-        lost = [each for (each, _), of_each in zip(counts, there, strict=True) if each.take(of_each.tolist())]
+        self._read_there()
+        lost = self._arrived(waits=waits)
+        for each in self._others:
+            each.read()
+            if each.take_read():
+                lost.append(each)
         for i, each in enumerate(self._small):
             overwritten = each.take_read()
             if not each.is_read():
@@ -219,6 +251,49 @@ class HeldTogether:
             if overwritten:
                 lost.append(each)
         return lost
+
+    def read_for(self, held: Held) -> None:
+        """Read which weights of ``held``, one of these, are zero now; on a device those of all. No wait."""
+        if held.is_read():
+            return
+        if on_host(held.shard.local.device):
+            held.read()
+        else:
+            self._read_there()
+
+    def _read_there(self) -> None:
+        for held, grouped in self._there:
+            if not all(each.is_read() for each in held):
+                before = torch.stack([each.num_there for each in held])
+                counts = grouped.read(before.to(torch.float64).mul_(_MOST_LEFT).ceil_().to(torch.int64))
+                for each, of_each, num_held in zip(held, counts.unbind(), counts[:, 1].unbind(), strict=True):
+                    each.note(of_each, num_held)
+
+    def _arrived(self, *, waits: bool) -> list[Held]:
+        """Send what was counted on devices, take over what has arrived, and return whose zeros were overwritten."""
+        for held, _ in self._there:
+            counts = [(each, each.counts) for each in held if isinstance(each.counts, torch.Tensor)]
+            if counts:
+                values = torch.stack([of_each for _, of_each in counts])
+                self._arriving.append(([each for each, _ in counts], Arriving(values)))
+                for each, _ in counts:
+                    each.counts = None
+        lost: list[Held] = []
+        while self._arriving and (there := self._arriving[0][1].values(waits=waits)) is not None:
+            of, _ = self._arriving.popleft()
+            lost += [each for each, of_each in zip(of, there.tolist(), strict=True) if each.take(of_each)]
+        return lost
+
+    def clean(self, states: Sequence[tuple[Held, ParameterRange, dict[str, object]]]) -> None:
+        """Write zeros into an optimizer's state where weights are held, of those whose mask may have changed."""
+        parts, masks = [], []
+        for held, where, state in states:
+            if held.is_new or held.may_be_new:
+                moments = [*held.moments(where, state)]
+                parts += moments
+                masks += [held.kept] * len(moments)
+                held.is_new = held.may_be_new = False
+        zero_all_where_pruned(parts, masks)
 
     def mask_gradients(self, ranges: Sequence[tuple[Held, ParameterRange]]) -> None:
         """Mask the gradients before a step, of those that somebody has touched since that was done."""
@@ -232,6 +307,8 @@ class HeldTogether:
 
     def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
+        for _, grouped in self._there:
+            grouped.write_signed_zeros()
         for each in [*(self._small[i] for i in self._beside.differing()), *self._others]:
             each.write_zeros()
         for each in self._all:

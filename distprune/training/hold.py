@@ -162,7 +162,7 @@ class Hold:
 
         def fill(num_held: torch.Tensor) -> None:
             self._binding.take(agreed.shards())
-            self._binding.together.read()
+            self._binding.together.read(waits=True)
             numbers = num_held.numpy()
             for held in self._binding.held:
                 if held.shard.owned:
@@ -237,20 +237,19 @@ class Hold:
         for optimizer in optimizers:
             for held, where in self._binding.of(optimizer).ranges:
                 if held.shard.tensor is None:
-                    held.read()
+                    self._binding.together.read_for(held)
                     held.mask_gradient(where)
 
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:
         """Write zeros into gradients and moments where weights are held now."""
         moved = self._binding.of(optimizer)
-        self._read(moved.together)
-        if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held, _ in moved.ranges):
+        has_history = isinstance(optimizer, torch.optim.LBFGS)  # it waits for its losses in any case
+        self._read(moved.together, waits=has_history)
+        if has_history and any(held.is_new for held, _ in moved.ranges):
             for state in optimizer.state.values():
                 state["n_iter"] = 0  # a history over all parameters at once: it starts anew
-        for held, where in moved.ranges:
-            if held.is_new:
-                held.clean(where, state_of(optimizer, where.parameter))
+        moved.together.clean([(held, where, state_of(optimizer, where.parameter)) for held, where in moved.ranges])
         moved.together.mask_gradients(moved.ranges)
         self._stepping[id(optimizer)] = moved
 
@@ -262,9 +261,9 @@ class Hold:
         for parameter, gradient in self._put_away.pop(id(optimizer), ()):
             parameter.grad = gradient
 
-    def _read(self, held: HeldTogether) -> None:
+    def _read(self, held: HeldTogether, *, waits: bool) -> None:
         """Read which weights of ``held`` are zero now, and warn of those whose zeros were overwritten. Local."""
-        lost = held.read()
+        lost = held.read(waits=waits)
         if lost:
             warn_of_overwritten(lost)
 
@@ -277,7 +276,7 @@ class Hold:
         if self.leaves_gradients_dense:
             return
         if not self._stepping:  # a closure that is evaluated within a step: weights are on their way
-            held.read()
+            self._binding.together.read_for(held)
         tensor = held.shard.tensor
         assert tensor is not None
         held.mask_gradient(ParameterRange(tensor, 0, held.shard.geometry.local_shape))
@@ -300,7 +299,7 @@ class Hold:
         """
         if self._handles:
             self._binding.renew()
-            self._read(self._binding.together)
+            self._read(self._binding.together, waits=True)
             self._binding.together.write_zeros()
         self.remove()
         for shard in self._binding.find():

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from distprune.collectives import Communicator, max_together
-from distprune.shards import LocalShard, local_of
+from distprune.shards import LocalShard, fetched, local_of, on_host
 
 Optimizers = Optimizer | Iterable[Any] | None
 
@@ -118,9 +118,11 @@ def only_makes_state(comm: Communicator, optimizer: Optimizer) -> bool:
     """
     if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
-    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
+    gradients = [local_of(parameter.grad) for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
     def fill(any_there: torch.Tensor) -> None:
-        any_there[0] = any(bool(local_of(gradient).any()) for gradient in gradients)
+        here = any(bool(gradient.any()) for gradient in gradients if on_host(gradient.device))
+        there = [] if here else [gradient.any() for gradient in gradients if not on_host(gradient.device)]
+        any_there[0] = here or any(map(bool, fetched(there)))
 
     return not bool(max_together(comm, (1,), fill)[0])

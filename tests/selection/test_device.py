@@ -10,14 +10,15 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives import Alone
-from distprune.masks import zero_where_pruned
+from distprune.masks import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
 from distprune.scores import LocalScores, Magnitude
 from distprune.selection import keep_highest_per_group, keep_highest_per_row
-from distprune.shards import Geometry, LocalShard, Ownership, checksum
+from distprune.shards import Geometry, LocalShard, Ownership, checksum, device
 from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
 from tests.selection.test_kth_value import Selected, select
+from tests.touched import Touched
 from tests.worlds import run_threads
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,14 +62,18 @@ def test_nan_is_counted() -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
 def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype) -> None:
+    numbers = torch.arange(40) * 2
+    groups = [(n, m) for m in (*range(1, 7), 8, 10, 12, 15, 16, 24) for n in {1, m // 2}]  # by pairs, by a sort
+
+    def kept(scores: torch.Tensor) -> list[torch.Tensor]:
+        found = [keep_highest_per_group(scores, n, m) for n, m in groups]
+        return found + [keep_highest_per_row(scores, number) for number in (0, 50, 240, numbers, numbers * 0 + 3)]
+
     for kind in ("normal", "ties", "infinite"):
-        scores = values_of(kind, 40 * 96, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 96)
-        numbers = torch.arange(40) * 2
-        here = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
-        here += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
-        with as_on_a_device():
-            there = [keep_highest_per_group(scores, 2, 4), keep_highest_per_group(scores, 9, 32)]
-            there += [keep_highest_per_row(scores, number) for number in (0, 50, 96, numbers, numbers * 0 + 3)]
+        scores = values_of(kind, 40 * 240, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 240)
+        here = kept(scores)
+        with as_on_a_device(1 << 12):
+            there = kept(scores)
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
     nan = torch.ones(60, 96)
     nan[[2, 59]] = torch.nan
@@ -190,6 +195,32 @@ def test_many_parameters_take_the_waits_of_one(name: str) -> None:
     assert waits_of(CALLS[name], eight, 512)[0].num_fetches == waits_of(CALLS[name], one, 512)[0].num_fetches
 
 
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "num_bytes"),
+    [("2:4", torch.float32, 44.6), ("2:4", torch.bfloat16, 32.6), ("4:8", torch.float32, 58.6)],
+    ids=str,
+)
+def test_bytes_that_groups_touch(pattern: str, dtype: torch.dtype, num_bytes: float) -> None:
+    """To choose: to write zeros takes twice the weights and their mask more."""
+    module = nn.Linear(1 << 9, 1 << 9, bias=False, dtype=dtype)
+    weight = module.weight
+    with as_on_a_device(1 << 21), Touched() as touched:
+        prune.prune_model(module, pattern=pattern, group=Alone())
+    assert touched.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
+
+
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+@pytest.mark.parametrize("pattern", ["2:4", "row", "block:16", "channels:0", "channels:1"])
+@pytest.mark.sampled(2)
+def test_memory_beyond_the_mask_at_real_sizes(pattern: str, score: str) -> None:
+    module = nn.Linear(1 << 10, 9 << 8, bias=False)  # more than a chunk
+    share = {} if pattern == "2:4" else {"sparsity": 0.5}
+    seed = {"seed": 3} if score == "random" else {}
+    with Touched() as touched, as_on_a_device(device._DEVICE_CHUNK):
+        prune.prune_model(module, pattern=pattern, score=score, group=Alone(), **share, **seed)  # type: ignore[arg-type]
+    assert 8 << 20 < touched.peak < (64 << 20) + module.weight.numel()
+
+
 def test_what_waits_is_seen() -> None:
     values, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
     for wait in (
@@ -221,6 +252,28 @@ def test_zeros_are_written(dtype: torch.dtype) -> None:
             with as_on_a_device():
                 zero_where_pruned(tensor, mask)
             assert torch.equal(tensor, wanted)
+
+
+def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
+    def changed() -> list[torch.Tensor]:
+        values = values_of("ties", 2000, torch.float32).view(50, 40)  # with zeros of both signs
+        aside, mask, signed = torch.zeros_like(values), (torch.arange(2000) % 3 == 0).view(50, 40), values.clone()
+        write_signed_zeros(signed, mask)
+        positive = values.clone()
+        make_zeros_positive(positive)
+        set_aside(values, aside, mask)
+        pruned = values.clone()
+        pruned[::5] += 1
+        of_pruned = aside.clone()
+        num_written = bring_back(pruned, of_pruned)
+        set_aside(pruned, of_pruned)
+        return [each.view(torch.int32) for each in (values, aside, signed, positive, pruned, of_pruned)] + [num_written]
+
+    here = changed()
+    with as_on_a_device(), counted_waits() as waits:
+        there = changed()
+    assert not waits.calls
+    assert all(map(torch.equal, here, there))
 
 
 def test_checksums_are_the_hosts() -> None:

@@ -23,8 +23,10 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.masks import zero_all_where_pruned, zero_where_pruned
-from distprune.shards import gradients_of, local_of
+from distprune.shards import Arriving, gradients_of, local_of
 from distprune.training import hold_zeros
+from tests.device_path import Waits, as_on_a_device, counted_waits
+from tests.touched import Touched
 from tests.training.optimizers import INCLUDE, check_moments, held_bits, targets
 from tests.worlds import ProcessPool
 from tests.wrapped import batches, transformer, wrap
@@ -101,7 +103,11 @@ def _move_zeros(model: nn.Module, way: str) -> list[torch.Tensor]:
     return held_bits(model)
 
 
-def written_on_rank(_: int, layout: str, way: str) -> None:
+def written_on_rank(rank: int, layout: str, way: str) -> None:
+    if layout == "on a device":
+        with as_on_a_device():
+            written_on_rank(rank, "plain", way)
+        return
     wrapped = wrap(layout, transformer())
     optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
     prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
@@ -127,14 +133,58 @@ def written_on_rank(_: int, layout: str, way: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        *itertools.product(["plain", "fsdp2"], WRITES),
+        *itertools.product(["plain", "on a device", "fsdp2"], WRITES),
         ("fsdp1", "in place"),  # its state dict is not of shards
         ("fsdp1", "through data"),
     ],
 )
 @pytest.mark.sampled(5)
 def test_what_is_written_between_steps(pool: ProcessPool, layout: str, way: str) -> None:
-    pool.run(1 if layout == "plain" else 2, written_on_rank, layout, way)
+    pool.run(2 if layout.startswith("fsdp") else 1, written_on_rank, layout, way)
+
+
+def _steps(num_layers: int, *, is_held: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, Touched, Waits]:
+    """Train some steps, and count in the last one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=True)
+    prune.prune_model(model, 0.5)
+    if is_held:
+        hold_zeros(model, optimizer)
+    x = torch.randn(6, 48)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    with torch.no_grad():  # what is held moves, and so do its moments
+        for weight in model.parameters():
+            weight.copy_(weight.roll(1, 0))
+    with counted_waits() as waits, Touched() as touched:
+        step()
+    return model, optimizer, touched, waits
+
+
+def test_a_step_on_a_device() -> None:
+    """It comes to the host's, waits for nothing, and takes one operation for each matrix, which masks its gradient."""
+    numel, of_held = 48 * 48, []
+    for num_layers in (3, 9):
+        here, optimizer, _, _ = _steps(num_layers)
+        far_behind = patch.object(Arriving, "values", lambda self, waits: self._values if waits else None)
+        with as_on_a_device(1 << 16), far_behind:
+            there, optimizer_there, held, waits = _steps(num_layers)
+        for weight, other in zip(here.parameters(), there.parameters(), strict=True):
+            assert torch.equal(weight.view(torch.int32), other.view(torch.int32))
+            state, of_other = optimizer.state[weight], optimizer_there.state[other]
+            assert torch.equal(state["momentum_buffer"], of_other["momentum_buffer"])
+        assert not waits.calls
+        assert not waits.num_fetches
+        *_, dense, _ = _steps(num_layers, is_held=False)
+        of_held.append(held.num_operations - dense.num_operations)
+        assert held.num_bytes - dense.num_bytes < 64 * num_layers * numel
+    assert of_held[1] - of_held[0] == 6
 
 
 def let_go_on_rank(_: int) -> bool:
