@@ -116,16 +116,19 @@ def _reduce(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
 
 
 class ProcessPool:
-    """Worker processes that outlive a test; every call makes a fresh gloo group of the first few of them."""
+    """Worker processes that outlive a test; every call makes a fresh group of the first few of them.
 
-    def __init__(self, num_workers: int) -> None:
+    ``begin`` is called in each of them first, ``backend`` is the group's.
+    """
+
+    def __init__(self, num_workers: int, begin: Callable[[], object] | None = None, backend: str = "gloo") -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._num_runs = 0
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(num_workers):
             ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+            process = CONTEXT.Process(target=_serve, args=(theirs, begin, backend), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -157,15 +160,17 @@ class ProcessPool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, begin: Callable[[], object] | None, backend: str) -> None:
     torch.set_num_threads(1)
+    if begin is not None:
+        begin()
     gc.freeze()  # what was imported stays, and need not be looked at
     while True:
         fn, args, rank, world_size, store_path = pipe.recv()
         try:
             store = torch._C._distributed_c10d.FileStore(store_path, world_size)
             timeout = timedelta(seconds=120)
-            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timeout)
+            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
             torch.manual_seed(NOBODYS_SEED + rank)  # a test that fails, fails again
             pipe.send((True, fn(rank, *args), ""))
         except Exception as error:
@@ -188,9 +193,11 @@ def _send_error(pipe: Connection, error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def process_pool(num_workers: int) -> Iterator[ProcessPool]:
+def process_pool(
+    num_workers: int, begin: Callable[[], object] | None = None, backend: str = "gloo"
+) -> Iterator[ProcessPool]:
     """Yield a pool and end its processes afterwards."""
-    pool = ProcessPool(num_workers)
+    pool = ProcessPool(num_workers, begin, backend)
     try:
         yield pool
     finally:

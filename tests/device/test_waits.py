@@ -1,0 +1,127 @@
+"""How often the host waits for the device, and sends it tensors: ceilings, which only ever go down.
+
+Counted with 8 matrices of 4 chunks each, so that a wait for each chunk, or each matrix, is not to be overlooked. Of
+one-shot pruning what one block more takes is counted, of a model with 7 linear layers in a block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.collectives import Alone
+from distprune.shards import device as device_work
+from tests.architectures import samples, tiny_model
+from tests.device.accelerator import DEVICE, on_rank
+from tests.device.counter import Costs
+from tests.selection.test_device import linear
+from tests.worlds import ProcessPool
+
+pytestmark = pytest.mark.xdist_group("device")
+
+NUM_MATRICES, CHUNK = 8, 2048
+PATTERNS: dict[str, dict[str, Any]] = {
+    "global": {"sparsity": 0.5},
+    "tensor": {"sparsity": 0.5, "scope": "tensor"},
+    "random": {"sparsity": 0.5, "score": "random", "seed": 3},
+    "row": {"sparsity": 0.5, "pattern": "row"},
+    "2:4": {"pattern": "2:4"},
+    "block": {"sparsity": 0.5, "pattern": "block:4"},
+    "channels": {"sparsity": 0.5, "pattern": "channels:1"},
+}
+SOLVERS: dict[str, Any] = {
+    "wanda": prune.Unstructured(0.5),
+    "sparsegpt": prune.NByM(2, 4),
+    "admm": prune.Unstructured(0.5),
+}
+# By call: waits of the host, and tensors that it sends. To be lowered with what lowers them, down to
+# prune_model 8 and O(1), a held step 0 and 0, a step of training O(rounds) and O(1), a one-shot block 4 and O(1).
+CEILINGS: dict[str, tuple[int, int]] = {
+    "global": (4, 0),
+    "tensor": (4, 0),
+    "random": (5, 0),
+    "row": (1, 8),
+    "2:4": (1, 8),
+    "block": (3, 10),
+    "channels": (3, 10),
+    "held step": (1, 0),
+    "training that prunes": (7, 0),
+    "training that regrows": (15, 0),
+    "wanda": (67, 15),
+    "sparsegpt": (113, 4),
+    "admm": (217, 8),
+}
+Counts = tuple[Counter[str], Counter[str]]  # waits and sends, by line
+
+
+def matrices(device: torch.device) -> nn.ModuleList:
+    return nn.ModuleList(linear() for _ in range(NUM_MATRICES)).to(device)
+
+
+def of_call(device: torch.device, name: str) -> Counts:
+    model = matrices(device)
+    with Costs(DEVICE) as costs:
+        prune.prune_model(model, **PATTERNS[name], group=Alone())
+    return costs.waits, costs.sends
+
+
+def of_step(device: torch.device, name: str) -> Counts:
+    """Of the third step: the second time that anything is done to the masks."""
+    model = matrices(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if name == "held step":
+        prune.prune_model(model, 0.5, group=Alone())
+        prune.hold_zeros(model, optimizer, group=Alone())
+    else:
+        rises: dict[str, Any] = {"schedule": prune.cubic(0.8, stop=4, every=2)}
+        regrows = {"schedule": prune.constant(0.8), "regrow": prune.Regrow(stop=4, every=2, by="gradient")}
+        arguments = regrows if name == "training that regrows" else rises
+        prune.SparseTraining(model, optimizer, **arguments, group=Alone())
+    costs = Costs(DEVICE)
+    for _ in range(3):
+        inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(device)
+        torch.stack([layer(inputs).square().mean() for layer in model]).sum().backward()  # type: ignore[no-untyped-call]
+        costs = Costs(DEVICE)
+        with costs:
+            optimizer.step()
+        optimizer.zero_grad()
+    return costs.waits, costs.sends
+
+
+def of_block(device: torch.device, name: str) -> Counts:
+    found = []
+    for num_blocks in (2, 3):
+        model = tiny_model("llama", num_hidden_layers=num_blocks).to(device)
+        with Costs(DEVICE) as costs:
+            prune.prune_blocks(model, samples(4), method=name, pattern=SOLVERS[name], group=Alone())  # type: ignore[arg-type]
+        found.append((costs.waits, costs.sends))
+    (waits, sends), (more_waits, more_sends) = found
+    return more_waits - waits, more_sends - sends
+
+
+def counted_on_rank(rank: int) -> dict[str, Counts]:
+    device = on_rank(rank)
+    kinds: dict[str, Callable[[torch.device, str], Counts]] = dict.fromkeys(PATTERNS, of_call)
+    kinds |= dict.fromkeys(("held step", "training that prunes", "training that regrows"), of_step)
+    kinds |= dict.fromkeys(SOLVERS, of_block)
+    with patch.object(device_work, "_DEVICE_CHUNK", CHUNK):
+        return {name: of_kind(device, name) for name, of_kind in kinds.items()}
+
+
+def test_the_host_waits_and_sends_no_more_often(devices: ProcessPool) -> None:
+    (found,) = devices.run(1, counted_on_rank)
+    assert found.keys() == CEILINGS.keys()
+    too_many = [
+        f"{name}: {kind} {counts.total()} times, at most {most}: {dict(counts.most_common())}"
+        for name, both in found.items()
+        for kind, counts, most in zip(("waits", "sends"), both, CEILINGS[name], strict=True)
+        if counts.total() > most
+    ]
+    assert not too_many, "\n".join(too_many)
