@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = ["LAYOUTS", "Layout"]
 
+DEVICE_TYPE = "cpu"  # of the meshes; tests/device/ has another
+
 Spread = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
@@ -35,7 +37,7 @@ class Layout:
 
 
 def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(DEVICE_TYPE, shape)
 
 
 def _on(mesh: DeviceMesh, *placements: Placement) -> Spread:
@@ -83,7 +85,7 @@ def _stages(world_size: int) -> Spread:
 
 def _sharded_stages(world_size: int) -> Spread:
     """A pipeline of sharded stages: each parameter on the sub-mesh of one stage."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     stage = (mesh.get_coordinate() or [0])[0]
     sub_mesh = mesh["dp"]
 
@@ -97,13 +99,13 @@ def _sharded_stages(world_size: int) -> Spread:
 
 def _copies(world_size: int) -> Spread:
     """What tensor parallelism leaves alone in FSDP x TP: sharded over each of several meshes, side by side."""
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE_TYPE, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     return _on(mesh["dp"], Shard(0))
 
 
 def _last_half(world_size: int) -> Spread:
     """A DTensor that all ranks have, on a mesh that only the last ranks are in."""
-    mesh = DeviceMesh("cpu", torch.arange(world_size // 2, world_size))
+    mesh = DeviceMesh(DEVICE_TYPE, torch.arange(world_size // 2, world_size))
     on_mesh = _on(mesh, Shard(0))
     here = mesh.get_coordinate() is not None
 
