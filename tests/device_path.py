@@ -1,9 +1,10 @@
-"""The code for devices on CPU tensors, and a count of what would make the host wait for one."""
+"""The code for devices on CPU tensors, and a count of what it would cost there: waits, operations, bytes, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from distprune.shards import device
 
-__all__ = ["Waits", "as_on_a_device", "counted_waits"]
+__all__ = ["Waits", "Work", "as_on_a_device", "counted_waits", "counted_work"]
 
 _aten = torch.ops.aten
 # Their results, or the sizes of them, are known on the host once the device has caught up.
@@ -87,3 +89,68 @@ def counted_waits() -> Iterator[Waits]:
         patch.setattr(torch, "from_numpy", counted_from_numpy)
         with Calls(), Dispatched():  # type: ignore[no-untyped-call]
             yield waits
+
+
+# They read, or write, as many elements of what they index as there are indices.
+_GATHERING = (_aten.index, _aten.index_select, _aten.take, _aten.gather)
+_SCATTERING = (_aten.index_add_, _aten.index_copy_, _aten.scatter_, _aten.scatter_add_, _aten.scatter_reduce_)
+
+
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a device would do: ``num`` operations, ``num_bytes`` that they read and write; ``peak`` bytes of memory.
+
+    Views and memory that is asked for are no operations. The memory is of what was made within and is still alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = self.num_bytes = self.peak = self._now = 0
+        self._alive: dict[int, Any] = {}
+        self.by_operation: Counter[str] = Counter()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        known = {each.untyped_storage()._cdata for each in given}
+        if "out" in (kwargs or {}):  # it is written alone
+            given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        for each in made:
+            if (storage := each.untyped_storage())._cdata not in known:
+                self._note(storage)
+        mutates = func._schema.is_mutable
+        is_view = not mutates and all(each.untyped_storage()._cdata in known for each in made)
+        if not (is_view and made) and func.overloadpacket not in (_aten.empty, _aten.empty_like, _aten.empty_strided):
+            num_bytes = sum(map(_size, given)) + sum(map(_size, made))
+            if func.overloadpacket in _GATHERING:  # of what is indexed as much as comes out
+                num_bytes += _size(made[0]) - _size(given[0])
+            elif func.overloadpacket in _SCATTERING:  # what is written to is read and written where it is indexed
+                num_bytes += 2 * _size(given[2]) - 2 * _size(given[0])
+            self.num, self.num_bytes = self.num + 1, self.num_bytes + num_bytes
+            self.by_operation[str(func)] += num_bytes
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def free() -> None:
+            del self._alive[key]
+            self._now -= num_bytes
+
+        self._alive[key] = weakref.finalize(storage, free)
+        self._now += num_bytes
+        self.peak = max(self.peak, self._now)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+@contextlib.contextmanager
+def counted_work() -> Iterator[Work]:
+    """Count within, of device code on CPU tensors, what it would be on a device."""
+    with Work() as work:
+        yield work

@@ -365,10 +365,12 @@ class UnitKeys:
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
 
-    def joined_keys(self, order: Order, pieces: Sequence[tuple[UnitKeys, slice]], out: torch.Tensor) -> None:
+    def joined_keys(
+        self, order: Order, pieces: Sequence[tuple[UnitKeys, slice]], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         values = torch.cat([units.values[at] for units, at in pieces])
         is_gone = torch.cat([units.is_gone[at] for units, at in pieces])
-        out.copy_(order.keys(values).masked_fill_(is_gone, order.gone))
+        return order.keys(values, out).masked_fill_(is_gone, order.gone)
 
     def bits(self, order: Order) -> None:
         """Return nothing: the keys have to be computed."""

@@ -22,10 +22,11 @@ from distprune.shards import (
     as_array,
     batches,
     chunk_size,
+    count_true,
     fetched,
     flat_chunk,
     flat_chunks,
-    is_small,
+    is_joined,
     is_zero,
     on_host,
     own_settings,
@@ -37,7 +38,10 @@ Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shap
 @final
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64)."""
+    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64).
+
+    A range may have a step.
+    """
 
     shard: LocalShard
     at: slice | torch.Tensor
@@ -52,11 +56,14 @@ class Elements:
         """Return the evidence ``name`` at these places, 1-D."""
         return _taken(self.evidence[name], self.at)
 
-    def flat_indices(self) -> torch.Tensor:
-        """Return the places of these elements in the whole parameter, int64, 1-D."""
-        if isinstance(self.at, slice):
-            return self.shard.geometry.flat_indices(self.at.start, self.at.stop, self.shard.local.device)
-        return self.shard.geometry.flat_indices_at(self.at)
+    def flat_indices(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return the places of these elements in the whole parameter, 1-D: new."""
+        at, device = self.at, self.shard.local.device
+        if isinstance(at, slice) and at.step is None:
+            return self.shard.geometry.flat_indices(at.start, at.stop, device, dtype)
+        if isinstance(at, slice):
+            at = torch.arange(at.start, at.stop, at.step, device=device)
+        return self.shard.geometry.flat_indices_at(at).to(dtype)
 
 
 class Score(ABC):
@@ -94,7 +101,7 @@ class Score(ABC):
         """Return the scores of ``elements``, 1-D, one each. Local."""
 
     def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
-        """Return the scores of ``pieces``, ranges of several small shards on the host, one after the other. Local."""
+        """Return the scores of ``pieces``, ranges of several small shards on one device, one after the other. Local."""
         return torch.cat([_checked(self, self.values(elements), elements) for elements in pieces])
 
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -192,18 +199,23 @@ class LocalScores:
         """Return which elements at ``at`` are gone, bool, 1-D; ``None``, on the host always, if none are."""
         if self.gone is None:
             return None
-        gone = is_zero(_taken(self.gone, at))
+        return self._if_any(is_zero(_taken(self.gone, at)))
+
+    def _if_any(self, gone: torch.Tensor) -> torch.Tensor | None:
         return gone if not on_host(self.device) or gone.numpy().any() else None
 
     def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""
-        keys: torch.Tensor = order.keys(self.values(at), out)
-        if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
+        return self._gone_first(order, order.keys(self.values(at), out), lambda: self.is_gone(at))
+
+    def _gone_first(self, order: Any, keys: torch.Tensor, is_gone: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+        """Return ``keys``, in which those of what is gone are made the lowest."""
+        if not order.zeros_gone and not self.regrows and (gone := is_gone()) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
 
     def joined_values(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor:
-        """Return the scores of ``pieces`` of several small shards on the host, as :meth:`values`: this one's first."""
+        """Return the scores of ``pieces`` of several small shards, as :meth:`values`: this one's first."""
         return self.score.joined([scores._elements(at) for scores, at in pieces])
 
     def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor | None:
@@ -214,17 +226,17 @@ class LocalScores:
         if len(dtypes) == 1:
             gone = is_zero(torch.cat([_taken(scores.gone, at) for scores, at in pieces if scores.gone is not None]))
         else:
-            found = [(scores.is_gone(at), at.stop - at.start) for scores, at in pieces]
-            gone = torch.cat([torch.zeros(n, dtype=torch.bool, device="cpu") if g is None else g for g, n in found])
-        return gone if gone.numpy().any() else None
+            found = [(scores.is_gone(at), _num(at)) for scores, at in pieces]
+            none = torch.zeros((), dtype=torch.bool, device=self.device)
+            gone = torch.cat([none.expand(n) if g is None else g for g, n in found])
+        return self._if_any(gone)
 
-    def joined_keys(self, order: Any, pieces: Sequence[tuple[LocalScores, slice]], out: torch.Tensor) -> None:
-        """Write into ``out`` the keys of ``pieces`` of several small shards on the host: this one's first."""
-        keys: torch.Tensor = order.keys(self.joined_values(pieces), out)
-        if keys.data_ptr() != out.data_ptr():
-            out.copy_(keys)
-        if not order.zeros_gone and not self.regrows and (gone := self.joined_gone(pieces)) is not None:
-            out.masked_fill_(gone, order.gone)
+    def joined_keys(
+        self, order: Any, pieces: Sequence[tuple[LocalScores, slice]], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the keys of ``pieces`` of several small shards, as :meth:`keys`: this one's first."""
+        keys = order.keys(self.joined_values(pieces), out)
+        return self._gone_first(order, keys, lambda: self.joined_gone(pieces))
 
     def bits(self, order: Any) -> tuple[Any, Any] | None:
         """Return the bits of the weights, 1-D, on the host, a view, and what makes them keys by ``&``.
@@ -275,36 +287,45 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
             reads = each.score.reads(each.shard, each.evidence)
             if not any(local is read for read in reads):
                 unread[i] = local
-    few: dict[torch.dtype, list[int]] = {}
+    few: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, local in unread.items():
-        if is_small(local.numel(), local.device):
-            few.setdefault(local.dtype, []).append(i)
-    for of_dtype in few.values():
-        for which in batches(of_dtype, [unread[i].numel() for i in of_dtype]):
-            if not torch.cat([unread[i].reshape(-1) for i in which]).isnan().any():
-                for i in which:
-                    del unread[i]
-    counts: dict[int, torch.Tensor] = {}
-    for i, local in unread.items():
-        nans = (values.isnan().sum() for _, values in flat_chunks(local))
-        counts[i] = sum(nans, torch.zeros((), dtype=torch.int64, device="cpu"))
-    found = dict(zip(counts, map(int, fetched([*counts.values()])), strict=True))
-    return [found.get(i, 0) for i in range(len(scores))]
+        if is_joined(local.numel(), local.device):
+            few.setdefault((local.dtype, local.device), []).append(i)
+    groups = [which for of in few.values() for which in batches(of, [unread[i].numel() for i in of])]
+    groups += [[i] for i, local in unread.items() if not is_joined(local.numel(), local.device)]
+    found = [0] * len(scores)
+    for which, num in zip(groups, fetched([_num_nans([unread[i] for i in which]) for which in groups]), strict=True):
+        if num:
+            for i, of_shard in zip(which, fetched([_num_nans([unread[i]]) for i in which]), strict=True):
+                found[i] = int(of_shard)
+    return found
+
+
+def _num_nans(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return how many elements of one tensor, or of several small ones, are NaN: int64, on their device."""
+    if len(tensors) > 1:
+        return count_true(torch.cat([tensor.reshape(-1) for tensor in tensors]).isnan())
+    nums = (count_true(values.isnan()) for _, values in flat_chunks(tensors[0]))
+    return sum(nums, torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 def _checked(score: Score, values: torch.Tensor, elements: Elements) -> torch.Tensor:
     """Return ``values``, if they are as many as ``elements``."""
-    at = elements.at
-    num = at.stop - at.start if isinstance(at, slice) else len(at)
+    num = _num(elements.at)
     if not isinstance(values, torch.Tensor) or values.shape != (num,):
         got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise ValueError(f"score {score.name!r} returned {got} for {num} elements of {elements.shard.name!r}")
     return values
 
 
+def _num(at: slice | torch.Tensor) -> int:
+    return len(range(at.start, at.stop, at.step or 1)) if isinstance(at, slice) else len(at)
+
+
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:
     if isinstance(at, slice):
-        return flat_chunk(tensor, at.start, at.stop)
+        values = flat_chunk(tensor, at.start, at.stop)
+        return values if at.step is None else values[:: at.step]
     if tensor.element_size() == 1:  # torch takes no 8-bit floats
         return torch.take(tensor.view(torch.uint8), at).view(tensor.dtype)
     return torch.take(tensor, at)

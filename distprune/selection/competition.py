@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from distprune.selection.order import Order
 
@@ -108,17 +107,6 @@ def add_histogram(bins: Words, values: Words | Keys, of: Keys | None, within: Ra
         if of is not None:
             counted += place * num_bins
         flat += np.bincount(counted, minlength=len(flat)) * weight
-
-
-def add_histogram_on_device(row: torch.Tensor, values: torch.Tensor, within: Ranges, counted: torch.Tensor) -> None:
-    """Add the counts of those of ``values`` that are ``counted`` (bool) to ``row``, of one range; without waiting."""
-    width, low = int(within.widths(len(row))[0]), int(within.low[0])
-    above_low = values.to(torch.int64) - low  # wraps; read as unsigned
-    bins = ((above_low >> 1) & torch.iinfo(torch.int64).max).div_(width, rounding_mode="floor").mul_(2)
-    bins += (above_low - bins * width) >= width
-    # What is not counted adds 0, spread over the bins: many additions to one place wait for each other.
-    elsewhere = torch.arange(len(bins), device=bins.device) % len(row)
-    row.scatter_add_(0, torch.where(counted, bins, elsewhere), counted.to(torch.int64))
 
 
 class Standings:

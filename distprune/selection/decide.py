@@ -19,6 +19,7 @@ import torch
 
 from distprune.host_loops import compiled
 from distprune.selection.competition import Standings
+from distprune.selection.device_decide import decide_on_device
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
@@ -38,10 +39,17 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
         bound.order if is_small(entry.geometry.local_numel, entry.scores.device) else None
         for entry, bound in zip(entries, bounds, strict=True)
     ]
+    there: dict[torch.device, list[int]] = {}
+    for i, entry in enumerate(entries):
+        if not on_host(entry.scores.device):
+            there.setdefault(entry.scores.device, []).append(i)
+    orders, on_devices = [each.order for each in standings.competitions], dict[int, torch.Tensor]()
+    for which in there.values():
+        parts = [(entries[i], bounds[i].parts) for i in which]
+        on_devices.update(zip(which, decide_on_device(orders, parts, [puts[i] for i in which]), strict=True))
 
     def decide_alone(i: int) -> torch.Tensor:
-        decided = _decide_large if on_host(entries[i].scores.device) else _decide_on_device
-        return decided(entries[i], bounds[i], puts[i])
+        return on_devices[i] if i in on_devices else _decide_large(entries[i], bounds[i], puts[i])
 
     def keep(keys: Array, which: Sequence[int]) -> Array:
         stays, start = np.empty(len(keys), dtype=np.bool_), 0
@@ -112,19 +120,6 @@ class _Bound:
         middle = min(max(self.edge - at.start, 0), num)
         parts = [(slice(0, middle), self.key), (slice(middle, num), self.key - 1)]
         return [(part, key) for part, key in parts if part.start < part.stop]
-
-
-def _decide_on_device(entry: Entry, bound: _Bound, put: Put) -> torch.Tensor:
-    device, numel, order = entry.scores.device, entry.geometry.local_numel, bound.order
-    counts = torch.zeros(3, dtype=torch.int64, device=device)
-    for start in range(0, numel, put_size(device)):
-        at = slice(start, min(start + put_size(device), numel))
-        flags, keys = put.flags(at, device), entry.scores.keys(order, at)
-        for part, key in bound.parts(at):
-            torch.gt(keys[part], key, out=flags[part])
-        counts[:2] += torch.stack([(~flags).sum(), (keys < order.first).sum()])
-        put.stays(at, flags)
-    return counts
 
 
 def _decide_large(entry: Entry, bound: _Bound, put: Put) -> torch.Tensor:

@@ -1,78 +1,277 @@
-"""What a rank's elements on an accelerator add to the counts: every round reads them once and waits for nothing.
+"""What a rank's elements on an accelerator add to the counts: it waits once a round, for all that was counted.
 
-What is counted stays on the device until it is fetched, once for all parameters. There are no survivors: to set them
-aside, the host would have to know how many they are.
+The elements in a bracket are the *survivors*. Where few are expected, the first read of a chunk sets them aside on the
+device, in a buffer of bounded size, and later rounds read that. If they turn out to be too many, which the host hears
+with the counts, the round is counted again from all elements, as are those after it until few are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
-from distprune.selection.competition import Ranges, Standings, add_histogram_on_device
+from distprune.selection.competition import Flags, Standings, Words
 from distprune.selection.counts import NO_END, BinCounts
-from distprune.selection.scan import Entry, key_chunks
+from distprune.selection.device_chunks import Chunk, Chunks
+from distprune.selection.order import Order
+from distprune.selection.scan import Entry
 from distprune.shards import fetched
+
+_KEPT_BYTES = 24 << 20  # survivors set aside on one device
+_SLOTS_SHARE = 32  # of a chunk's elements: so many survivors it may have; of the joined ones of several competitions
+_MIXED_SLOTS_SHARE = 4  # a quarter, since brackets of few elements are wide
+_LEAST_SLOTS = 1 << 8
+_BRACKETED = 50  # of the elements of a competition one is in its bracket, or fewer
+
+_Value = int | torch.Tensor  # of all elements, or of each
+
+
+@dataclass(frozen=True)
+class _Survivors:
+    """Some survivors. ``competition``: of all, or ``None``."""
+
+    competition: int | None
+    keys: torch.Tensor
+    positions: torch.Tensor
+    pieces: Callable[[], torch.Tensor]
+
+
+class _Aside:
+    """Survivors of one order: keys, positions, and pieces if there are several competitions. The others are padding."""
+
+    def __init__(self, order: Order, capacity: int, chunks: Chunks, competition: int | None) -> None:
+        self.order, self.competition, self._capacity, self._chunks = order, competition, capacity, chunks
+        device, size = chunks.device, capacity + 1  # the last place takes what does not fit
+        self.keys = torch.full((size,), order.gone, dtype=order.key_dtype, device=device)
+        self.where = torch.zeros(size, dtype=torch.int64, device=device)
+        self._pieces = torch.zeros(0 if competition is not None else size, dtype=torch.int32, device=device)
+        self.nums = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # how many there are, and how often all slots were taken
+
+    def add(self, chunk: Chunk, keys: torch.Tensor, inside: torch.Tensor, slots: int) -> None:
+        found = torch.nonzero_static(inside, size=slots, fill_value=-1).view(-1)
+        offsets = found.clamp(min=0)
+        places = (self._chunks.numbers[:slots].to(torch.int64) + self.nums[0]).clamp_(max=self._capacity)
+        own = keys.index_select(0, offsets).masked_fill_(found < 0, self.order.gone)
+        self.keys.index_copy_(0, places, own)
+        self.where.index_copy_(0, places, chunk.positions(offsets))
+        if self.competition is None:
+            self._pieces.index_copy_(0, places, chunk.pieces(offsets) + chunk.first)
+        self.nums += torch.stack([(found >= 0).sum(), found[-1] >= 0])
+
+    def parts(self) -> Iterator[_Survivors]:
+        """Yield them, as many as a chunk has at a time."""
+        size = len(self._chunks.numbers)
+        for start in range(0, len(self.keys), size):
+            at = slice(start, start + size)
+            yield _Survivors(self.competition, self.keys[at], self.where[at], partial(self._pieces.__getitem__, at))
+
+    def cut(self, num: int, num_lost: int) -> bool:
+        """Let go of the padding, once it is known how many there are; return whether all did fit."""
+        self.keys, self.where, self._pieces = (each[:num].clone() for each in (self.keys, self.where, self._pieces))
+        return num <= self._capacity and not num_lost
 
 
 class DeviceTally:
-    """Counts of entries on an accelerator."""
+    """Counts of entries on one accelerator."""
 
     def __init__(self, standings: Standings, entries: Sequence[Entry]) -> None:
-        self._standings, self._entries = standings, entries
+        self._standings = standings
+        self._chunks = Chunks([each.order for each in standings.competitions], entries)
+        self._unread = self._chunks.all
+        self._aside: list[_Aside] = []
+        self._is_mixed = len(standings.competitions) > 1
 
     def count_keys(self, counts: BinCounts) -> None:
         """Add the keys inside the ranges, and, on the first look, what is outside."""
+        standings, of = self._standings, self._chunks.competitions
+        if self._aside and (standings.needs_scan & ~standings.only_gone)[of].any():
+            self._aside, self._unread = [], self._chunks.all  # a bracket missed
+        if not self._count_keys(counts, sets_aside=self._are_few(counts)):
+            self._count_keys(counts, sets_aside=False)
 
-        def count(row: torch.Tensor, entry: Entry, within: Ranges) -> None:
-            order = self._standings.competitions[entry.competition].order
-            needs_scan, low, high = self._standings.needs_scan[entry.competition], *_bounds(within)
-            for _, keys in key_chunks(entry, order):
-                below, above = keys < low, keys > high
-                if needs_scan:
-                    row[:3] += torch.stack([below.sum(), above.sum(), (keys > order.last).sum()])
-                if counts.wanted == "sum":
-                    row[3] += keys.masked_fill(below | above, 0).sum(dtype=torch.int64)
-                elif counts.wanted == "ends":
-                    wide, beyond = keys.to(torch.int64), below | above
-                    ends = [each.masked_fill(beyond, NO_END).max() for each in (-wide, wide)]
-                    torch.maximum(row[3:], torch.stack(ends), out=row[3:])
-                else:
-                    add_histogram_on_device(row[3:], keys, within, ~(below | above))
-
-        self._add(counts, count)
+    def _count_keys(self, counts: BinCounts, *, sets_aside: bool) -> bool:
+        """Do so; return whether all survivors did fit. If not, nothing is added."""
+        standings = self._standings
+        needs_scan, keys = standings.needs_scan, standings.keys
+        sums = _DeviceSums(counts, self._chunks, (keys.low, keys.high))
+        read: set[Chunk] = set()
+        new: dict[Order, _Aside] = {}
+        for chunk in self._counted(counts):
+            order, values = chunk.order, chunk.keys()
+            (low, high), row, width = sums.of(chunk)
+            below, above = values < low, values > high
+            if needs_scan[self._chunks.competitions[chunk.which]].any():
+                sums.add_below(chunk, below)
+                if order.value_dtype.is_floating_point:
+                    sums.num_nans += values.max() > order.last
+            inside = torch.eq(below, above, out=below)
+            if sets_aside:
+                if order not in new:
+                    new[order] = self._new_aside(order)
+                new[order].add(chunk, values, inside, self._slots(chunk))
+                read.add(chunk)
+            else:
+                sums.add(values, inside, low, row, width)
+        for part in (part for aside in [*self._aside, *new.values()] for part in aside.parts()):
+            (low, high), row, width = sums.of(part)
+            sums.add(part.keys, (part.keys >= low) & (part.keys <= high), low, row, width)
+        nums = sums.fetch([aside.nums for aside in new.values()])
+        each_fits = [aside.cut(*map(int, each)) for aside, each in zip(new.values(), nums, strict=True)]
+        did_fit = all(each_fits)
+        if did_fit:
+            sums.take(needs_scan)
+            self._aside += new.values()
+            self._unread = [chunk for chunk in self._unread if chunk not in read]
+        return did_fit
 
     def count_positions(self, counts: BinCounts) -> None:
         """Add the positions inside the ranges, of elements that tie with the k-th key."""
+        positions = self._standings.positions
+        sums = _DeviceSums(counts, self._chunks, (self._standings.keys.low, positions.low, positions.high))
 
-        def count(row: torch.Tensor, entry: Entry, within: Ranges) -> None:
-            order, key = self._standings.competitions[entry.competition].order, self._standings.keys.low
-            low, high = _bounds(within)
-            for at, keys in key_chunks(entry, order):
-                positions = entry.geometry.flat_indices(at.start, at.stop, keys.device) + entry.first_position
-                counted = (keys == int(key[entry.competition])) & (positions >= low) & (positions <= high)
-                add_histogram_on_device(row[3:], positions, within, counted)
+        def count(source: Chunk | _Survivors, keys: torch.Tensor, where: torch.Tensor) -> None:
+            (key, low, high), row, width = sums.of(source)
+            counted = keys == key
+            counted &= where >= low
+            counted &= where <= high
+            sums.add(where, counted, low, row, width)
 
-        self._add(counts, count)
+        for chunk in self._counted(counts):
+            count(chunk, chunk.keys(), chunk.positions())
+        for part in (part for aside in self._aside for part in aside.parts()):
+            count(part, part.keys, part.positions)
+        sums.fetch()
+        sums.take(np.zeros_like(self._standings.needs_scan))
 
-    def _add(self, counts: BinCounts, count: Callable[[torch.Tensor, Entry, Ranges], None]) -> None:
-        """Add what ``count`` adds for each entry to a row: how many are below, above, and NaN, and the bins."""
-        num_rows, num_columns = counts.bins.shape
-        there: dict[torch.device, torch.Tensor] = {}
-        for entry in self._entries:
-            if counts.has(entry.competition):
-                device = entry.scores.device
-                if device not in there:
-                    nothing = torch.zeros((num_rows, 3 + num_columns), dtype=torch.int64, device=device)
-                    nothing[:, 3:] = counts.nothing
-                    there[device] = nothing
-                count(there[device][counts.rows[entry.competition]], entry, counts.of(entry.competition))
-        for counted in fetched([*there.values()]):
-            counts.beyond += counted[:, :2].numpy()
-            counts.num_nans += int(counted[:, 2].sum())
-            counts.take(counted[:, 3:].numpy())
+    def _counted(self, counts: BinCounts) -> Iterator[Chunk]:
+        """Yield the chunks that are unread, of competitions that are counted."""
+        of = self._chunks.competitions
+        return (chunk for chunk in self._unread if (counts.rows[of[chunk.which]] >= 0).any())
+
+    def _are_few(self, counts: BinCounts) -> bool:
+        """Return whether the survivors of what is unread may well fit."""
+        standings, left = self._standings, np.flatnonzero(counts.rows >= 0)
+        everything = standings.all_keys.at(left)
+        has_bracket = (standings.keys.low[left] > everything.low) | (standings.keys.high[left] < everything.high)
+        bracketed = np.where(has_bracket, standings.num_positions[left] // _BRACKETED, standings.num_positions[left])
+        num = int(np.where(standings.needs_scan[left], bracketed, standings.num_within[left]).sum())
+        num_here = sum(chunk.numel for chunk in self._unread)
+        slots = sum(map(self._slots, self._unread))
+        return num * num_here < slots * int(standings.num_positions[left].sum())
+
+    def _slots(self, chunk: Chunk) -> int:
+        share = _SLOTS_SHARE if chunk.competition is not None else _MIXED_SLOTS_SHARE
+        return max(chunk.numel // share, min(chunk.numel, _LEAST_SLOTS))
+
+    def _new_aside(self, order: Order) -> _Aside:
+        orders = {chunk.order for chunk in self._unread}
+        most = _KEPT_BYTES // len(orders) // (order.key_dtype.itemsize + 12)
+        slots = sum(self._slots(chunk) for chunk in self._unread if chunk.order == order)
+        return _Aside(order, min(slots, most), self._chunks, None if self._is_mixed else 0)
 
 
-def _bounds(within: Ranges) -> tuple[int, int]:
-    return int(within.low[0]), int(within.high[0])
+class _DeviceSums:
+    """What is counted on the device in a round, one row a competition, and one more for those that are not counted.
+
+    ``columns``: by competition, what elements are compared with; the last two are the bounds that the bins divide.
+    """
+
+    def __init__(self, counts: BinCounts, chunks: Chunks, columns: Sequence[Words]) -> None:
+        self._counts, self._chunks = counts, chunks
+        (num_rows, self._num_columns), device = counts.bins.shape, chunks.device
+        rows = np.where(counts.rows < 0, num_rows, counts.rows)
+        widths = np.append(counts.within.widths(self._num_columns).astype(np.int64), np.iinfo(np.int64).max)[rows]
+        self._values = np.stack([*columns, rows, widths])
+        # int32 is enough but for more elements than it has numbers.
+        is_short = counts.wanted == "counts" and sum(chunk.numel for chunk in chunks.all) < 1 << 31
+        dtype = torch.int32 if is_short else torch.int64
+        self._bins = torch.full(((num_rows + 1) * self._num_columns,), counts.nothing, dtype=dtype, device=device)
+        self._below = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._num_read = np.zeros(num_rows + 1, dtype=np.int64)
+        self.num_nans = torch.zeros((), dtype=torch.int64, device=device)
+        self._table: torch.Tensor | None = None
+
+    @property
+    def _of_pieces(self) -> torch.Tensor:
+        """What is known of each piece's competition, (columns, pieces)."""
+        if self._table is None:
+            self._table = self._chunks.send(self._values[:, self._chunks.competitions])
+        return self._table
+
+    def of(self, source: Chunk | _Survivors) -> tuple[Sequence[Any], _Value, _Value]:
+        """Return what the elements are compared with, their rows, and the widths of their bins."""
+        if source.competition is not None:
+            *bounds, row, width = self._values[:, source.competition].tolist()
+        else:
+            table, pieces = self._of_pieces, source.pieces()
+            table = table[:, source.which] if isinstance(source, Chunk) else table
+            *bounds, row, width = (of_pieces.index_select(0, pieces) for of_pieces in table)
+        return bounds, row, width
+
+    def add_below(self, chunk: Chunk, below: torch.Tensor) -> None:
+        rows = self._values[-2, self._chunks.competitions[chunk.which]]
+        np.add.at(self._num_read, rows, chunk.numels)
+        if chunk.competition is not None:
+            self._below[int(rows[0])] += below.sum()
+        else:
+            self._below.index_add_(0, self._of_pieces[-2, chunk.which], chunk.sums(below))
+
+    def add(self, values: torch.Tensor, counted: torch.Tensor, low: _Value, row: _Value, width: _Value) -> None:
+        """Add those of ``values`` that are ``counted``."""
+        wanted, num = self._counts.wanted, self._num_columns
+        own = self._bins[row * num : (row + 1) * num] if isinstance(row, int) else self._bins
+        if wanted == "counts":
+            index = _bins_of(values, low, width, self._counts.within.largest)
+            if not isinstance(row, int):
+                index += row * num
+            # What is not counted adds 0, spread over the bins: many additions to one place wait for each other.
+            index = torch.where(counted, index, self._chunks.numbers[: len(index)] % len(own))
+            own.index_add_(0, index, counted.to(own.dtype))
+            return
+        wide = values.to(torch.int64)
+        columns = [(wide, 0)] if wanted == "sum" else [(-wide, NO_END), (wide, NO_END)]
+        for column, (each, nothing) in enumerate(columns):
+            each = each.masked_fill(~counted, nothing)
+            if isinstance(row, int):
+                of_column = own[column]
+                of_column.copy_(of_column + each.sum() if wanted == "sum" else torch.maximum(of_column, each.max()))
+            elif wanted == "sum":
+                own.index_add_(0, row, each)
+            else:
+                own.view(-1, 2)[:, column].scatter_reduce_(0, row, each, "amax")
+
+    def fetch(self, nums: Sequence[torch.Tensor] = ()) -> Words:
+        """Wait for the device; return ``nums`` (2,), one below the other."""
+        others = torch.stack([*nums]) if nums else self._below.new_empty((0, 2))
+        told = fetched([self._bins.to(torch.int64), self._below, self.num_nans, others])
+        self._bins, self._below, self.num_nans, others = told
+        found: Words = others.numpy()
+        return found
+
+    def take(self, needs_scan: Flags) -> None:
+        """Add what was fetched to the counts; what is beyond only of competitions that need it."""
+        counts, bins = self._counts, self._bins.view(-1, self._num_columns).numpy()
+        counts.take(bins[:-1])
+        rows = counts.rows[(counts.rows >= 0) & needs_scan]
+        counts.beyond[rows, 0] += self._below.numpy()[rows]
+        counts.beyond[rows, 1] += (self._num_read - self._below.numpy() - bins.sum(1))[rows]
+        counts.num_nans += int(self.num_nans)
+
+
+def _bins_of(values: torch.Tensor, low: _Value, width: _Value, largest: int) -> torch.Tensor:
+    """Return the bin of each of ``values``, of ranges that begin at ``low``; of those outside, anything."""
+    is_short = isinstance(low, int) and values.itemsize < 8 and largest <= 1 << 31
+    above_low = torch.sub(values.to(torch.int32 if is_short else torch.int64), low)
+    if largest <= 1 << 63:
+        return above_low if isinstance(width, int) and width == 1 else above_low.div_(width, rounding_mode="trunc")
+    # It wraps, and is read as unsigned.
+    bins = ((above_low >> 1) & torch.iinfo(torch.int64).max).div_(width, rounding_mode="trunc").mul_(2)
+    bins += (above_low - bins * width) >= width
+    return bins

@@ -78,8 +78,8 @@ def select_lowest(
 
     ``tells``: where competitors are so few that their keys fit into a message of 128 KiB, they are told in one round.
 
-    Local work on a CPU: a sample, one read of the scores, and one more to decide; on a device one read for each round
-    over keys and positions, one wait for the device a round, and one read to decide. Temporaries stay under 64 MiB.
+    Local work: a sample, one read of the scores, and one more to decide; on a device one wait a round. Where more is
+    left after the first read than is set aside, that is read again in each round. Temporaries stay under 64 MiB.
 
     Raises:
         ValueError: on every rank: a score is NaN, or a competition has fewer elements than are to be pruned or
@@ -156,8 +156,11 @@ class _OwnPart:
     @cached_property
     def _tallies(self) -> list[Tally | DeviceTally]:
         here = [entry for entry in self.entries if on_host(entry.scores.device)]
-        there = [entry for entry in self.entries if not on_host(entry.scores.device)]
-        return [Tally(self._standings, here), DeviceTally(self._standings, there)]
+        there: dict[torch.device, list[Entry]] = {}
+        for entry in self.entries:
+            if not on_host(entry.scores.device):
+                there.setdefault(entry.scores.device, []).append(entry)
+        return [Tally(self._standings, here), *(DeviceTally(self._standings, own) for own in there.values())]
 
     def count_keys(self, counts: BinCounts) -> None:
         for tally in self._tallies:

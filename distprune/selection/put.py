@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -74,3 +75,13 @@ class MaskPut(Put):
         own = self._flat[at]
         if own.data_ptr() != stays.data_ptr():
             own.copy_(stays)
+
+
+def put_all(puts: Sequence[Put], stays: torch.Tensor, numels: Sequence[int]) -> None:
+    """Have each of ``puts`` take all of its elements, ``numels`` each, which ``stays`` has one after the other."""
+    parts = torch.split(stays, [*numels])
+    if all(isinstance(put, MaskPut) for put in puts):
+        torch._foreach_copy_([put.flags(slice(None), stays.device) for put in puts], [*parts])
+        return
+    for put, num, part in zip(puts, numels, parts, strict=True):
+        put.stays(slice(0, num), part)

@@ -17,11 +17,13 @@ import torch
 from distprune.collectives import Communicator, max_together
 from distprune.selection.competition import Keys, Ranges, Standings, Words
 from distprune.selection.order import Order
-from distprune.selection.scan import Entry, KeyBits
-from distprune.shards import batches, fetched, is_small
+from distprune.selection.scan import Entry, KeyBits, keys_of
+from distprune.shards import batches, fetched, is_joined, is_small
 
 _MANY = 1 << 7  # competitions: fewer share so many bins a round that a bracket brings little
 _SAMPLE = 1 << 14  # elements of one entry
+_JOINED_SAMPLE = 1 << 10  # of one that is read together with others on a device,
+_MOST_JOINED = 1 << 22  # and of all of these, or one for each
 _UNKNOWN = torch.iinfo(torch.int64).min
 _MISSES = 3e-5  # the share of brackets that miss on either side, where ranks hold random parts
 
@@ -50,23 +52,37 @@ def tell_quantiles(comm: Communicator, standings: Standings, entries: Callable[[
 def _quantiles(num_ranks: int, standings: Standings, entries: Sequence[Entry]) -> Iterator[tuple[Words, Words, Words]]:
     """Yield competitions, and for each the keys of this rank's bracket, of entries that are large enough to say."""
     groups: dict[tuple[Order, int], list[Entry]] = {}
-    single: list[tuple[Entry, torch.Tensor]] = []
+    joined: dict[tuple[Order, torch.device], list[Entry]] = {}
+    sampled: list[tuple[list[Entry], list[int], torch.Tensor]] = []  # and how many keys are of each
     for entry in entries:
         competition, numel = standings.competitions[entry.competition], entry.geometry.local_numel
         if not numel or 2 * numel * num_ranks < competition.num_positions:
             continue
         if is_small(numel, entry.scores.device):
             groups.setdefault((competition.order, numel), []).append(entry)
+        elif is_joined(numel, entry.scores.device):
+            joined.setdefault((competition.order, entry.scores.device), []).append(entry)
         else:
-            sampled = slice(0, numel, (numel // _SAMPLE) | 1)
-            single.append((entry, entry.keys(competition.order, sampled)))
+            sample = entry.keys(competition.order, slice(0, numel, (numel // _SAMPLE) | 1))
+            sampled.append(([entry], [len(sample)], sample))
     for (order, numel), of_group in groups.items():
         bits = KeyBits(order)
         for which in batches(range(len(of_group)), [numel] * len(of_group)):
             keys = bits.keys([of_group[i].whole for i in which]).reshape(-1, numel)
             yield _bracket(standings, [of_group[i] for i in which], np.sort(keys, axis=1))
-    for (entry, _), sample in zip(single, fetched([keys for _, keys in single]), strict=True):
-        yield _bracket(standings, [entry], np.sort(sample.numpy())[None])
+    for (order, _), of_device in joined.items():
+        most = max(1, min(_JOINED_SAMPLE, _MOST_JOINED // len(of_device)))
+        steps = [(entry.geometry.local_numel // most) | 1 for entry in of_device]
+        ats = [slice(0, entry.geometry.local_numel, step) for entry, step in zip(of_device, steps, strict=True)]
+        nums = [len(range(at.stop)[at]) for at in ats]
+        for which in batches(range(len(nums)), nums):
+            sample = keys_of(order, [(of_device[i].scores, ats[i]) for i in which])
+            sampled.append(([of_device[i] for i in which], [nums[i] for i in which], sample))
+    for (together, nums, _), sample in zip(sampled, fetched([sample for *_, sample in sampled]), strict=True):
+        parts = np.split(sample.numpy(), np.cumsum(nums)[:-1])
+        for num in set(nums):
+            which = [i for i, of_entry in enumerate(nums) if of_entry == num]
+            yield _bracket(standings, [together[i] for i in which], np.sort([parts[i] for i in which], axis=1))
 
 
 def _bracket(standings: Standings, entries: Sequence[Entry], keys: Keys) -> tuple[Words, Words, Words]:

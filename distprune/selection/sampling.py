@@ -17,8 +17,9 @@ import torch
 from distprune.collectives import Communicator
 from distprune.selection.competition import Keys, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts
-from distprune.selection.scan import Entry
-from distprune.shards import fetched
+from distprune.selection.order import Order
+from distprune.selection.scan import Entry, keys_of
+from distprune.shards import fetched, is_joined, on_host
 
 _WORTH = 1 << 21  # elements of a rank, on average: fewer are all set aside, and no bracket is needed
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand
@@ -88,16 +89,24 @@ def _drawn(standings: Standings, entries: Sequence[Entry], max_stride: int) -> _
     strides = (strides * weight) | 1
     passed = np.zeros_like(strides)  # by competition, the elements before
     found: list[torch.Tensor] = []
-    num_found = np.zeros_like(numels)
-    for i, entry in enumerate(entries):
-        competition, numel = entry.competition, entry.geometry.local_numel
+    nums: list[tuple[int, int]] = []  # competitions, and how many of each are found
+    joined: dict[tuple[Order, torch.device], list[tuple[Entry, slice]]] = {}  # small ones on a device
+    for entry in entries:
+        competition, numel, device = entry.competition, entry.geometry.local_numel, entry.scores.device
         order, stride = standings.competitions[competition].order, int(strides[competition])
         for start in range(int(-passed[competition] % stride), numel, stride * _STRIDE_SAMPLE):
-            found.append(entry.keys(order, slice(start, min(start + stride * _STRIDE_SAMPLE, numel), stride)))
-            num_found[i] += len(found[-1])
+            at = slice(start, min(start + stride * _STRIDE_SAMPLE, numel), stride)
+            if is_joined(numel, device) and not on_host(device):
+                joined.setdefault((order, device), []).append((entry, at))
+            else:
+                found.append(entry.keys(order, at))
+                nums.append((competition, len(found[-1])))
         passed[competition] += numel
+    for (order, _), pieces in joined.items():
+        found.append(keys_of(order, [(entry.scores, at) for entry, at in pieces]))
+        nums += ((entry.competition, len(range(at.start, at.stop, at.step))) for entry, at in pieces)
     keys = np.concatenate([np.empty(0, dtype=standings.key_dtype), *(each.numpy() for each in fetched(found))])
-    return _Sample(keys, np.repeat(of, num_found) if len(strides) > 1 else None, weight)
+    return _Sample(keys, np.repeat(*np.array(nums, np.int64).reshape(-1, 2).T) if len(strides) > 1 else None, weight)
 
 
 def _narrowed(

@@ -33,14 +33,16 @@ _SPAN = 1 << 20  # elements: below this a second thread costs more than it bring
 class Keyed(Protocol):
     """Scores of one local shard as keys, 1-D: of a range of elements, or at local offsets; new, or in ``out``.
 
-    ``joined_keys`` writes those of pieces of several small shards of its kind, on the host, one after the other.
-    On the host ``bits`` may give the weights' own bits, which make all of them by ``&``.
+    ``joined_keys`` returns those of pieces of several small shards of its kind, one after the other. A range may have a
+    step. On the host ``bits`` may give the weights' own bits, which make all of them by ``&``.
     """
 
     @property
     def device(self) -> torch.device: ...
     def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
-    def joined_keys(self, order: Order, pieces: Sequence[tuple[Any, slice]], out: torch.Tensor) -> None: ...
+    def joined_keys(
+        self, order: Order, pieces: Sequence[tuple[Any, slice]], out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
     def bits(self, order: Order) -> tuple[Array, Any] | None: ...
 
 
@@ -64,7 +66,13 @@ class Entry:
         """Return the keys of every n-th element."""
         if (bits := self.scores.bits(order)) is not None:
             return torch.from_numpy(bits[0][at] & bits[1])
-        return self.scores.keys(order, torch.arange(at.start, at.stop, at.step, device=self.scores.device))
+        return self.scores.keys(order, at)
+
+
+def keys_of(order: Order, pieces: Sequence[tuple[Keyed, slice]]) -> torch.Tensor:
+    """Return the keys of ``pieces``, a range of one shard or several small ones of a device: new."""
+    (scores, at), *others = pieces
+    return scores.joined_keys(order, pieces) if others else scores.keys(order, at)
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,9 @@ class KeyBits:
         keys, start = self._memory[:numel], 0
         joined = keys.numpy()
         if len(pieces) > 1 and not any(found):
-            pieces[0][0].joined_keys(self._order, pieces, keys)
+            own = pieces[0][0].joined_keys(self._order, pieces, keys)
+            if own.data_ptr() != keys.data_ptr():
+                keys.copy_(own)
             return joined, joined.dtype.type(-1)
         for of_weights, (scores, at) in zip(found, pieces, strict=True):
             stop = start + at.stop - at.start

@@ -172,16 +172,19 @@ class Geometry:
             total = total * held * pow(base - 1, -1, Geometry.PRIME) % Geometry.PRIME
         return total
 
-    def flat_indices(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the flat indices, int64, of the local elements ``start`` to ``stop`` (row-major local order)."""
+    def flat_indices(
+        self, start: int, stop: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor:
+        """Return the flat indices of the local elements ``start`` to ``stop`` (row-major local order): new."""
         if self.flat_start is not None or stop <= start:
             first = (self.flat_start or 0) + start
-            return torch.arange(first, first + max(stop - start, 0), device=device)
+            return torch.arange(first, first + max(stop - start, 0), dtype=dtype, device=device)
         row_size = self.local_shape[-1]
         first_row, end_row = start // row_size, -(-stop // row_size)
         rows = self._row_starts(torch.arange(first_row, end_row, device=device))
         columns = _global_index(self.dim_runs[-1], torch.arange(row_size, device=device))
-        return (rows[:, None] + columns).view(-1)[start - first_row * row_size : stop - first_row * row_size]
+        flat = (rows[:, None] + columns).view(-1)[start - first_row * row_size : stop - first_row * row_size]
+        return flat.to(dtype)
 
     def flat_indices_at(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of the local elements at ``offsets`` (int64, any order), on their device."""

@@ -7,8 +7,7 @@ import torch
 
 from distprune.masks import Grouped, read_kept, write_signed_zeros
 from distprune.shards import bits_of
-from tests.device_path import as_on_a_device, counted_waits
-from tests.touched import Touched
+from tests.device_path import as_on_a_device, counted_waits, counted_work
 
 SHAPES = [(7,), (1 << 10,), (3, 5), (), (0, 4), (60, 70), (2, 2)]  # parts of chunks and more than one
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -53,9 +52,9 @@ def test_operations_follow_bytes_and_the_host_does_not_wait() -> None:
             grouped = Grouped(list(zip(*made(num), strict=True)), DEVICE)
             least = torch.zeros(num * len(SHAPES), dtype=torch.int64)
             grouped.read(least)
-            with counted_waits() as waits, Touched() as touched:
+            with counted_waits() as waits, counted_work() as work:
                 grouped.read(least)
                 grouped.write_signed_zeros()
         assert not waits.calls
-        nums.append(touched.num_operations)
+        nums.append(work.num)
     assert nums[0] == nums[1]

@@ -12,13 +12,12 @@ import distprune as prune
 from distprune.collectives import Alone
 from distprune.masks import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
 from distprune.scores import LocalScores, Magnitude
-from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.selection import keep_highest_per_group, keep_highest_per_row, sampling
 from distprune.shards import Geometry, LocalShard, Ownership, checksum, device
-from tests.device_path import Waits, as_on_a_device, counted_waits
+from tests.device_path import Waits, Work, as_on_a_device, counted_waits, counted_work
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
 from tests.selection.test_kth_value import Selected, select
-from tests.touched import Touched
 from tests.worlds import run_threads
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -204,9 +203,9 @@ def test_bytes_that_groups_touch(pattern: str, dtype: torch.dtype, num_bytes: fl
     """To choose: to write zeros takes twice the weights and their mask more."""
     module = nn.Linear(1 << 9, 1 << 9, bias=False, dtype=dtype)
     weight = module.weight
-    with as_on_a_device(1 << 21), Touched() as touched:
+    with as_on_a_device(1 << 21), counted_work() as work:
         prune.prune_model(module, pattern=pattern, group=Alone())
-    assert touched.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
+    assert work.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
 
 
 @pytest.mark.parametrize("score", ["magnitude", "random"])
@@ -216,9 +215,59 @@ def test_memory_beyond_the_mask_at_real_sizes(pattern: str, score: str) -> None:
     module = nn.Linear(1 << 10, 9 << 8, bias=False)  # more than a chunk
     share = {} if pattern == "2:4" else {"sparsity": 0.5}
     seed = {"seed": 3} if score == "random" else {}
-    with Touched() as touched, as_on_a_device(device._DEVICE_CHUNK):
+    with counted_work() as work, as_on_a_device(device._DEVICE_CHUNK):
         prune.prune_model(module, pattern=pattern, score=score, group=Alone(), **share, **seed)  # type: ignore[arg-type]
-    assert 8 << 20 < touched.peak < (64 << 20) + module.weight.numel()
+    assert 8 << 20 < work.peak < (64 << 20) + module.weight.numel()
+
+
+def work_of(numels: list[int], dtype: torch.dtype, chunk: int, **arguments: object) -> Work:
+    """Return what a call does on a device to matrices of ``numels`` elements; it prunes what the host would."""
+    here, there = nn.Module(), nn.Module()
+    for i, numel in enumerate(numels):
+        values = values_of("normal", numel, dtype).view(-1, 8)
+        here.register_parameter(f"p{i}", nn.Parameter(values.clone()))
+        there.register_parameter(f"p{i}", nn.Parameter(values))
+    call = in_place(sparsity=0.5, include="*", **arguments)
+    with as_on_a_device(chunk), counted_work() as work:
+        call(there, Alone())
+    call(here, Alone())
+    assert all(torch.equal(one, other) for one, other in zip(here.parameters(), there.parameters(), strict=True))
+    return work
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "arguments"),
+    [
+        pytest.param(torch.float32, 70, {}, id="float32"),
+        pytest.param(torch.bfloat16, 55, {}, id="bfloat16"),
+        pytest.param(torch.float32, 70, {"scope": "tensor"}, id="tensor scope"),
+        pytest.param(torch.float32, 380, {"score": "random", "seed": 3}, id="random"),
+    ],
+)
+def test_bytes_touched_an_element(dtype: torch.dtype, most: int, arguments: dict[str, object]) -> None:
+    numel = 33 << 16  # of which a sample is drawn
+    work = work_of([numel], dtype, 1 << 16, **arguments)
+    assert work.num_bytes < most * numel, work.by_operation.most_common(12)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"scope": "tensor"}, {"score": "random", "seed": 3}],
+    ids=["global", "tensor scope", "random"],
+)
+@pytest.mark.sampled(2)
+def test_operations_follow_bytes_not_parameters(arguments: dict[str, object]) -> None:
+    few, many = (work_of([64] * num, torch.float32, 1 << 20, **arguments) for num in (150, 350))
+    assert many.num - few.num <= 200 + 20  # what writes the zeros into each
+
+
+@pytest.mark.parametrize("arguments", [{}, {"score": "random", "seed": 3}], ids=["magnitude", "random"])
+@pytest.mark.sampled(1)
+def test_memory_of_chunks_of_their_real_size(arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_WORTH", 0)
+    numel = (1 << 21) + 8
+    work = work_of([numel], torch.float64, 1 << 21, **arguments)
+    assert work.peak - numel <= 64 << 20
 
 
 def test_what_waits_is_seen() -> None:

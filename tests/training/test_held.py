@@ -25,8 +25,7 @@ import distprune as prune
 from distprune.masks import zero_all_where_pruned, zero_where_pruned
 from distprune.shards import Arriving, gradients_of, local_of
 from distprune.training import hold_zeros
-from tests.device_path import Waits, as_on_a_device, counted_waits
-from tests.touched import Touched
+from tests.device_path import Waits, Work, as_on_a_device, counted_waits, counted_work
 from tests.training.optimizers import INCLUDE, check_moments, held_bits, targets
 from tests.worlds import ProcessPool
 from tests.wrapped import batches, transformer, wrap
@@ -143,7 +142,7 @@ def test_what_is_written_between_steps(pool: ProcessPool, layout: str, way: str)
     pool.run(2 if layout.startswith("fsdp") else 1, written_on_rank, layout, way)
 
 
-def _steps(num_layers: int, *, is_held: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, Touched, Waits]:
+def _steps(num_layers: int, *, is_held: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, Work, Waits]:
     """Train some steps, and count in the last one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(num_layers)))
@@ -162,9 +161,9 @@ def _steps(num_layers: int, *, is_held: bool = True) -> tuple[nn.Module, torch.o
     with torch.no_grad():  # what is held moves, and so do its moments
         for weight in model.parameters():
             weight.copy_(weight.roll(1, 0))
-    with counted_waits() as waits, Touched() as touched:
+    with counted_waits() as waits, counted_work() as work:
         step()
-    return model, optimizer, touched, waits
+    return model, optimizer, work, waits
 
 
 def test_a_step_on_a_device() -> None:
@@ -182,7 +181,7 @@ def test_a_step_on_a_device() -> None:
         assert not waits.calls
         assert not waits.num_fetches
         *_, dense, _ = _steps(num_layers, is_held=False)
-        of_held.append(held.num_operations - dense.num_operations)
+        of_held.append(held.num - dense.num)
         assert held.num_bytes - dense.num_bytes < 64 * num_layers * numel
     assert of_held[1] - of_held[0] == 6
 
