@@ -219,8 +219,8 @@ def _of_routed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
             arriving=coming,
             seconds=max(kept * asked.away, coming) / speeds.network,
         ),
-        # What is sent, what arrives, and what is read out of that; and an expert's sums on their way to float32.
-        MESSAGES: asked.kept(3 * min(coming, ARRIVING)).beside(PartCost(device=one)),
+        # A round: tokens are copied twice to be sent, and let go of once; others arrive. And an expert's sums.
+        MESSAGES: asked.kept(2 * min(coming, ARRIVING * asked.away)).beside(PartCost(device=one)),
         WAVES: PartCost(device=wave, seconds=products / speeds.float32),
         MOMENTS: PartCost(device=wave / 2),  # float32, of float64
         FACTORS: PartCost(
