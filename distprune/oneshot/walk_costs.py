@@ -25,8 +25,12 @@ DEVICE = Speeds()
 
 
 def speeds_of(num_threads: int) -> Speeds:
-    """Return the speeds of a rank that has so many threads on a CPU."""
-    return Speeds(40e9 * num_threads, 40e9 * num_threads, 1e9)
+    """Return the speeds of a rank that has so many threads on a CPU.
+
+    Fitted: by them SmolLM2-135M takes 0.95 to 1.12 times what it took on 1 and 2 ranks of one thread on a Xeon, with
+    16, 64 and 128 windows (one_shot_ranks_xeon-2core_2026-11-23.md).
+    """
+    return Speeds(80e9 * num_threads, 80e9 * num_threads, 1e9)
 
 
 @dataclass(frozen=True)
