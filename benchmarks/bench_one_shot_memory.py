@@ -18,7 +18,8 @@ import torch
 from benchmarks.measure import heading, on_ranks, peak_memory, shard, show, table, unpin
 from distprune import Unstructured
 from distprune.models import decoder_blocks, linear_layers
-from distprune.oneshot import OneShotMethod, prune_blocks
+from distprune.oneshot import OneShotMethod, WalkRequest, plan_walk, prune_blocks, shape_of
+from distprune.oneshot.walk_costs import speeds_of
 from distprune.removal import shrink_model
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
@@ -29,8 +30,9 @@ EXPLANATION = f"""
 MiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with glibc
 told to return freed memory at once: what is in use. Then as it is: what has been freed stays with the
 process until it is 32 MiB larger than after the first block, because every page costs time to get anew.
-Beside them sizes: the statistics of one block (float64), one block's weights whole (float32), the rank's
-share of one block's activations; the shard for comparison. On 2 ranks FSDP2 gathers the first block into a
+Beside them what the library plans ("shrink" has no plan), and sizes: the statistics of one block (float64), one
+block's weights whole (float32), the rank's share of one block's activations; the shard for comparison.
+On 2 ranks FSDP2 gathers the first block into a
 buffer and copies it out of it, to learn how blocks are called, so it is there twice for a moment. SparseGPT's
 factors (float32) follow its statistics one by one; the rows that it sweeps are there in float32, too. ADMM prunes
 layer by layer, towards the dense model's outputs: of its activations there are two streams, and four times as much of
@@ -67,6 +69,7 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what building the model left behind would hide what pruning takes
     size = 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks
+    shape = shape_of(model)
     with peak_memory() as peak:
         if method == "shrink":
             shrink_model(model, samples, mlp=0.75)
@@ -78,8 +81,12 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
         "shrink": 3 * max(inputs) ** 2 + max(inputs) * min(inputs),
         "admm": max(inputs) ** 2 + max(inputs) * min(inputs),  # of the last layer: its inputs, and its targets
     }
+    is_admm = method == "admm"
+    options: dict[str, Any] = {"pairs": method != "wanda", "by_row": True, "by_layer": is_admm, "has_targets": is_admm}
+    request = WalkRequest(num_ranks, NUM_SAMPLES, LENGTH, method, **options, speeds=speeds_of(1))
     return {
         "peak": peak.num_bytes,
+        "planned": 0 if method == "shrink" else int(plan_walk(shape, request).beyond_weights),
         "statistics": 8 * words[method],
         "block": block,
         "activations": 4 * NUM_SAMPLES // num_ranks * LENGTH * SIZE,
@@ -103,7 +110,18 @@ def main() -> None:
                 mebi = [f"{num_bytes / 2**20:.0f}" for num_bytes in (in_use, *found.values())]
                 rows.append((method, num_ranks, num_blocks, *mebi))
                 print(rows[-1], flush=True)
-    columns = ("method", "ranks", "blocks", "peak in use", "peak", "statistics", "block", "activations", "model shard")
+    columns = (
+        "method",
+        "ranks",
+        "blocks",
+        "peak in use",
+        "peak",
+        "planned",
+        "statistics",
+        "block",
+        "activations",
+        "model shard",
+    )
     text = heading("Memory of one-shot pruning and removal", "python -m benchmarks.bench_one_shot_memory")
     text += EXPLANATION + table(columns, rows)
     show(text, arguments.output)

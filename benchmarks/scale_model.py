@@ -1,7 +1,7 @@
 """On paper: what a prune, a training step, a one-shot block and a streamed job cost on 8 to 16,384 ranks.
 
 ``python -m benchmarks.scale_model`` prints the tables. Nothing is run: constants that were measured (on CPUs, or on a
-simulated device) and bandwidths that are assumed stand at the top, and who owns which input is asked of the library.
+simulated device) and bandwidths that are assumed stand at the top; what one-shot pruning takes the library plans.
 """
 
 from __future__ import annotations
@@ -11,21 +11,36 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import show, table
-from distprune.calibration.owner_ranks import find_owners
+from distprune.oneshot import WalkRequest, plan_walk
+from distprune.oneshot.memory_plan import (
+    BLOCK,
+    EXPERT_SECONDS,
+    FACTORS,
+    FORWARD,
+    LAYER_SECONDS,
+    MESSAGES,
+    PYTHON,
+    ROWS,
+    SUMS,
+    TOKENS,
+    WAVES,
+)
+from distprune.oneshot.walk_costs import DEVICE, BlockShape, InputShape, ModelShape
 
 # Measured: seconds of Python a parameter on one of 1,024 ranks (scale_epyc-2core_2026-11-25.md).
-PRUNE_CALL, HELD_STEP, UPDATE, ONE_SHOT_LAYER, ONE_SHOT_EXPERT = 112e-6, 17e-6, 850e-6, 2.7e-3, 0.35e-3
+PRUNE_CALL, HELD_STEP, UPDATE = 112e-6, 17e-6, 850e-6
 ROUNDS, STREAM_PLAN = 6, 275e-6
 # Measured on a simulated device: bytes that one selection touches an element. 12 are needed.
 TOUCHED = 577
 # Assumed, of a device, its network (of 8 devices a node) and the disks. Bytes, or operations, a second.
-HBM, MATMUL, FLOAT32 = 0.7 * 3.35e12, 400e12, 50e12
-NETWORK, HOP, ROUND = 40e9, 5e-6, 20e-6
+HBM, MATMUL, NETWORK = 0.7 * 3.35e12, DEVICE.forward, DEVICE.network
+HOP, ROUND = 5e-6, 20e-6
 NODE_DISK, ALL_DISKS, DEVICES = 2e9, 500e9, 8
-TOKENS, TOKENS_A_RANK = 128 * 2048, 8192
 DEVICE_MEMORY = 80e9
+NUM_SAMPLES, LENGTH, TOKENS_A_RANK = 128, 2048, 8192
 
 SIZES = (8, 64, 1024, 16384)
 
@@ -49,6 +64,17 @@ class Model:
         yield self.hidden, self.hidden, True, 1
         yield self.hidden, 2 * self.width, False, self.num_experts
         yield self.width, self.hidden, True, self.num_experts
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the library's plan of a one-shot walk is made of; weights are bfloat16."""
+        share = self.num_active / self.num_experts
+        inputs = tuple(
+            InputShape(i, o, adds=adds and num == 1, num_experts=num if num > 1 else 0, share=share if num > 1 else 1.0)
+            for i, o, adds, num in self.inputs
+        )
+        size = 2 * self.numel // self.num_blocks
+        return ModelShape((BlockShape(inputs, size),) * self.num_blocks, 2 * self.numel, self.hidden, 2)
 
     @property
     def numel(self) -> int:
@@ -105,35 +131,23 @@ def trains(model: Model, size: int) -> dict[str, float]:
     }
 
 
-def one_shot_block(model: Model, size: int) -> tuple[dict[str, float], float]:
-    """Return the seconds of one block by ADMM with dense targets, and the bytes of sums that a rank holds."""
-    inputs = [(i, o, adds, num > 1) for i, o, adds, num in model.inputs for _ in range(num)]
-    owners = find_owners(tuple((i, o) for i, o, *_ in inputs), size)
-    tokens = TOKENS / size
-    weights = model.num_active_weights / model.num_blocks
-    sums = [4 * i * i + 8 * i * i + (8 * i * o if adds else 0) for i, o, adds, _ in inputs]
-    statistics = [2 * (2 * i * i) + (2 * i * o if adds else 0) for i, o, adds, _ in inputs]
-    shares = [model.num_active / model.num_experts if is_expert else 1.0 for *_, is_expert in inputs]
-    arriving, factors, sweeps = (dict.fromkeys(range(size), 0.0) for _ in range(3))
-    everywhere = to_all = 0.0
-    for (i, o, *_), owner, of_sums in zip(inputs, owners, sums, strict=True):
-        factors[owner.rank] += 2 * i**3 / FLOAT32
-        sweep = 40 * o * i * i / FLOAT32
-        if owner.spread:
-            everywhere, to_all = everywhere + sweep / size, to_all + 2 * of_sums / NETWORK
-        else:
-            sweeps[owner.rank] += sweep
-            arriving[owner.rank] += size * of_sums / NETWORK
-    num_layers = 4 + 3 * model.num_experts
+def one_shot_blocks(model: Model, size: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of one block by ADMM with dense targets, and bytes of a rank, as the library plans them."""
+    options: dict[str, Any] = {"pairs": True, "by_row": True, "by_layer": True, "has_targets": True}
+    plan = plan_walk(model.shape, WalkRequest(size, NUM_SAMPLES, LENGTH, "admm", **options))
+    seconds = {name: cost.seconds / model.num_blocks for name, cost in plan.parts.items()}
     parts = {
-        "forward": 4 * 2 * weights * tokens / MATMUL,
-        "statistics": sum(s * share for s, share in zip(statistics, shares, strict=True)) * tokens / FLOAT32,
-        "sums": max(arriving.values()) + to_all,
-        "factor": max(factors.values()),
-        "sweep": max(sweeps.values()) + everywhere,
-        "Python": num_layers * (ONE_SHOT_EXPERT if model.num_experts > 1 else ONE_SHOT_LAYER),
+        "gather": seconds[BLOCK],
+        "forward": seconds[FORWARD],
+        "statistics": seconds[SUMS] + seconds.get(WAVES, 0.0),
+        "on their way": seconds[MESSAGES] + seconds.get(TOKENS, 0.0),
+        "factor": seconds[FACTORS],
+        "sweep": seconds[ROWS],
+        "Python": seconds[PYTHON],
     }
-    return parts, float(sum(sums))
+    arriving = sum(cost.arriving for name, cost in plan.parts.items() if name != BLOCK) / model.num_blocks
+    sums = plan.parts[SUMS].device + (plan.parts[WAVES].device if WAVES in plan.parts else 0.0)
+    return parts, {"sums": sums, "arriving": arriving, "in all": plan.most.device}
 
 
 def streams(model: Model, size: int, num_reads: int) -> dict[str, float]:
@@ -155,7 +169,8 @@ _INTRODUCTION = """# On paper: 8 to 16,384 ranks
   simulated device: {touched}, where 12 are needed. On a CPU core a selection takes 2.2 ns an element of bfloat16.
 - Assumed: memory of a device 2.3 TB/s, 400 TFLOP/s in bfloat16, 50 in float32; 40 GB/s of network a device, 5 µs a
   hop, 20 µs of host a round; 2 GB/s of disk a node of 8 devices, 500 GB/s in all; calibration of 128 x 2,048 tokens,
-  ADMM with dense targets; training with 8,192 tokens a rank and step. Weights are bfloat16, experts a parameter each.
+  ADMM with dense targets, as `distprune.oneshot.plan_walk` has it, "arriving" without what FSDP2 gathers; training with
+  8,192 tokens a rank and step. Weights are bfloat16, experts a parameter each.
 """
 
 _CHECKED = """## Beside what was run and simulated
@@ -179,8 +194,10 @@ _CHECKED = """## Beside what was run and simulated
   receives the sums of X^T X twice, whatever the number of ranks, and one rank makes the factor of the largest input.
   All blocks of 405 B take 20 minutes then; a reduce-scatter of the triangle would halve the sums, and a factorization
   over several ranks would come next.
-- **A one-shot block of a mixture** is not within reach: a rank has sums of every expert, which do not fit, and from 64
-  ranks on owners receive as many of each as there are ranks. The tokens have to go to the experts' owners instead.
+- **A one-shot block of a mixture** is within reach of some hundred ranks of 80 GB: tokens go to the experts' owners,
+  which have sums of at most 4 GiB at a time, and what arrives at a rank falls with their number, from 9.7 GB at 8 ranks
+  to 1.4 GB at 1,024, which are the sums of attention. What bounds it is FSDP2: a block of 34 GB is gathered six times,
+  for each stage and both streams, and is there twice for a moment. Experts that are run where they lie would come next.
 - **A streamed job** is bounded by the disks, which all share beyond 2,000 ranks; with 70,000 parameters by Python.
 """
 
@@ -191,8 +208,8 @@ def report() -> str:
         prune=1e6 * PRUNE_CALL,
         held=1e6 * HELD_STEP,
         update=1e6 * UPDATE,
-        layer=1e3 * ONE_SHOT_LAYER,
-        expert=1e3 * ONE_SHOT_EXPERT,
+        layer=1e3 * LAYER_SECONDS,
+        expert=1e3 * EXPERT_SECONDS,
         rounds=ROUNDS,
         touched=TOUCHED,
     )
@@ -210,9 +227,9 @@ def report() -> str:
             for n, s, p in rows
         ],
     )
-    blocks = [(m, size, *one_shot_block(m, size)) for m, size in each]
+    blocks = [(m, size, *one_shot_blocks(m, size)) for m, size in each]
     found += "\n## One block of one-shot pruning\n\n" + table(
-        ["model", "ranks", *blocks[0][2], "in all", "bound by", "all blocks", "sums a rank"],
+        ["model", "ranks", *blocks[0][2], "in all", "bound by", "all blocks", "sums", "arriving", "device", "fits"],
         [
             [
                 m.name,
@@ -221,9 +238,10 @@ def report() -> str:
                 text(sum(parts.values())),
                 longest(parts),
                 f"{sum(parts.values()) * m.num_blocks / 3600:.2g} h",
-                f"{num_bytes / 1e9:.3g} GB" + (" (do not fit)" if num_bytes > DEVICE_MEMORY else ""),
+                *(f"{num_bytes / 1e9:.3g} GB" for num_bytes in sizes.values()),
+                "yes" if sizes["in all"] <= DEVICE_MEMORY else "no",
             ]
-            for m, size, parts, num_bytes in blocks
+            for m, size, parts, sizes in blocks
         ],
     )
     jobs = [(m.name, f"{s:,}", what, streams(m, s, n)) for m, s in each for what, n in (("2:4", 1), ("global", 2))]

@@ -68,7 +68,7 @@ class _Heard:
 
     def kinds(self) -> list[list[str]]:
         """Return the kinds of layers that share an input, in the order in which they are first given one."""
-        found = (tuple(sorted({_kind(name) for name in names})) for names in self.inputs.values())
+        found = (tuple(sorted({kind_of(name) for name in names})) for names in self.inputs.values())
         return [list(kinds) for kinds in dict.fromkeys(found)]
 
     def candidates(self) -> dict[str, LinearLayer]:
@@ -123,7 +123,7 @@ def _stages(names: Sequence[str], told: Sequence[Sequence[Sequence[str]]]) -> tu
                 stages.append(kinds)
             else:
                 known |= kinds
-    found = [tuple(name for name in names if _kind(name) in stage) for stage in stages]
+    found = [tuple(name for name in names if kind_of(name) in stage) for stage in stages]
     unheard = tuple(name for name in names if not any(name in stage for stage in found))
     return tuple(found) + ((unheard,) if unheard else ())
 
@@ -135,10 +135,10 @@ def _called_once(linears: Mapping[str, LinearLayer], num_calls: Mapping[str, int
     return frozenset(
         name
         for name, first in firsts.items()
-        if num_calls[first] == 1 and (linears[name].expert is not None or _kind(name) == name)
+        if num_calls[first] == 1 and (linears[name].expert is not None or kind_of(name) == name)
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Return ``name`` without its numbers, which tell experts apart."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -20,7 +20,7 @@ from distprune.collectives import Communicator, max_together, sum_together, toge
 from distprune.models import LinearLayer
 from distprune.shards import are_finite, fetched, own_settings
 
-_MESSAGE = 1 << 23  # float64 numbers that are packed at a time: 64 MiB
+MESSAGE = 1 << 23  # float64 numbers that are packed at a time: 64 MiB
 _IN_DENSE, _ANYWHERE = 1, 2  # where something is NaN or infinite: in the dense stream alone, or in the pruned one
 
 Parts = dict[str, torch.Tensor]
@@ -179,7 +179,7 @@ class Reduction:
         total = 0
         for of, owner in owners.items():
             size = self._numel([of])
-            if total and total + size > _MESSAGE:
+            if total and total + size > MESSAGE:
                 yield of_rank
                 of_rank, total = {}, 0
             of_rank.setdefault(None if owner.spread else owner.rank, []).append(of)

@@ -19,7 +19,7 @@ import torch
 from distprune.calibration.targets import Beside
 from distprune.collectives import Communicator, as_bytes, from_bytes, max_together, swap_known, swap_unknown
 
-_ARRIVING = 1 << 26  # bytes at one rank in a round, unless one sample gives an input more
+ARRIVING = 1 << 26  # bytes at one rank in a round, unless one sample gives an input more
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Post:
                     continue
                 rounds = self._rounds.setdefault(owner, [])
                 sizes[owner] += tokens.num_bytes
-                if rounds and sizes[owner] <= _ARRIVING // self._comm.size:
+                if rounds and sizes[owner] <= ARRIVING // self._comm.size:
                     rounds[-1].append(numbered)
                 else:
                     rounds.append([numbered])

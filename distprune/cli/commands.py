@@ -84,6 +84,11 @@ def _job_of(kinds: Mapping[str, type[Job]], options: _Options, given: Mapping[st
     return job
 
 
+def _needs(flag: str, options: _Options) -> tuple[str, ...]:
+    """Return what the option needs that asks for a kind of jobs."""
+    return next((option.needs for option in options[flag].values() if option.flag == flag), ())
+
+
 def _value(option: Option, given: Any) -> Any:
     """Return the value of a field, of what typer makes of the words."""
     if get_origin(option.hint) is tuple:
@@ -101,6 +106,8 @@ def _names(options: Iterable[Mapping[str, Option]]) -> list[str]:
 def _parameter(name: str, options: _Options) -> inspect.Parameter:
     """Return the parameter of which typer makes the option; where jobs differ, with all choices and no default."""
     having = {flag: of_kind[name] for flag, of_kind in options.items() if name in of_kind}
+    # What is asked of a job that goes with the option of another is said of that one.
+    having = {flag: of for flag, of in having.items() if not _needs(flag, options)} or having
     option = next(iter(having.values()))
     words = tuple(dict.fromkeys(word for of_kind in having.values() for word in of_kind.choices))
     parts = {option.hint, *get_args(option.hint)}

@@ -9,12 +9,15 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Watcher, Work
+from distprune.jobs import JobReport, PlannedWalk, PrunedBlocks, SmallerModel, Trained, Walked, Watcher, Work
 from distprune.jobs.figures import Kind, evaluated, kinds_of, mean_error, range_of, work_rows
+from distprune.jobs.fit_memory import gibibytes
+from distprune.oneshot.walk_costs import PartCost
 from distprune.pruning import PruneReport
 
 _WIDTH_OF_FILES = 200  # characters
 _RANKS_SHOWN = 8
+_NUMBERS = {"zeros", "sparsity", "device MiB", "host MiB", "sent MiB", "arriving MiB", "seconds"}  # columns
 
 
 class Display(Watcher):
@@ -93,6 +96,38 @@ class Display(Watcher):
             table.add_row(*row)
         console.print(table)
 
+    def plan(self, walk: PlannedWalk) -> None:
+        """Print what a job would take of each rank."""
+        self.close()
+        if not self._visible:
+            return
+        asked, most = walk.asked, walk.plan.most
+        columns = ("of a rank", "device MiB", "host MiB", "sent MiB", "arriving MiB", "seconds")
+        console, table = _console_and_table(f"{walk.model}: planned, nothing was run", columns)
+        for name, cost in walk.plan.parts.items():
+            table.add_row(name, *_figures(cost))
+        table.add_section()
+        table.add_row("at most at a time; all traffic", *_figures(most))
+        console.print(table)
+        rows = [
+            ("ranks", f"{asked.num_ranks}, on {walk.where} each"),
+            ("samples", f"{asked.num_samples} of {asked.length} tokens"),
+            ("experts at a time", f"{gibibytes(asked.expert_memory)} of their sums"),
+            ("memory", "unknown" if walk.room is None else f"{gibibytes(walk.room)} on {walk.where}"),
+            ("fits", "unknown" if walk.room is None else "yes" if walk.fits else "no"),
+        ]
+        console, table = _console_and_table("", ("", ""))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def _figures(cost: PartCost) -> Iterator[str]:
+    """Yield the figures of a plan's row: memory and traffic in MiB, seconds."""
+    *sizes, seconds = vars(cost).values()
+    yield from (f"{size / 2**20:,.0f}" if size >= 2**20 or not size else "< 1" for size in sizes)
+    yield f"{seconds:,.1f}"
+
 
 def _run_rows(work: Work) -> Iterator[tuple[str, str]]:
     """Yield what it took, and what it came to, of this run alone."""
@@ -158,5 +193,5 @@ def _console_and_table(title: str, columns: tuple[str, ...]) -> tuple[Any, Any]:
     console = import_extra("rich.console", "hf").Console(highlight=False, width=width)
     table = import_extra("rich.table", "hf").Table(title=title, show_header=any(columns))
     for column in columns:
-        table.add_column(column, justify="right" if column in ("zeros", "sparsity") else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     return console, table

@@ -27,12 +27,15 @@ from distprune.jobs import (
     Job,
     JobReport,
     OneShotJob,
+    PlanJob,
+    PlannedWalk,
     PruneJob,
     ShrinkJob,
     StreamedJob,
     Work,
     run_finetune_job,
     run_one_shot_job,
+    run_plan_job,
     run_prune_job,
     run_shrink_job,
     run_streamed_job,
@@ -45,9 +48,10 @@ app = typer.Typer(
     help="Prune sharded PyTorch models in the layout they are already in.",
 )
 
-_RUN: dict[type[Job], Callable[..., JobReport[Work]]] = {
+_RUN: dict[type[Job], Callable[..., JobReport[Work] | PlannedWalk]] = {
     PruneJob: run_prune_job,
     OneShotJob: run_one_shot_job,
+    PlanJob: run_plan_job,
     StreamedJob: run_streamed_job,
     FinetuneJob: run_finetune_job,
     ShrinkJob: run_shrink_job,
@@ -60,7 +64,7 @@ add_command(
     app,
     "prune",
     "Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself.",
-    {"": PruneJob, "--calibration": OneShotJob, "--streamed": StreamedJob},
+    {"": PruneJob, "--plan": PlanJob, "--calibration": OneShotJob, "--streamed": StreamedJob},
 )
 add_command(
     app,
@@ -155,7 +159,10 @@ def _work(start: JobCommand, launch: Launch) -> int:
         launch.leave(code)
         return code
     with contextlib.suppress(Exception):
-        display.summary(report)
+        if isinstance(report, PlannedWalk):
+            display.plan(report)
+        else:
+            display.summary(report)
     return 0
 
 

@@ -9,6 +9,7 @@ Call them in one process, or on every rank of an initialized process group.
 from distprune.jobs.finetune import FinetuneJob, run_finetune_job
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.options import Job
+from distprune.jobs.plan_walk import PlanJob, PlannedWalk, run_plan_job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
 from distprune.jobs.shrink import ShrinkJob, run_shrink_job
@@ -21,6 +22,8 @@ __all__ = [
     "Job",
     "JobReport",
     "OneShotJob",
+    "PlanJob",
+    "PlannedWalk",
     "PruneJob",
     "PrunedBlocks",
     "ShrinkJob",
@@ -32,6 +35,7 @@ __all__ = [
     "Work",
     "run_finetune_job",
     "run_one_shot_job",
+    "run_plan_job",
     "run_prune_job",
     "run_shrink_job",
     "run_streamed_job",

@@ -13,6 +13,7 @@ from distprune.checkpoint import locking
 from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
+from distprune.jobs.fit_memory import fit_memory
 from distprune.jobs.options import PruningJob, ask, asked
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
@@ -22,12 +23,16 @@ from distprune.oneshot import (
     Allocation,
     OneShotMethod,
     Sequential,
+    WalkRequest,
     allocate,
+    default_sequential,
     default_targets,
     prune_blocks,
+    shape_of,
     share_of_targets,
     updates_weights,
 )
+from distprune.oneshot.walk_costs import DEVICE, speeds_of
 from distprune.patterns import as_pattern
 
 _GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the default
@@ -52,6 +57,22 @@ class OneShotJob(PruningJob, CalibratedJob):
         super().check_asked()
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
+
+    def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
+        """Return what the walk's plan is asked for. Local."""
+        pattern, targets = as_pattern(self.pattern, self.sparsity), self.targets or default_targets(self.method)
+        return WalkRequest(
+            num_ranks,
+            num_samples,
+            self.sequence_length,
+            self.method,
+            pairs=updates_weights(self.method, targets),
+            by_row=pattern.by_row().is_by_row,
+            by_layer=(self.sequential or default_sequential(self.method)) == "layer",
+            has_targets=targets == "dense",
+            offload=self.offload,
+            speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
+        )
 
     def allocation_or_default(self) -> Allocation:
         """Return how zeros are shared out among linear maps. Local.
@@ -82,18 +103,23 @@ def run_one_shot_job(
     block, on as many ranks, and ends with the same bytes. If nothing was recorded, ``resume`` starts at the beginning
     and says so: the same call serves for every start. The number of ranks decides in which order activations are
     summed. The dense model's outputs of finished blocks are computed again, one forward a block; they are not stored.
+    Before the walk its memory is planned, see :func:`fit_memory`.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
-            the model or the text; the message says which.
+            the model or the text, or a walk that does not fit in memory; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
     with locking(run.comm, run.output):
         model, samples = load_calibrated(run, job)
+        with together(run.comm):
+            asked = job.of_walk(run.comm.size, len(samples), on_device=run.device.type != "cpu")
+            shape = shape_of(model)
+        expert_memory = fit_memory(run, shape, asked)
         with open_unfinished(run, job) as unfinished:
             journal = BlockJournal(run, unfinished, model, updates=updates_weights(job.method, job.targets))
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
@@ -112,6 +138,7 @@ def run_one_shot_job(
                     targets=job.targets,
                     target_share=job.target_share,
                     offload=job.offload,
+                    expert_memory=expert_memory,
                     finished=journal.finished,
                     on_block=journal.on_block,
                 )

@@ -110,6 +110,14 @@ def parse_budget(text: str) -> int | float:
     return parse_size(text, 10**15) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
 
 
+def parse_bytes(text: str) -> int:
+    """Return how many bytes are meant, such as 80G: K, M, G and T are powers of 1,024."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", text)
+    if found is None or not (num := int(Decimal(found[1]) * 1024 ** " KMGT".index(found[2] or " "))):
+        raise ValueError(f"{text!r} is not a number of bytes such as 80G")
+    return num
+
+
 def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
     """Return a field that says something only beside ``--eval``: a number of tokens."""
     return ask(help, default=default, flag=flag, least=2, most=MOST, needs=("evaluate_on",), panel=EVALUATION)

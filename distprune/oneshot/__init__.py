@@ -2,10 +2,13 @@
 
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.allocation import Allocation, allocate
+from distprune.oneshot.memory_plan import MemoryPlan, fitted, plan_walk
+from distprune.oneshot.model_shape import shape_of
 from distprune.oneshot.plan import (
     OneShotMethod,
     Sequential,
     TargetsOf,
+    default_sequential,
     default_targets,
     share_of_targets,
     updates_weights,
@@ -14,11 +17,13 @@ from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
 from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.oneshot.walk_costs import WalkRequest
 
 __all__ = [
     "ADMM",
     "Allocation",
     "BlockReport",
+    "MemoryPlan",
     "OneShotMethod",
     "OneShotReport",
     "Pruning",
@@ -28,9 +33,14 @@ __all__ = [
     "SparseGPT",
     "Stage",
     "TargetsOf",
+    "WalkRequest",
     "allocate",
+    "default_sequential",
     "default_targets",
+    "fitted",
+    "plan_walk",
     "prune_blocks",
+    "shape_of",
     "share_of_targets",
     "updates_weights",
 ]

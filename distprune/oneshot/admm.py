@@ -27,7 +27,7 @@ from distprune.selection import keep_highest_per_row
 PENALTY = 1.0  # rho
 NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them
 _SMALLEST_NORM = 1e-8
-_CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices are in memory
+CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices are in memory
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _ByRow(Pruning):
 
     @override
     def finish(self) -> dict[str, Solved]:
-        size, solved = max(1, _CHUNK // max(len(self.inputs.scale), 1)), dict[str, Solved]()
+        size, solved = max(1, CHUNK // max(len(self.inputs.scale), 1)), dict[str, Solved]()
         for name, of_layer in self.rows.items():
             own, num_pruned, error = self.pattern.of(of_layer.name), 0, 0.0
             for weight in torch.split(of_layer.weight, size):

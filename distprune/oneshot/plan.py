@@ -103,7 +103,7 @@ def make_plan(
         solver.stages(linear.num_in, pattern)
         if path not in shards:
             shards[path] = local_shard(path, linear.parameter)
-    sequential = sequential or ("layer" if _is_admm(method) else "block")
+    sequential = sequential or default_sequential(method)
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
     share = share_of_targets(targets or default_targets(method), target_share)
@@ -128,6 +128,11 @@ def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:
 def default_targets(method: OneShotMethod | Score | Solver[Any]) -> TargetsOf:
     """Return what layers are to put out where nothing is said. Local."""
     return "dense" if _is_admm(method) else "own"
+
+
+def default_sequential(method: OneShotMethod | Score | Solver[Any]) -> Sequential:
+    """Return which layers are pruned at once where nothing is said. Local."""
+    return "layer" if _is_admm(method) else "block"
 
 
 def _is_admm(method: OneShotMethod | Score | Solver[Any]) -> bool:

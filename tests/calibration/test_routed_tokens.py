@@ -61,7 +61,7 @@ def of_one(sums: bool) -> dict[tuple[str, ...], Moments]:
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.sampled(5)
 def test_same_bits_in_any_waves(num_ranks: int, at_once: int, sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_tokens, "_ARRIVING", 2000)
+    monkeypatch.setattr(routed_tokens, "ARRIVING", 2000)
 
     def on_rank(_: int) -> list[list[Moments]]:
         model = sharded(mixture()) if num_ranks > 1 else mixture()

@@ -223,7 +223,7 @@ def test_large_sums_are_not_all_packed_at_once(
     owners: list[OwnerRank], num_rounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (few, _), (few_too, all_at_once) = run_threads(2, many_inputs, owners)
-    monkeypatch.setattr("distprune.calibration.reduction._MESSAGE", 50)  # four inputs of 12 numbers
+    monkeypatch.setattr("distprune.calibration.reduction.MESSAGE", 50)  # four inputs of 12 numbers
     (more, _), (more_too, found) = run_threads(2, many_inputs, owners)
     assert (few, more) == (few_too, more_too) == num_rounds
     for one, other in zip(found, all_at_once, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distprune import jobs
 from distprune.cli.display import Display
 from distprune.jobs import (
     FinetuneJob,
@@ -22,6 +23,7 @@ from distprune.jobs import (
 )
 from distprune.jobs.figures import mean_error
 from distprune.jobs.run import REPORT_NAME
+from tests.cli.test_main import end
 from tests.small_job import STAGES, block_entry, small_job
 
 
@@ -103,3 +105,31 @@ def test_hidden_on_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     display.block(block_entry(0, {"fc1": 0.25}), 1)
     display.progress("loading", "bytes", 1, 2)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_plan_runs_nothing(
+    model_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(jobs.run, "load_model", lambda *_, **__: pytest.fail("the weights are read"))
+    line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--pattern", "2:4"]
+    line += ["--calibration", str(text_file)]
+    before = sorted(model_folder.iterdir())
+    for more, told in (
+        (["--samples", "all", "--sequence-length", "32"], ["ranks │ 1, on the host each", "fits │ yes"]),
+        (
+            ["--ranks", "64", "--device-memory", "80G"],
+            ["ranks │ 64, on a device each", "80 GiB on a device", "fits │ yes"],
+        ),
+        (["--ranks", "64", "--device-memory", "1K"], ["fits │ no"]),
+    ):
+        assert end(monkeypatch, *line, "--plan", *more) == 0
+        shown = re.sub(" +", " ", capsys.readouterr().out)
+        assert "planned, nothing was run" in shown
+        assert "│ sums │" in shown
+        assert all(text in shown for text in told), (told, shown)
+    assert not any(tmp_path.iterdir())
+    assert sorted(model_folder.iterdir()) == before

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from distprune.cli import main
 from distprune.cli.commands import JobCommand
-from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, StreamedJob
+from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, PruneJob, ShrinkJob, StreamedJob
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +122,8 @@ def test_every_option_arrives() -> None:
         resume=True,
     )
     assert asked(f"prune {line}{one_shot} --resume") == [JobCommand(calibrated, "cpu", 30)]
+    (planned,) = asked(f"prune {line}{one_shot} --resume --plan --ranks 64 --device-memory 79.5G")
+    assert planned.job == PlanJob(**vars(calibrated), ranks=64, device_memory=159 << 29)
     everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
     assert asked(everything) == [JobCommand(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
     training = (
@@ -220,6 +222,12 @@ def test_every_option_arrives() -> None:
         "shrink m --output o --calibration c --mlp 0.5 --expert-criterion usage",
         "shrink m --output o --calibration c --mlp 0.5 --target-share 2",
         "prune m --output o --sparsity 0.3 --calibration t --no-sync-files",
+        "prune m --output o --sparsity 0.3 --plan",
+        "prune m --output o --sparsity 0.3 --ranks 8",
+        "prune m --output o --sparsity 0.3 --calibration t --ranks 8",
+        "prune m --output o --sparsity 0.3 --calibration t --plan --ranks 0",
+        "prune m --output o --sparsity 0.3 --calibration t --plan --device-memory 80X",
+        "prune m --output o --sparsity 0.3 --calibration t --plan --streamed",
         "prune m --output o --sparsity 0.3 --dtype int8",
         "prune m --output o --sparsity 0.3 --eval-length 1",
         "prune m --output o --sparsity 0.3 --eval-tokens 10000000000000000000000",

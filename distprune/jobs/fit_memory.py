@@ -1,0 +1,97 @@
+"""Before a walk: what it takes, beside the memory there is. What does not fit is refused, or done in more waves."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from distprune.collectives import Communicator, max_together, together, told_by_all
+from distprune.jobs.available import available_bytes
+from distprune.jobs.run import Run
+from distprune.oneshot import MemoryPlan, WalkRequest, fitted
+from distprune.oneshot.memory_plan import WEIGHTS
+from distprune.oneshot.walk_costs import ModelShape
+
+# Measured peaks were 0.90 to 1.02 of what is planned (ADMM, SparseGPT and Wanda, 1 and 2 ranks, also of experts). What
+# fits but for a quarter is not refused.
+_SURE = 0.75
+_NUM_NAMED = 3  # parts that an error names
+_UNKNOWN = 1 << 62
+
+
+def num_on_machine(comm: Communicator) -> int:
+    """Return how many ranks run on this one's machine. Every rank must call it: the rounds of ``told_by_all``."""
+    return next(len(ranks) for ranks, _ in told_by_all(comm, platform.node) if comm.rank in ranks)
+
+
+def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
+    """Return the ``expert_memory`` with which the walk fits beside the weights, which are there already.
+
+    If that is less than what is asked for, it is said. The ranks of a machine share what its host has. Every rank must
+    call it: the rounds of ``told_by_all``, one of 24 bytes and one of 64.
+
+    Raises:
+        ValueError: on every rank: the walk does not fit, by far more than what a plan may be wrong by.
+    """
+    host, num_here = torch.device("cpu"), num_on_machine(run.comm)
+
+    def tell(words: torch.Tensor) -> None:
+        on_device = _UNKNOWN if run.device.type == "cpu" else available_bytes(run.device)
+        on_host = available_bytes(host)
+        free = [on_device, None if on_host is None else on_host // num_here]
+        told = [-_UNKNOWN if of is None else -of for of in free]
+        words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu"))
+
+    on_device, on_host = (-max_together(run.comm, (2,), tell)).tolist()  # on the rank that has the least
+
+    def lacks(plan: MemoryPlan) -> list[str]:
+        """Return what is not there although it is certain to be taken."""
+        device, here = _needs(plan, is_host=run.device.type == "cpu")
+        return [
+            f"{gibibytes(needed)} of {gibibytes(free)} that are free on the {where}"
+            for needed, free, where in ((device, on_device, "device"), (here, on_host, "host"))
+            if _SURE * needed > free
+        ]
+
+    def fits(plan: MemoryPlan) -> bool:
+        device, here = _needs(plan, is_host=run.device.type == "cpu")
+        return bool(device <= on_device and here <= on_host)
+
+    with together(run.comm):
+        fitting, plan = fitted(model, asked, fits)
+        if lacking := lacks(plan):
+            raise ValueError(
+                f"the walk takes {' and '.join(lacking)}, for each rank and beside its weights: {_largest(plan)}. "
+                f"{_ways_out(asked, is_host=run.device.type == 'cpu')}"
+            )
+    if fitting.expert_memory < asked.expert_memory:
+        run.reporter.say(
+            f"experts are pruned in more waves, to fit in memory: {gibibytes(fitting.expert_memory)} of their sums at "
+            f"a time, where {gibibytes(asked.expert_memory)} are usual"
+        )
+    return fitting.expert_memory
+
+
+def _needs(plan: MemoryPlan, *, is_host: bool) -> tuple[float, float]:
+    """Return what the walk takes on the device and on the host, which may be one, beside the weights."""
+    return (0.0, plan.beyond_weights + plan.most.host) if is_host else (plan.beyond_weights, plan.most.host)
+
+
+def _largest(plan: MemoryPlan) -> str:
+    """Name what most of the memory is for, but for the weights."""
+    sizes = {name: max(of.device, of.host) for name, of in {**plan.host_parts, **plan.device_parts}.items()}
+    largest = sorted(sizes.keys() - {WEIGHTS}, key=lambda name: -sizes[name])[:_NUM_NAMED]
+    return ", ".join(f"{name} {gibibytes(sizes[name])}" for name in largest)
+
+
+def _ways_out(asked: WalkRequest, *, is_host: bool) -> str:
+    ways = ["fewer samples (--samples)", "more ranks"]
+    ways += [] if asked.offload or is_host else ["offload=True (--offload)"]
+    ways += ["targets='own' (--targets own)"] if asked.has_targets else []
+    return f"Ways out: {', '.join(ways)}; --plan shows what each takes"
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Return ``num_bytes`` as text."""
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,98 @@
+"""What a one-shot job would take, instead of running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distprune.calibration import load_samples
+from distprune.checkpoint import load_tokenizer, open_together, resolve_model
+from distprune.checkpoint.meta_model import build_on_meta
+from distprune.collectives import communicator, together
+from distprune.jobs.available import available_bytes
+from distprune.jobs.fit_memory import num_on_machine
+from distprune.jobs.one_shot import OneShotJob
+from distprune.jobs.options import ask, asked as asked_of, parse_bytes
+from distprune.jobs.run import Device
+from distprune.jobs.watcher import Reporter, Watcher
+from distprune.oneshot import MemoryPlan, WalkRequest, fitted, shape_of
+
+
+@asked_of
+class PlanJob(OneShotJob):
+    """Say what :class:`OneShotJob` would take, from the model's config. Nothing runs, and nothing is written."""
+
+    plan: bool = ask(
+        "Print which memory, traffic and time the job would take, and run nothing.",
+        default=True,
+        needs=("calibration",),
+    )
+    ranks: int | None = ask(
+        "Plan for so many ranks instead of those that are started.", default=None, least=1, most=1 << 20
+    )
+    device_memory: int | None = ask(
+        "Plan for devices that have as much memory, such as 80G.", default=None, parse=parse_bytes, metavar="N[K|M|G|T]"
+    )
+
+
+@dataclass(frozen=True)
+class PlannedWalk:
+    """The ``plan`` for each of ``asked.num_ranks``.
+
+    ``room``: the bytes that a rank can have ``where`` the walk is, if known; ``fits``: they are enough.
+    """
+
+    model: Path
+    asked: WalkRequest
+    plan: MemoryPlan
+    where: str
+    room: int | None
+    fits: bool
+
+
+def run_plan_job(
+    job: PlanJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
+) -> PlannedWalk:
+    """Return what the job would take of each rank.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job, the
+            model or, where all of it is asked for, the text; the message says which.
+    """
+    comm = communicator(group)
+    with together(comm):
+        job.check_asked()
+        device = torch.device(device)
+    path = resolve_model(job.model, group=comm, log=Reporter(watcher or Watcher(), comm).say)
+    directory = open_together(comm, path)
+    with together(comm):
+        model, _ = build_on_meta(directory, job.dtype)
+        shape = shape_of(model)
+    num_samples = job.samples
+    if num_samples is None:
+        with together(comm):
+            tokenizer = load_tokenizer(path)
+        length, seed = job.sequence_length, job.seed
+        samples = load_samples(
+            tokenizer, job.calibration, model, num_samples=None, sequence_length=length, seed=seed, group=comm
+        )
+        num_samples = len(samples)
+    num_here = num_on_machine(comm)
+    with together(comm):
+        on_device = job.device_memory is not None or device.type != "cpu"
+        room = job.device_memory or available_bytes(device)
+        if room is not None and not on_device and job.ranks is None:
+            room //= num_here
+        asked = job.of_walk(job.ranks or comm.size, num_samples, on_device=on_device)
+        where = "a device" if on_device else "the host"
+
+        def fits(plan: MemoryPlan) -> bool:
+            return room is None or plan.most.device + (0.0 if on_device else plan.most.host) <= room
+
+        fitting, plan = fitted(shape, asked, fits)
+    return PlannedWalk(path, fitting, plan, where, room, fits(plan))

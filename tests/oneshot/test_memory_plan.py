@@ -1,0 +1,223 @@
+"""What a plan says of a walk, beside what one takes, and of walks that nobody here can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from distprune.calibration import InputStatistics, Moments, catch_inputs, learn_order, routed_tokens, spread
+from distprune.collectives import Alone, Communicator, communicator, swap_known
+from distprune.models import decoder_blocks, linear_layers
+from distprune.oneshot import MemoryPlan, WalkRequest, block, fitted, moved_rows, plan_walk, prune_blocks, shape_of
+from distprune.oneshot.memory_plan import (
+    BLOCK,
+    DENSE,
+    GATHER,
+    MESSAGES,
+    MOMENTS,
+    ROWS,
+    STREAMS,
+    SUMS,
+    TOKENS,
+    WAVES,
+    WEIGHTS,
+)
+from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.oneshot.alike import sharded
+from tests.worlds import run_threads
+
+NUM_EXPERTS, WIDTH, LENGTH = 8, 16, 16
+SIZE = 8 * WIDTH**2  # bytes of X^T X
+
+
+def mixture() -> Any:
+    """A model in which every token goes to every expert: so many of each as the plan takes them to be."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return tiny_model("mixtral", num_local_experts=NUM_EXPERTS, num_experts_per_tok=NUM_EXPERTS, **sizes)
+
+
+def asked(num_ranks: int, method: str, *, at_once: int = NUM_EXPERTS) -> WalkRequest:
+    is_admm = method == "admm"
+    memory = at_once * SIZE * (2 if is_admm else 1)
+    options: dict[str, Any] = {"by_row": True, "by_layer": is_admm, "has_targets": is_admm, "pairs": method != "wanda"}
+    return WalkRequest(num_ranks, 4, LENGTH, method, expert_memory=memory, **options)
+
+
+class Seen:
+    """What one rank has in memory, at its most, and what it sends and is sent; by the plan's parts."""
+
+    def __init__(self) -> None:
+        self.memory, self.sent, self.arriving = Counter[str](), Counter[str](), Counter[str]()
+
+    def has(self, name: str, num_bytes: int) -> None:
+        self.memory[name] = max(self.memory[name], num_bytes)
+
+
+def seen_of(patch: pytest.MonkeyPatch) -> Callable[[Communicator | None], Seen]:
+    """Note what ranks, which are threads, have in memory and tell each other, and return what gives a rank's."""
+    by_rank: dict[int, Seen] = {}
+
+    def own(comm: Communicator | None = None) -> Seen:
+        return by_rank.setdefault((comm or communicator()).rank, Seen())
+
+    run, reduced = block._BlockPruner._run, block._BlockPruner._reduced
+    sum_to = Communicator.sum_to
+
+    def running(self: Any, *arguments: Any) -> InputStatistics:
+        found, walk = run(self, *arguments), self.walk
+        calls = [part for call in walk.calls for part in call[0].kwargs["position_embeddings"]]
+        own(self.comm).has(STREAMS, sum(of.nbytes for of in (*walk.hidden, *walk.dense, *calls)))
+        kept = [] if found.targets is None else found.targets.samples
+        own(self.comm).has(DENSE, sum(of.num_bytes for of in kept))
+        sums = [part for of in found._sums.values() for part in of.parts.values()]
+        own(self.comm).has(SUMS, sum(part.nbytes for part in sums))
+        own(self.comm).has(TOKENS, sum(each.num_bytes for of in found._tokens.values() for each in of))
+        return found
+
+    def reducing(self: Any, statistics: InputStatistics, *arguments: Any) -> Iterator[list[Moments]]:
+        routed = {name for name, linear in statistics.linears.items() if linear.is_routed}
+        for moments in reduced(self, statistics, *arguments):
+            of_experts = [m for m in moments if not routed.isdisjoint(m.names)]
+            tensors = [of for m in moments for of in (m.values, m.feature_sums, m.shift, *m.residuals.values())]
+            num_bytes = sum(of.nbytes for of in tensors if of is not None)
+            own(self.comm).has(MOMENTS, num_bytes)
+            if of_experts and statistics.of == "pairs":
+                own(self.comm).has(WAVES, 2 * num_bytes)  # float64 before
+            yield moments
+
+    def summing(self: Communicator, values: torch.Tensor, rank: int | None) -> None:
+        own(self).sent[MESSAGES] += values.nbytes
+        own(self).arriving[MESSAGES] += values.nbytes if rank in (None, self.rank) else 0
+        sum_to(self, values, rank)
+
+    def swapping(name: str, swap: Any) -> Any:
+        def swapped(comm: Communicator, make: Any, sizes: Any, *arguments: Any) -> Any:
+            own(comm).sent[name] += sum(sizes[0]) - sizes[0][comm.rank]
+            own(comm).arriving[name] += sum(sizes[1]) - sizes[1][comm.rank]
+            return swap(comm, make, sizes, *arguments)
+
+        return swapped
+
+    patch.setattr(block._BlockPruner, "_run", running)
+    patch.setattr(block._BlockPruner, "_reduced", reducing)
+    patch.setattr(Communicator, "sum_to", summing)
+    patch.setattr(routed_tokens, "swap_known", swapping(TOKENS, swap_known))
+    patch.setattr(moved_rows, "swap_known", swapping(ROWS, swap_known))
+    return own
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("method", "at_once"), [("admm", 8), ("admm", 1), ("sparsegpt", 3), ("wanda", 8)])
+@pytest.mark.sampled(5)
+def test_a_plan_is_what_a_walk_takes(
+    num_ranks: int, method: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the rank that has the most, and all that is sent, to the byte, but for what ranks agree on."""
+    question = asked(num_ranks, method, at_once=at_once)
+    plan = plan_walk(shape_of(mixture()), question).parts
+    seen = seen_of(monkeypatch)
+
+    def on_rank(_: int) -> tuple[Seen, int]:
+        model = sharded(mixture())
+        memory = question.expert_memory
+        report = prune_blocks(model, samples(4, LENGTH), method=method, pattern="2:4", expert_memory=memory)
+        return seen(None), report.blocks[0].num_bytes
+
+    found = run_threads(num_ranks, on_rank)
+    for name in (STREAMS, DENSE, SUMS, TOKENS, MOMENTS, WAVES):
+        most = max(of.memory[name] for of, _ in found)
+        assert most == (plan[name].device if name in plan else 0), name
+    for name in (MESSAGES, TOKENS, ROWS):
+        if name in plan:
+            assert max(of.sent[name] for of, _ in found) == plan[name].sent, name
+            assert max(of.arriving[name] for of, _ in found) == plan[name].arriving, name
+    large = sum(plan[name].sent for name in (MESSAGES, TOKENS, ROWS) if name in plan)
+    assert all(large <= num_bytes < large + 30_000 for _, num_bytes in found), (large, found[0][1])
+
+
+@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
+def test_layers_add_to_hidden_states_as_the_rule_has_it(architecture: str) -> None:
+    model = tiny_model(architecture)
+    _, of_block = decoder_blocks(model)[0]
+    linears = linear_layers(of_block)
+    order = learn_order(Alone(), catch_inputs(model, spread(samples(1), 0, 1).batches), 0, linears)
+    shape = shape_of(model).blocks[0]
+    adding = sorted((linears[name].num_in, linears[name].num_out) for name in order.adding)
+    assert sorted((of.num_in, of.num_out) for of in shape.inputs if of.adds) == adding
+    assert sum(of.num * of.num_layers for of in shape.inputs) == len(linears)
+    weights = sum(linear.num_in * linear.num_out for linear in linears.values())
+    assert sum(of.num * of.num_in * of.num_out for of in shape.inputs) == weights
+
+
+def large_mixture() -> ModelShape:
+    """256 experts in each of 60 blocks, in bfloat16."""
+    inputs = (
+        InputShape(7168, 7168 + 2048, 3),
+        InputShape(7168, 7168, adds=True),
+        InputShape(7168, 4096, num_experts=256, share=8 / 256),
+        InputShape(2048, 7168, num_experts=256, share=8 / 256),
+    )
+    size = 2 * sum(of.num_in * of.num_out * of.num for of in inputs)
+    return ModelShape((BlockShape(inputs, size),) * 60, 60 * size, 7168, 2, 256)
+
+
+def of_large(num_ranks: int, **changes: Any) -> MemoryPlan:
+    options: dict[str, Any] = {"pairs": True, "by_row": True, "by_layer": True, "has_targets": True} | changes
+    return plan_walk(large_mixture(), WalkRequest(num_ranks, 128, 2048, "admm", **options))
+
+
+def test_a_mixture_fits_the_budget_and_what_arrives_falls() -> None:
+    plans = {num_ranks: of_large(num_ranks) for num_ranks in (8, 64, 256)}
+    sums = 256 * 16 * (7168**2 + 2048**2)  # of all experts, with the shift
+    arriving = []
+    for num_ranks, plan in plans.items():
+        parts = plan.parts
+        assert parts[WAVES].device <= 4 << 30 < sums / 8
+        assert 2 * parts[MOMENTS].device <= 4 << 30
+        assert parts[SUMS].device < 1 << 30
+        tokens = 2 * 262_144 * 8 * (2 * (7168 + 2048) + 1)  # dense ones, too, and which these are
+        assert 0 < parts[TOKENS].arriving <= 60 * tokens / num_ranks
+        arriving.append(sum(cost.arriving for name, cost in parts.items() if name != BLOCK))
+        always = sum(parts[name].device for name in (WEIGHTS, STREAMS, DENSE))
+        assert plan.most.device >= always + parts[BLOCK].device + parts[GATHER].device
+        assert plan.most.device >= always + parts[TOKENS].device + parts[WAVES].device
+    assert arriving[0] > 3 * arriving[1] > 3 * arriving[2]
+    assert of_large(8, by_layer=False).parts[WAVES].device <= 4 << 30
+    assert of_large(64, expert_memory=1).parts[WAVES].device == 16 * 7168**2  # one expert
+    offloaded = of_large(8, offload=True).parts
+    assert offloaded[TOKENS].host == plans[8].parts[TOKENS].device > 0 == offloaded[TOKENS].device
+
+
+def test_waves_get_smaller_until_the_walk_fits() -> None:
+    question = WalkRequest(8, 128, 2048, "admm", pairs=True, by_row=True, by_layer=True, has_targets=True)
+    model = replace(large_mixture(), num_bytes=0)
+    blocks = tuple(replace(of, num_bytes=0) for of in model.blocks)
+    model = replace(model, blocks=blocks)  # where waves are what is largest
+    most = plan_walk(model, question)
+    whole = most.most.device
+    assert {WAVES, TOKENS, STREAMS, DENSE} <= most.device_parts.keys()
+
+    def fits(limit: float) -> Callable[[MemoryPlan], bool]:
+        return lambda plan: plan.most.device <= limit
+
+    same, plan = fitted(model, question, fits(whole))
+    assert same == question
+    less, plan = fitted(model, question, fits(whole - (1 << 30)))
+    assert question.expert_memory > less.expert_memory >= 1 << 30
+    assert plan == plan_walk(model, less)
+    assert plan.most.device <= whole - (1 << 30)
+    least, plan = fitted(model, question, fits(0))
+    assert least.expert_memory == 1
+    assert plan.parts[WAVES].device == 16 * 7168**2
+
+
+def test_one_rank_sends_nothing() -> None:
+    parts: Mapping[str, Any] = of_large(1).parts
+    assert not any(cost.sent or cost.arriving for cost in parts.values())
+    assert parts[BLOCK].device == 0
