@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ def missing() -> str:
         return "the simulated device needs Linux, which maps memory twice"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "the simulated device needs a C++ compiler"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the simulated device needs Python's headers"
     if not cpp_extension.is_ninja_available():
         return "the simulated device needs ninja"
     return ""

@@ -68,6 +68,7 @@ def contract_on_rank(rank: int, name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS, ids=[layout.name for layout in TWO_RANKS])
+@pytest.mark.sampled(6)
 def test_equals_single_process(devices: ProcessPool, layout: Layout) -> None:
     devices.run(2, contract_on_rank, layout.name, TWO_RANKS.index(layout))
 

@@ -12,9 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distprune import prune_model
+from distprune.collectives import Alone
 from tests.device.accelerator import DEVICE, extension, on_rank
 from tests.device.counter import Costs
 from tests.device.cuda_table import not_on_cuda
+from tests.device_path import as_on_a_device
+from tests.selection.test_device import linear
 from tests.worlds import ProcessPool
 
 pytestmark = pytest.mark.xdist_group("device")  # one pool
@@ -134,7 +138,9 @@ def refused_on_rank(rank: int) -> dict[str, str]:
         "dtype": lambda: dist.all_reduce(whole.to(torch.int16)),
         "not the current device": lambda: dist.all_reduce(torch.ones(4, device=f"{DEVICE}:{rank + 1}")),
     }
-    return {name: refused(call) for name, call in calls.items()}
+    found = {name: refused(call) for name, call in calls.items()}
+    dist.barrier()  # nobody leaves while the other still connects
+    return found
 
 
 def test_a_group_refuses_what_nccl_refuses(devices: ProcessPool) -> None:
@@ -218,6 +224,19 @@ def test_costs_are_counted(devices: ProcessPool) -> None:
     sends = {name for name in found if found[name][1]}
     assert sends == {"tensor", "to", "index of the host", "to, without"}
     assert found["sum"] == (0, 0, 3, 32 + 16 + 32 + 16 + 32)
+
+
+def test_costs_of_the_code_for_devices_on_the_host() -> None:
+    by_chunks = []
+    for chunk in (1024, 8192):
+        with as_on_a_device(chunk), Costs("cpu") as costs:
+            prune_model(linear(), 0.5, group=Alone())
+        by_chunks.append(costs)
+    assert by_chunks[0].operations.total() > 2 * by_chunks[1].operations.total()
+    assert all(costs.bytes.total() > 4 * linear().weight.nbytes for costs in by_chunks)
+    with Costs("cpu") as costs:
+        torch.ones(3)[torch.tensor([True, False, True])].sum().item()
+    assert list(costs.waits) == ["(outside) index by a mask", "(outside) _local_scalar_dense"]
 
 
 def ran_on_rank(rank: int) -> Any:
