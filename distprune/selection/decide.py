@@ -19,7 +19,7 @@ import torch
 
 from distprune.host_loops import compiled
 from distprune.selection.competition import Standings
-from distprune.selection.device_decide import decide_on_device
+from distprune.selection.device_decide import Drafts, decide_on_device
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
@@ -28,8 +28,8 @@ from distprune.shards import batches, is_small, on_host
 Array = npt.NDArray[Any]
 
 
-def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
-    """Put what stays of ``entries``. Local: one read of the scores.
+def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], drafts: Drafts) -> list[torch.Tensor]:
+    """Put what stays of ``entries``. Local: one read of the scores, but of what ``drafts`` say.
 
     Return of each how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for: int64, on
     the device of the scores.
@@ -46,7 +46,7 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put]) 
     orders, on_devices = [each.order for each in standings.competitions], dict[int, torch.Tensor]()
     for which in there.values():
         parts = [(entries[i], bounds[i].parts) for i in which]
-        on_devices.update(zip(which, decide_on_device(orders, parts, [puts[i] for i in which]), strict=True))
+        on_devices.update(zip(which, decide_on_device(orders, parts, [puts[i] for i in which], drafts), strict=True))
 
     def decide_alone(i: int) -> torch.Tensor:
         return on_devices[i] if i in on_devices else _decide_large(entries[i], bounds[i], puts[i])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,18 +11,42 @@ import torch
 from distprune.selection.device_chunks import Chunk, Chunks
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_all
-from distprune.selection.scan import Entry
+from distprune.selection.scan import Entry, Keyed
 
 Parts = Callable[[slice], list[tuple[slice, int]]]  # of some elements of an entry; they begin at 0
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What stays of a chunk of one entry, written when it was read to count, as if all survivors did.
+
+    ``flags``: a part of ``memory``, of the whole entry. ``keys`` and ``offsets`` are those of the survivors.
+    """
+
+    flags: torch.Tensor
+    keys: torch.Tensor
+    offsets: torch.Tensor
+    num_gone: torch.Tensor
+    memory: torch.Tensor
+    scores: Keyed  # alive, so that its id is its own
+
+
+Drafts = dict[tuple[int, int], Draft]  # by what the chunk is of
+
+
+def draft_key(chunk: Chunk) -> tuple[int, int]:
+    """Return what stands for a chunk of one entry: its scores, which are the same in each call, and where it begins."""
+    return id(chunk.entries[0].scores), chunk.at.start
+
+
 def decide_on_device(
-    orders: Sequence[Order], entries: Sequence[tuple[Entry, Parts]], puts: Sequence[Put]
+    orders: Sequence[Order], entries: Sequence[tuple[Entry, Parts]], puts: Sequence[Put], drafts: Drafts
 ) -> list[torch.Tensor]:
     """Put what stays of ``entries``, all on one device. Local.
 
     ``orders``: by competition. ``Parts`` say the stretches of an entry's elements and the highest key that is pruned in
-    each. Return the counts of :func:`distprune.selection.decide.decide`.
+    each. ``drafts``: of chunks that need not be read again; they are used up. Return the counts of
+    :func:`distprune.selection.decide.decide`.
     """
     chunks = Chunks(orders, [entry for entry, _ in entries])
     number = {id(entry): i for i, (entry, _) in enumerate(entries)}
@@ -32,6 +57,13 @@ def decide_on_device(
     table = chunks.send(np.array(many, dtype=np.int64).reshape(-1, 2).T.copy()) if many else None
     first = 0
     for chunk in chunks.all:
+        if len(chunk.entries) == 1 and (draft := drafts.pop(draft_key(chunk), None)) is not None:
+            i = which_of[chunk][0]
+            counts[i][0] += chunk.numel - _finished(draft, runs[chunk]).sum()
+            counts[i][1] += draft.num_gone
+            if chunk.at.stop == len(draft.memory):
+                puts[i].take(draft.memory)
+            continue
         keys, at = chunk.keys(), chunk.at
         which = which_of[chunk]
         own = [puts[i] for i in which]
@@ -61,6 +93,15 @@ def decide_on_device(
                 counts[i] = of_entry
             put_all(own, flags, chunk.numels)
     return counts
+
+
+def _finished(draft: Draft, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the flags of ``draft``, in which those survivors that go are pruned too; at most two ``runs``."""
+    (stop, key), *others = runs
+    stays = draft.keys > key
+    for _, key_beyond in others:
+        stays = torch.where(draft.offsets < stop, stays, draft.keys > key_beyond)
+    return draft.flags.index_copy_(0, draft.offsets, stays)
 
 
 def _runs(chunk: Chunk, parts: Sequence[Parts]) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """What a rank's elements on an accelerator add to the counts: it waits once a round, for all that was counted.
 
 The elements in a bracket are the *survivors*. Where few are expected, the first read of a chunk sets them aside on the
-device, in a buffer of bounded size, and later rounds read that. If they turn out to be too many, which the host hears
-with the counts, the round is counted again from all elements, as are those after it until few are left.
+device, in a buffer of bounded size, and later rounds read that. It also writes what stays but for them, which becomes
+the mask: to decide, the chunk is not read again. If they turn out to be too many, which the host hears with the counts,
+the round is counted again from all elements, as are those after it until few are left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from distprune.selection.competition import Flags, Standings, Words
 from distprune.selection.counts import NO_END, BinCounts
 from distprune.selection.device_chunks import Chunk, Chunks
+from distprune.selection.device_decide import Draft, Drafts, draft_key
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry
 from distprune.shards import fetched
@@ -42,40 +44,51 @@ class _Survivors:
 
 
 class _Aside:
-    """Survivors of one order: keys, positions, and pieces if there are several competitions. The others are padding."""
+    """Survivors of one order: keys, positions, and pieces if there are several competitions. The others are padding.
+
+    ``offsets``: where they are in their chunks. ``nums``: how many of each chunk there are, and whether there may be
+    more, since all its slots were taken.
+    """
 
     def __init__(self, order: Order, capacity: int, chunks: Chunks, competition: int | None) -> None:
         self.order, self.competition, self._capacity, self._chunks = order, competition, capacity, chunks
         device, size = chunks.device, capacity + 1  # the last place takes what does not fit
         self.keys = torch.full((size,), order.gone, dtype=order.key_dtype, device=device)
-        self.where = torch.zeros(size, dtype=torch.int64, device=device)
+        self._positions, self._offsets = torch.zeros((2, size), dtype=torch.int64, device=device)
         self._pieces = torch.zeros(0 if competition is not None else size, dtype=torch.int32, device=device)
-        self.nums = torch.zeros(
-            2, dtype=torch.int64, device=device
-        )  # how many there are, and how often all slots were taken
+        self.nums: list[torch.Tensor] = []
+        self._num = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, chunk: Chunk, keys: torch.Tensor, inside: torch.Tensor, slots: int) -> None:
         found = torch.nonzero_static(inside, size=slots, fill_value=-1).view(-1)
         offsets = found.clamp(min=0)
-        places = (self._chunks.numbers[:slots].to(torch.int64) + self.nums[0]).clamp_(max=self._capacity)
+        places = (self._chunks.numbers[:slots].to(torch.int64) + self._num).clamp_(max=self._capacity)
         own = keys.index_select(0, offsets).masked_fill_(found < 0, self.order.gone)
         self.keys.index_copy_(0, places, own)
-        self.where.index_copy_(0, places, chunk.positions(offsets))
+        self._offsets.index_copy_(0, places, offsets)
+        self._positions.index_copy_(0, places, chunk.positions(offsets))
         if self.competition is None:
             self._pieces.index_copy_(0, places, chunk.pieces(offsets) + chunk.first)
-        self.nums += torch.stack([(found >= 0).sum(), found[-1] >= 0])
+        self.nums.append(torch.stack([(found >= 0).sum(), found[-1] >= 0]))
+        self._num += self.nums[-1][0]
 
     def parts(self) -> Iterator[_Survivors]:
         """Yield them, as many as a chunk has at a time."""
         size = len(self._chunks.numbers)
         for start in range(0, len(self.keys), size):
             at = slice(start, start + size)
-            yield _Survivors(self.competition, self.keys[at], self.where[at], partial(self._pieces.__getitem__, at))
+            pieces = partial(self._pieces.__getitem__, at)
+            yield _Survivors(self.competition, self.keys[at], self._positions[at], pieces)
 
-    def cut(self, num: int, num_lost: int) -> bool:
-        """Let go of the padding, once it is known how many there are; return whether all did fit."""
-        self.keys, self.where, self._pieces = (each[:num].clone() for each in (self.keys, self.where, self._pieces))
-        return num <= self._capacity and not num_lost
+    def cut(self, nums: Words) -> Iterator[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Let go of the padding. Return, if all did fit, the keys and offsets of each chunk."""
+        ends = np.cumsum(nums[:, 0]).tolist()
+        if ends[-1] > self._capacity or nums[:, 1].any():
+            return None
+        own = (self.keys, self._positions, self._offsets, self._pieces)
+        self.keys, self._positions, self._offsets, self._pieces = (each[: ends[-1]].clone() for each in own)
+        keys, offsets = (each.tensor_split(ends[:-1]) for each in (self.keys, self._offsets))
+        return zip(keys, offsets, strict=True)
 
 
 class DeviceTally:
@@ -86,6 +99,7 @@ class DeviceTally:
         self._chunks = Chunks([each.order for each in standings.competitions], entries)
         self._unread = self._chunks.all
         self._aside: list[_Aside] = []
+        self.drafts: Drafts = {}
         self._is_mixed = len(standings.competitions) > 1
 
     def count_keys(self, counts: BinCounts) -> None:
@@ -93,6 +107,7 @@ class DeviceTally:
         standings, of = self._standings, self._chunks.competitions
         if self._aside and (standings.needs_scan & ~standings.only_gone)[of].any():
             self._aside, self._unread = [], self._chunks.all  # a bracket missed
+            self.drafts.clear()
         if not self._count_keys(counts, sets_aside=self._are_few(counts)):
             self._count_keys(counts, sets_aside=False)
 
@@ -101,35 +116,45 @@ class DeviceTally:
         standings = self._standings
         needs_scan, keys = standings.needs_scan, standings.keys
         sums = _DeviceSums(counts, self._chunks, (keys.low, keys.high))
-        read: set[Chunk] = set()
         new: dict[Order, _Aside] = {}
+        read: dict[Order, list[tuple[Chunk, torch.Tensor, torch.Tensor]]] = {}  # what is kept, and gone
+        memory: dict[int, torch.Tensor] = {}  # for what stays, by entry
         for chunk in self._counted(counts):
             order, values = chunk.order, chunk.keys()
             (low, high), row, width = sums.of(chunk)
-            below, above = values < low, values > high
+            kept = torch.ge(values, low, out=_flags(chunk, memory, self._chunks.device) if sets_aside else None)
             if needs_scan[self._chunks.competitions[chunk.which]].any():
-                sums.add_below(chunk, below)
+                sums.add_kept(chunk, kept)
                 if order.value_dtype.is_floating_point:
                     sums.num_nans += values.max() > order.last
-            inside = torch.eq(below, above, out=below)
+            above = values > high
+            inside = torch.ne(kept, above, out=above)
             if sets_aside:
                 if order not in new:
                     new[order] = self._new_aside(order)
                 new[order].add(chunk, values, inside, self._slots(chunk))
-                read.add(chunk)
+                read.setdefault(order, []).append((chunk, kept, (values < order.first).sum()))
             else:
                 sums.add(values, inside, low, row, width)
         for part in (part for aside in [*self._aside, *new.values()] for part in aside.parts()):
             (low, high), row, width = sums.of(part)
             sums.add(part.keys, (part.keys >= low) & (part.keys <= high), low, row, width)
-        nums = sums.fetch([aside.nums for aside in new.values()])
-        each_fits = [aside.cut(*map(int, each)) for aside, each in zip(new.values(), nums, strict=True)]
-        did_fit = all(each_fits)
-        if did_fit:
-            sums.take(needs_scan)
-            self._aside += new.values()
-            self._unread = [chunk for chunk in self._unread if chunk not in read]
-        return did_fit
+        nums = sums.fetch([each for aside in new.values() for each in aside.nums])
+        parts = np.split(nums, np.cumsum([len(of_order) for of_order in read.values()])[:-1]) if read else []
+        found = [aside.cut(each) for aside, each in zip(new.values(), parts, strict=True)]
+        if any(each is None for each in found):
+            return False
+        sums.take(needs_scan)
+        self._aside += new.values()
+        for of_order, survivors in zip(read.values(), found, strict=True):
+            for (chunk, kept, gone), (own_keys, offsets) in zip(of_order, survivors or (), strict=True):
+                if len(chunk.entries) == 1:
+                    (entry,) = chunk.entries
+                    draft = Draft(kept, own_keys, offsets, gone, memory[id(entry)], entry.scores)
+                    self.drafts[draft_key(chunk)] = draft
+        are_read = {chunk for of_order in read.values() for chunk, *_ in of_order}
+        self._unread = [chunk for chunk in self._unread if chunk not in are_read]
+        return True
 
     def count_positions(self, counts: BinCounts) -> None:
         """Add the positions inside the ranges, of elements that tie with the k-th key."""
@@ -193,7 +218,7 @@ class _DeviceSums:
         is_short = counts.wanted == "counts" and sum(chunk.numel for chunk in chunks.all) < 1 << 31
         dtype = torch.int32 if is_short else torch.int64
         self._bins = torch.full(((num_rows + 1) * self._num_columns,), counts.nothing, dtype=dtype, device=device)
-        self._below = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._kept = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._num_read = np.zeros(num_rows + 1, dtype=np.int64)
         self.num_nans = torch.zeros((), dtype=torch.int64, device=device)
         self._table: torch.Tensor | None = None
@@ -215,13 +240,14 @@ class _DeviceSums:
             *bounds, row, width = (of_pieces.index_select(0, pieces) for of_pieces in table)
         return bounds, row, width
 
-    def add_below(self, chunk: Chunk, below: torch.Tensor) -> None:
+    def add_kept(self, chunk: Chunk, kept: torch.Tensor) -> None:
+        """Add which elements are not below their range."""
         rows = self._values[-2, self._chunks.competitions[chunk.which]]
         np.add.at(self._num_read, rows, chunk.numels)
         if chunk.competition is not None:
-            self._below[int(rows[0])] += below.sum()
+            self._kept[int(rows[0])] += kept.sum()
         else:
-            self._below.index_add_(0, self._of_pieces[-2, chunk.which], chunk.sums(below))
+            self._kept.index_add_(0, self._of_pieces[-2, chunk.which], chunk.sums(kept))
 
     def add(self, values: torch.Tensor, counted: torch.Tensor, low: _Value, row: _Value, width: _Value) -> None:
         """Add those of ``values`` that are ``counted``."""
@@ -249,9 +275,9 @@ class _DeviceSums:
 
     def fetch(self, nums: Sequence[torch.Tensor] = ()) -> Words:
         """Wait for the device; return ``nums`` (2,), one below the other."""
-        others = torch.stack([*nums]) if nums else self._below.new_empty((0, 2))
-        told = fetched([self._bins.to(torch.int64), self._below, self.num_nans, others])
-        self._bins, self._below, self.num_nans, others = told
+        others = torch.stack([*nums]) if nums else self._kept.new_empty((0, 2))
+        told = fetched([self._bins.to(torch.int64), self._kept, self.num_nans, others])
+        self._bins, self._kept, self.num_nans, others = told
         found: Words = others.numpy()
         return found
 
@@ -260,9 +286,20 @@ class _DeviceSums:
         counts, bins = self._counts, self._bins.view(-1, self._num_columns).numpy()
         counts.take(bins[:-1])
         rows = counts.rows[(counts.rows >= 0) & needs_scan]
-        counts.beyond[rows, 0] += self._below.numpy()[rows]
-        counts.beyond[rows, 1] += (self._num_read - self._below.numpy() - bins.sum(1))[rows]
+        kept: Words = self._kept.numpy()
+        counts.beyond[rows, 0] += (self._num_read - kept)[rows]
+        counts.beyond[rows, 1] += (kept - bins.sum(1))[rows]
         counts.num_nans += int(self.num_nans)
+
+
+def _flags(chunk: Chunk, memory: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return where to write what stays of ``chunk``: it becomes a part of the mask. ``None``: it has several masks."""
+    if len(chunk.entries) > 1:
+        return None
+    (entry,) = chunk.entries
+    if id(entry) not in memory:
+        memory[id(entry)] = torch.empty(entry.geometry.local_numel, dtype=torch.bool, device=device)
+    return memory[id(entry)][chunk.at]
 
 
 def _bins_of(values: torch.Tensor, low: _Value, width: _Value, largest: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from distprune.host_loops import load
 from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts, summed_values, told_ends
 from distprune.selection.decide import decide
+from distprune.selection.device_decide import Drafts
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.order import Order
 from distprune.selection.put import Put
@@ -45,14 +46,18 @@ _WORTH_LOADING = 1 << 30
 
 @dataclass(frozen=True)
 class Selection:
-    """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where nothing new is."""
+    """``thresholds[c]`` is the score of the last element pruned in competition c, ``None`` where nothing new is.
+
+    ``drafts``: of what was read on a device.
+    """
 
     thresholds: list[float | int | None]
     standings: Standings
+    drafts: Drafts
 
     def decide(self, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
         """Put what stays of ``entries``, or of pieces of some: see :func:`distprune.selection.decide.decide`."""
-        return decide(self.standings, entries, puts)
+        return decide(self.standings, entries, puts, self.drafts)
 
 
 def select_lowest(
@@ -95,11 +100,11 @@ def select_lowest(
     standings = Standings(competitions)
     own = _OwnPart(standings, make_entries)
     if not competitions:
-        return Selection([], standings)
+        return Selection([], standings, {})
     is_told = tells and can_tell(standings) and tell_keys(comm, standings, lambda: own.entries)
     if not is_told:
         _count(comm, standings, own)
-    return Selection(_thresholds(standings), standings)
+    return Selection(_thresholds(standings), standings, {} if is_told else own.drafts())
 
 
 def _thresholds(standings: Standings) -> list[float | int | None]:
@@ -165,6 +170,11 @@ class _OwnPart:
     def count_keys(self, counts: BinCounts) -> None:
         for tally in self._tallies:
             tally.count_keys(counts)
+
+    def drafts(self) -> Drafts:
+        """Return what was written, as devices were read, of what stays."""
+        there = [tally.drafts for tally in self._tallies if isinstance(tally, DeviceTally)]
+        return {key: draft for drafts in there for key, draft in drafts.items()}
 
     def count_positions(self, counts: BinCounts) -> None:
         for tally in self._tallies:

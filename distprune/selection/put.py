@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
@@ -36,6 +37,10 @@ class Put(ABC):
     def stays(self, at: slice, stays: torch.Tensor) -> None:
         """Take which of the elements ``at`` stay: bool, 1-D, on the device of the weights."""
 
+    def take(self, stays: torch.Tensor) -> None:
+        """Take which of all elements stay, as :meth:`stays` does, and the memory with it."""
+        self.stays(slice(0, len(stays)), stays)
+
     def flags(self, at: slice, device: torch.device) -> torch.Tensor:
         """Return memory, bool, 1-D, for what stays ``at``; the next call may return it again."""
         num = at.stop - at.start
@@ -56,15 +61,34 @@ class MaskPut(Put):
     """Writes ``mask``: bool, contiguous, True = keep."""
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self.mask = mask
-        self._flat = mask.view(-1)
+        self._shape, self._device = tuple(mask.shape), mask.device
+        self._own: torch.Tensor | None = mask.view(-1)
 
     @staticmethod
     def empty(shape: tuple[int, ...], device: torch.device) -> MaskPut:
-        """Return one with a new mask."""
+        """Return one with a new mask; on a device there is none before it is needed."""
         if on_host(device):  # numpy asks for huge pages: the first write to small ones takes as long as the choice
             return MaskPut(torch.from_numpy(np.empty(shape, dtype=np.bool_)))
-        return MaskPut(torch.empty(shape, dtype=torch.bool, device=device))
+        put = object.__new__(MaskPut)
+        put._shape, put._device, put._own = shape, device, None
+        return put
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self._flat.view(self._shape)
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        if self._own is None:
+            self._own = torch.empty(math.prod(self._shape), dtype=torch.bool, device=self._device)
+        return self._own
+
+    @override
+    def take(self, stays: torch.Tensor) -> None:
+        if self._own is None:
+            self._own = stays
+        else:
+            super().take(stays)
 
     @override
     def flags(self, at: slice, device: torch.device) -> torch.Tensor:
