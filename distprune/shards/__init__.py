@@ -4,6 +4,7 @@ from distprune.shards.checksum import checksum
 from distprune.shards.device import (
     SMALL,
     all_finite,
+    are_finite,
     batches,
     chunk_size,
     count_true,
@@ -60,6 +61,7 @@ __all__ = [
     "Runs",
     "Split",
     "all_finite",
+    "are_finite",
     "as_array",
     "batches",
     "bits_of",

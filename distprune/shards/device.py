@@ -44,9 +44,16 @@ def batches(which: Sequence[int], numels: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
+def are_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return whether none of ``values`` is NaN or infinite, bool, on their device: one pass, without waiting for it."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()
+
+
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether none of ``values`` is NaN or infinite: one pass without temporaries, and one wait for a device."""
-    return not values.numel() or bool(torch.stack(torch.aminmax(values)).isfinite().all())
+    return bool(are_finite(values))
 
 
 def count_true(flags: torch.Tensor) -> torch.Tensor:
