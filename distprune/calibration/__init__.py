@@ -12,7 +12,7 @@ from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
-from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk, with_hidden
 
@@ -44,6 +44,7 @@ __all__ = [
     "shared_axis",
     "spread",
     "token_digest",
+    "triangle_shape",
     "unpack_triangle",
     "visit_blocks",
     "walking",

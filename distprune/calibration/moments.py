@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,8 @@ class Moments:
 
     Where they are asked for ``sums`` (in, 3), float64, come with ``"pairs"``: of the features, of their sizes, and of
     their squares about the mean. So does, for layers with a bias, ``centered`` (in, in), float32: X^T X about the mean.
-    ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``).
+    ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``). ``doubts``, from
+    the driver, on a device: where ``damped_factor`` leaves whether there was a factor, which it else waits for.
     """
 
     names: tuple[str, ...]
@@ -43,20 +44,22 @@ class Moments:
     sums: torch.Tensor | None = None
     centered: torch.Tensor | None = None
     gram: torch.Tensor | None = None
+    doubts: Any = None  # list[torch.Tensor]
 
     @property
     def square_sums(self) -> torch.Tensor:
         """Sum of squares of each input feature, (in,)."""
         return self.values if self.values.ndim == 1 else self.values.diagonal()
 
-    def squared_output(self, weight: torch.Tensor) -> float:
+    def squared_output(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ||X W^T||^2 of rows ``weight`` (rows, in), in float32: from X^T X, or as if features were independent.
 
         That is what is known without X^T X: their squares about their means, and n mean^2, of which most of their
-        correlation comes. Without tokens the inputs count as white: X^T X = 1.
+        correlation comes. Without tokens the inputs count as white: X^T X = 1. It is where the rows are: nobody waits
+        for a device.
         """
         if not self.num_tokens:
-            return float(weight.float().square().sum(dtype=torch.float64))
+            return weight.float().square().sum(dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
         for some in torch.split(weight, max(1, _CHUNK // max(weight.shape[1], 1))):
             w = some.float()
@@ -66,4 +69,4 @@ class Moments:
                 of_means = self.feature_sums / self.num_tokens**0.5
                 about_mean = (self.values - of_means.square()).clamp_(min=0)
                 total += (w.square() @ about_mean + (w @ of_means).square_()).sum(dtype=torch.float64)
-        return float(total)
+        return total

@@ -2,7 +2,8 @@
 
 Nouns: the *owner* of an input is the rank that factors its X^T X. Where owners alone share the work out well, a
 owner also sweeps all rows of the input's layers: then nothing has to be agreed on, and no other rank needs X^T X or
-its factor. What is too large for that is *spread*: every rank sweeps the rows that it holds.
+its factor. What is too large for that is *spread*: the owner sends its factor to all, and every rank sweeps the rows
+that it holds.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from distprune.calibration.sample_group import SampleGroup, find_sample_group, s
 from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, guarding, sum_together, together
 from distprune.models import evaluating
+from distprune.shards import fetched
 
 Progress = Callable[[int, int], None] | None
 
@@ -96,12 +97,12 @@ def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor, progr
     found: list[torch.Tensor] = []
 
     def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
-        of_sample = visitor.measure(given, output).double().cpu()
+        of_sample = visitor.measure(given, output).double()
         if sample < walk.num_counted and walk.sample_group.rank == 0:
             found.append(of_sample)
 
     def fill(words: torch.Tensor) -> None:
-        for of_sample in found:
+        for of_sample in fetched(found):
             words.add_(of_sample)
         if progress is not None:
             progress(index + 1, len(walk.blocks))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives import Communicator, together
-from distprune.shards import all_finite, kept_gathered
+from distprune.shards import are_finite, fetched, kept_gathered
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Walk:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
         The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
-        runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards. No gradients.
+        runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards; outside of a
+        forward it gathers on the stream that wrote into them, so nobody waits for a device. No gradients.
         """
         name, block = self.blocks[index]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
-        _synchronize(device)
         stream = self.dense if dense else self.hidden
 
         def run(sample: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Walk:
             ValueError: on every rank, if it ``checks``: an output is NaN or infinite; it names the block, the stream
                 and the sample.
         """
-        bad: list[int] = []
+        finite: list[torch.Tensor] = []  # by sample
         stream = self.dense if dense else self.hidden
         with together(comm):
             with self.block(index, dense=dense) as run:
@@ -155,14 +155,14 @@ class Walk:
                     begin()
                     output = run(sample)
                     end(sample, stream[sample], output)
-                    if checks and not all_finite(output):
-                        bad.append(sample)
+                    if checks:
+                        finite.append(are_finite(output))
                     # In place if it fits: elsewhere it would lie among what the next block needs.
                     own = stream[sample]
                     is_like = own.shape == output.shape and own.dtype == output.dtype
                     stream[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
             self._memory.give_back()
-            if bad:
+            if bad := [sample for sample, is_finite in enumerate(fetched(finite)) if not is_finite]:
                 raise ValueError(
                     f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} for "
                     f"{len(bad)} of this rank's {self.num_samples} samples, the first of them number {bad[0]}"
@@ -232,9 +232,3 @@ def _outer(model: nn.Module, name: str) -> FSDPModule | None:
     while not isinstance(outer := model.get_submodule(path), FSDPModule) and path:
         path = path.rpartition(".")[0]
     return outer if isinstance(outer, FSDPModule) and path != name else None
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for writes into the shards: a block called outside of its root's forward gathers on another stream."""
-    if device.type not in ("cpu", "meta"):
-        torch.get_device_module(device.type).synchronize(device)

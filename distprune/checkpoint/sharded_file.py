@@ -17,7 +17,7 @@ import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.mapped_file import mapped_file_at
-from distprune.shards import Geometry, LocalShard, bytes_of, flat_chunk
+from distprune.shards import Geometry, LocalShard, bytes_of, fetch_in_turn, flat_chunk
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
@@ -26,14 +26,18 @@ _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by 
 
 
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
-    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole."""
+    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole.
+
+    Each chunk until the next one is asked for, which is on its way meanwhile.
+    """
     # Scattered elements need eight bytes of place each, several times over.
     is_one = shard.geometry.flat_start is not None
     step = max(1, _WRITE_BYTES // shard.local.element_size()) if is_one else _SCATTERED_ELEMENTS
     numel = shard.local.numel()
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        yield flat_chunk(shard.local, start, stop).cpu().contiguous(), stretches_of(shard.geometry, start, stop)
+    bounds = [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    chunks = fetch_in_turn(flat_chunk(shard.local, start, stop) for start, stop in bounds)
+    for chunk, (start, stop) in zip(chunks, bounds, strict=True):
+        yield chunk.contiguous(), stretches_of(shard.geometry, start, stop)
 
 
 def stretches_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
-from distprune.shards import Geometry, LocalShard, cut
+from distprune.shards import Geometry, LocalShard, cut, send_in_turn
 
 _AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
@@ -44,9 +44,7 @@ def stored_slices(
 
 def fill_shards(work: Sequence[Stored], progress: Progress = None) -> None:
     """Read every shard of ``work`` in place. Local; raises as :func:`stored_slices`."""
-    for _, _, slices in stored_slices(work, progress):
-        for target, part in slices:
-            target.copy_(part)
+    send_in_turn(pair for _, _, slices in stored_slices(work, progress) for pair in slices)
 
 
 def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:

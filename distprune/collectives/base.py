@@ -143,7 +143,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
-        """Broadcast a uint8 CPU tensor of the same length on every rank."""
+        """Broadcast a contiguous uint8 tensor, which may be on a device, of the same length on every rank."""
 
     @abstractmethod
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:

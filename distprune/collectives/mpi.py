@@ -56,7 +56,10 @@ class MpiRanks(Communicator):
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
-        self.comm.Bcast(buffer.numpy(), root=source)
+        staged = buffer.cpu()
+        self.comm.Bcast(staged.numpy(), root=source)
+        if staged is not buffer:
+            buffer.copy_(staged)
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:

@@ -16,7 +16,8 @@ class ProcessGroup(Communicator):
     """A ``torch.distributed`` group; ``None`` is the default group.
 
     Messages are staged on the device the group's backend works on: the CPU where the group has a CPU
-    backend (gloo, mpi, or ``"cpu:gloo,cuda:nccl"``), the current accelerator otherwise (nccl, xccl).
+    backend (gloo, mpi, or ``"cpu:gloo,cuda:nccl"``); otherwise (nccl, xccl) the device that the group was bound to by
+    ``init_process_group(device_id=...)``, else the current accelerator. Of what comes back the host waits for one copy.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -42,13 +43,14 @@ class ProcessGroup(Communicator):
 
     @override
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        staged = values.to(self.device)
+        staged = self._staged(values)
         dist.all_reduce(staged, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        values.copy_(staged)
+        if staged is not values:
+            values.copy_(staged)
 
     @override
     def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
-        staged = values.to(self.device)
+        staged = self._staged(values)
         if rank is None:
             dist.all_reduce(staged, group=self.group)
         else:
@@ -58,22 +60,27 @@ class ProcessGroup(Communicator):
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
-        staged = buffer.to(self.device)
+        staged = self._staged(buffer)
         dist.broadcast(staged, src=self.global_rank(source), group=self.group)
-        buffer.copy_(staged)
+        if staged is not buffer and self.rank != source:
+            buffer.copy_(staged)
 
     @override
     def _gather_bytes(self, buffer: torch.Tensor) -> list[bytes]:
-        staged = buffer.to(self.device)
-        gathered = [torch.empty_like(staged) for _ in range(self.size)]
-        dist.all_gather(gathered, staged, group=self.group)
-        return [bytes(part.cpu().numpy()) for part in gathered]
+        staged = self._staged(buffer)
+        gathered = staged.new_empty((self.size, len(staged)))
+        dist.all_gather(list(gathered), staged, group=self.group)  # into one tensor has another name in every torch
+        return [bytes(part.numpy()) for part in gathered.cpu()]
 
     @override
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(received, sent.to(self.device), sizes, sent_sizes, group=self.group)
+        dist.all_to_all_single(received, self._staged(sent), sizes, sent_sizes, group=self.group)
         return received.to(sent.device)
+
+    def _staged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` where the backend works; nobody waits for a copy from the CPU."""
+        return values.to(self.device, non_blocking=values.device.type == "cpu")
 
 
 def staging_device(group: dist.ProcessGroup) -> torch.device:
@@ -83,4 +90,7 @@ def staging_device(group: dist.ProcessGroup) -> torch.device:
     if not device_types or "cpu" in device_types:
         return torch.device("cpu")
     device_type = device_types[0]
+    bound: torch.device | None = group.bound_device_id
+    if bound is not None and bound.type == device_type:
+        return bound
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

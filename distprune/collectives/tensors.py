@@ -12,31 +12,37 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives.base import Communicator, communicating
 from distprune.collectives.process_group import staging_device
 
+_PIECE_BYTES = 64 << 20  # of a tensor that is broadcast, staged at a time
+
 
 def as_bytes(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return ``tensors`` joined as they travel, uint8 on ``device``. Local."""
-    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
-    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *pieces])
+    """Return ``tensors`` joined as they travel, uint8 on ``device``. Local; those of one device are copied at once."""
+    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if len({piece.device for piece in pieces}) == 1:
+        return torch.cat(pieces).to(device)
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(piece.to(device) for piece in pieces)])
 
 
 def from_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that :func:`as_bytes` joined, of the shapes and dtypes of ``like``, where it is. Local."""
+    """Return the tensors that :func:`as_bytes` joined, of the shapes and dtypes of ``like``, where they are. Local."""
     pieces = torch.split(joined, [tensor.nbytes for tensor in like]) if like else ()
     # A copy is aligned for any dtype.
     return [piece.clone().view(of.dtype).view(of.shape) for piece, of in zip(pieces, like, strict=True)]
 
 
 def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> torch.Tensor:
-    """Return what rank ``source`` passed as ``values``, on the CPU (one round, the tensor's bytes).
+    """Return what rank ``source`` passed as ``values``, where they are (one round, the tensor's bytes).
 
-    Every rank of ``comm`` must call it with the same shape and dtype; what the others pass is not read.
+    Every rank of ``comm`` must call it with the same shape and dtype. What the others pass, contiguous, is overwritten
+    and returned. It travels in pieces, so that no more than 64 MiB of it are staged where the backend works elsewhere.
     """
-    values = values.detach().to("cpu", copy=comm.rank != source).contiguous()
+    values = values.detach().contiguous()
     buffer = values.view(-1).view(torch.uint8)
     comm._count(buffer.numel())
     if buffer.numel():
         with communicating():
-            comm._broadcast_in_place(buffer, source)
+            for piece in torch.split(buffer, _PIECE_BYTES):
+                comm._broadcast_in_place(piece, source)
     return values
 
 
@@ -80,13 +86,14 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     sent = local.new_zeros((local.shape[0], -(-num_in // num_ranks)))
     sent[:, : local.shape[1]] = local
     staged = sent.view(torch.uint8).to(staging_device(group))  # bytes: not every backend knows every dtype
-    parts = [torch.empty_like(staged) for _ in range(num_ranks)]
-    comm._count(staged.numel() * num_ranks)
+    parts = staged.new_empty((num_ranks, *staged.shape))
+    comm._count(parts.numel())
     if staged.numel():
         with communicating():
-            dist.all_gather(parts, staged, group=group)
+            dist.all_gather(list(parts), staged, group=group)
     # Only the last chunks are shorter, so that what they are padded with is at the end.
-    return torch.cat(parts, dim=1).to(local.device).view(local.dtype)[:, :num_in]
+    joined = parts.transpose(0, 1).reshape(local.shape[0], num_ranks * staged.shape[1])
+    return joined.to(local.device).view(local.dtype)[:, :num_in]
 
 
 def gather_pairwise(group: dist.ProcessGroup, wholes: Sequence[torch.Tensor]) -> None:

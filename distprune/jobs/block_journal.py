@@ -17,7 +17,7 @@ from distprune.jobs.run import Run, clock
 from distprune.jobs.unfinished import Unfinished
 from distprune.models import decoder_blocks
 from distprune.oneshot import BlockReport
-from distprune.shards import bytes_of, flat_chunks, local_shard
+from distprune.shards import bytes_of, fetch_in_turn, flat_chunks, local_shard
 
 BLOCK = "block"  # an item's kind
 
@@ -112,8 +112,8 @@ def digest_of(comm: Communicator, module: nn.Module) -> str:
         digest = new_digest()
         for name, part in _local_parts(module).items():
             digest.update(f"{name}:{part.dtype}:{tuple(part.shape)}".encode())
-            for _, chunk in flat_chunks(part):
-                digest.update(bytes_of(chunk.cpu()))
+            for chunk in fetch_in_turn(chunk for _, chunk in flat_chunks(part)):
+                digest.update(bytes_of(chunk))
         return as_words(digest)
 
     return digest_together(comm, own)

@@ -1,8 +1,8 @@
 """A mask under FSDP2: multiplied into the shard before the all-gather.
 
-A pruned parameter hands out its sharded data (see ``shards/fsdp2.py``) already masked. So no rank ever holds a whole
-mask, the product costs 1/N, and everything after it (mixed precision, resharding to a smaller mesh,
-prefetching, CPU offload) is FSDP2's own.
+A pruned parameter hands out its sharded data (see ``shards/fsdp2.py``) already masked, on the device that gathers.
+So no rank ever holds a whole mask, the product costs 1/N, and everything after it (mixed precision, resharding to a
+smaller mesh, prefetching, CPU offload) is FSDP2's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.shards import Managed
+from distprune.shards import Managed, sent
 from distprune.shards.torch_private import FSDPParam
 
 
@@ -25,11 +25,13 @@ class _MaskedParam(FSDPParam):
     def _sharded_param_data(self) -> torch.Tensor:
         """The product of data and mask, 1-D and padded, made anew for every all-gather."""
         data: torch.Tensor = self.__dict__["_sharded_param_data"]
-        local_mask = _local_mask(self)
+        if self.offload_to_cpu:  # a product made there would not be pinned, and its copy waited for
+            data = sent(data, self.device)
+        local_mask = sent(_local_mask(self).reshape(-1), data.device)
         if local_mask.numel() == data.numel():
-            return data * local_mask.view(-1).to(data.device)
+            return data * local_mask
         masked = data.clone()
-        masked[: local_mask.numel()].mul_(local_mask.reshape(-1).to(data.device))  # the rest is padding
+        masked[: local_mask.numel()].mul_(local_mask)  # the rest is padding
         return masked
 
     @_sharded_param_data.setter

@@ -9,20 +9,22 @@ Shapes: W is (rows, in). S holds the norm of each input, (in,); A = S^-1 X^T X S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf
+from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
+from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 from distprune.selection import keep_highest_per_row
+from distprune.shards import on_host
 
 PENALTY = 1.0  # rho
 NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them
@@ -41,7 +43,6 @@ class ADMM(Solver["_Inputs"]):
 
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
-    triangles: ClassVar[Collection[str]] = ("inverse", "a")
     damping: float = 0.1  # lambda
     score: Score = field(default=Computed(), init=False)
 
@@ -55,20 +56,27 @@ class ADMM(Solver["_Inputs"]):
 
     @override
     def prepare(self, moments: Moments) -> _Inputs:
-        products = moments.values
-        if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
-            products = torch.eye(len(products), dtype=torch.float32, device=products.device)
-        scale = products.diagonal().sqrt() + _SMALLEST_NORM
-        damped = torch.outer(scale, scale)  # so that both are symmetric to the last bit
-        a = products.div_(damped)
+        a, scale, damped = _normalized(moments)
         damped.copy_(a)
-        lower, num_raised = damped_factor(damped, self.damping, moments.names[0], besides=PENALTY)
+        lower, num_raised = damped_factor(
+            damped, self.damping, moments.names[0], besides=PENALTY, doubts=moments.doubts
+        )
         return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override
     def sent_like(self, rows: Rows) -> _Inputs:
         square = torch.empty((rows.num_in, rows.num_in), dtype=torch.float32, device="meta")
         return _Inputs(square, square, square[0], self.damping)
+
+    @override
+    def pack(self, prepared: _Inputs) -> list[torch.Tensor]:
+        return [pack_triangle(prepared.inverse)]
+
+    @override
+    def unpack(self, like: _Inputs, packed: Sequence[torch.Tensor], moments: Moments) -> _Inputs:
+        a, scale, _ = _normalized(moments)
+        inverse = unpack_triangle(packed[0]).t()  # by columns, as the owner's lies: so products round alike
+        return _Inputs(inverse, a, scale, like.damping)
 
     @override
     def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:
@@ -90,6 +98,16 @@ class _Inputs:
     damping: float
 
 
+def _normalized(moments: Moments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return A and S, and memory as large as A; X^T X is overwritten."""
+    products = moments.values
+    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
+        products = torch.eye(len(products), dtype=torch.float32, device=products.device)
+    scale = products.diagonal().sqrt() + _SMALLEST_NORM
+    scales = torch.outer(scale, scale)  # so that both are symmetric to the last bit
+    return products.div_(scales), scale, scales
+
+
 class _Descent:
     """Rows ``weight`` (rows, in) on their way. V is the fitted weights plus what the mask keeps from them."""
 
@@ -100,7 +118,7 @@ class _Descent:
         self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
         self._v, self._next = self._before.clone(), torch.empty_like(self._before)
         zeros = weight == 0
-        self._zeros = zeros if bool(zeros.any()) else None  # what was pruned before
+        self._zeros = zeros if not on_host(zeros.device) or bool(zeros.any()) else None  # what was pruned before
         self._dropped = torch.zeros_like(self._before)  # 1 or 0
 
     def sizes(self) -> torch.Tensor:
@@ -119,14 +137,14 @@ class _Descent:
         fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
         self._v, self._next = fitted, self._v
 
-    def finish(self) -> tuple[int, float]:
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new weights. Return how many the mask prunes, and ||X (W - W')^T||^2."""
         after = self._v.masked_fill_(self._dropped.bool(), 0)
-        after[:, self._inputs.scale == _SMALLEST_NORM] = 0
+        after.masked_fill_(self._inputs.scale == _SMALLEST_NORM, 0)
         change = self._before - after
-        error = float((change @ self._inputs.a).mul_(change).sum(dtype=torch.float64))
+        error = (change @ self._inputs.a).mul_(change).sum(dtype=torch.float64)
         self._weight.copy_(after / self._inputs.scale)
-        return int(torch.count_nonzero(self._dropped)), error
+        return torch.count_nonzero(self._dropped), error
 
 
 @dataclass
@@ -141,13 +159,13 @@ class _ByRow(Pruning):
     def finish(self) -> dict[str, Solved]:
         size, solved = max(1, CHUNK // max(len(self.inputs.scale), 1)), dict[str, Solved]()
         for name, of_layer in self.rows.items():
-            own, num_pruned, error = self.pattern.of(of_layer.name), 0, 0.0
+            own, figures = self.pattern.of(of_layer.name), list[tuple[torch.Tensor, torch.Tensor]]()
             for weight in torch.split(of_layer.weight, size):
                 descent = _Descent(weight, self.inputs)
                 for step in range(1, NUM_STEPS + 1):
                     descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
-                num_of_rows, of_rows = descent.finish()
-                num_pruned, error = num_pruned + num_of_rows, error + of_rows
+                figures.append(descent.finish())
+            num_pruned, error = (sum(of_chunks) for of_chunks in zip(*figures, strict=True))
             solved[name] = Solved(num_pruned, error, self.inputs.damping)
         return solved
 
@@ -195,11 +213,19 @@ def _part_of(pattern: Pattern, closed: float) -> Pattern:
     return dataclasses.replace(pattern, sparsity=less)  # type: ignore[type-var]
 
 
+@lru_cache(maxsize=64)
+def _num_pruned(pattern: Pattern, num_in: int) -> int:
+    """Return how many weights ``pattern`` prunes of a row: alike in all rows, so that one on the host is asked."""
+    return int((~pattern.keep(torch.arange(num_in, dtype=torch.float32, device="cpu")[None])).sum())
+
+
 def _keep(size: torch.Tensor, pattern: Pattern, share: float) -> torch.Tensor:
     """Return what stays of ``size`` (rows, in) while ``share`` of what ``pattern`` prunes in a row goes."""
+    size = as_keys(size)
     if share == 1 or not len(size):
         return pattern.keep(size)
-    num_pruned = int(share * int((~pattern.keep(size[:1])).sum()))  # alike in all rows
+    num_pruned = int(share * _num_pruned(pattern, size.shape[1]))
     if pattern.width != 1:  # within groups: the smallest of those that are to go
-        size = size.masked_fill(pattern.keep(size), torch.inf)
+        highest = torch.inf if size.is_floating_point() else torch.iinfo(size.dtype).max
+        size = size.masked_fill(pattern.keep(size), highest)
     return keep_highest_per_row(size, num_pruned)

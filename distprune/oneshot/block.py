@@ -29,7 +29,8 @@ from distprune.calibration import (
 from distprune.collectives import Communicator, max_together, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_layers import BlockLayers, unreached
-from distprune.oneshot.driver import Clock, Outcome
+from distprune.oneshot.driver import Clock
+from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from distprune.shards import all_finite
+from distprune.shards import are_finite
 
 _MAX_RAISED = 8
 
@@ -19,13 +19,15 @@ def damped_factor(
     name: str,
     *,
     besides: float = 0.0,
+    doubts: list[torch.Tensor] | None = None,
     factorize: Factorize = torch.linalg.cholesky_ex,
 ) -> tuple[torch.Tensor, int]:
     """Return the factor of ``products`` (in, in) with ``damping`` added to its diagonal, and how often it was raised.
 
     ``damping`` is raised tenfold, at most 8 times, as long as there is no factor or it is not finite. ``products`` is
     overwritten; ``besides`` is added to its diagonal, too, and not raised; ``factorize`` returns a factor and, as
-    ``cholesky_ex`` does, 0 if there is one. Local.
+    ``cholesky_ex`` does, 0 if there is one. Local. One wait for a device; none with ``doubts``: then damping is not
+    raised, and they take in whether what is returned is a factor.
 
     Raises:
         ValueError: no damping helps; ``name`` is that of a layer with these inputs.
@@ -34,7 +36,10 @@ def damped_factor(
     for num_raised in range(_MAX_RAISED + 1):
         products.diagonal().copy_(diagonal + (damping * 10**num_raised + besides))
         factor, info = factorize(products)
-        if int(info) == 0 and all_finite(factor):
+        exists = (info == 0) & are_finite(factor)
+        if doubts is not None:
+            doubts.append(exists)
+        if doubts is not None or bool(exists):
             return factor, num_raised
     raise ValueError(
         f"the second moments of the {len(products)} inputs of {name!r} have no inverse, although the damping was "

@@ -2,8 +2,16 @@
 
 Rows whose input has an owner (see :mod:`distprune.calibration.owner_ranks`) are solved there, input after input. Rows
 whose input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
-What they need of their input is prepared by its owner, where there are several; a single one by every rank.
 What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
+
+What rows need of a spread input, its owner factors and sends to all. Each factor is so computed once (d^3 / 3
+multiplications and d^3 / 3 for the inverse, 24 TFLOP for d = 28,672), while other ranks work on inputs of their own,
+and d^2 / 2 float32 travel (1.6 GB), in pieces. A factorization in blocks over ranks would be sooner done, but
+would send as much, and come to other bits on every number of ranks.
+
+On a device nobody waits for a figure of one layer: figures stay there and are fetched once, when all layers are done.
+Whether a factor exists is such a figure, too: that the first damping does is assumed, which holds but for degenerate
+inputs. The layers of an input for which it does not are then solved again, from the rows that they had.
 """
 
 from __future__ import annotations
@@ -17,60 +25,24 @@ from typing import Any
 
 import torch
 
-from distprune.calibration import Moments
+from distprune.calibration import Moments, pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import (
     Alone,
     Communicator,
     Member,
     agree,
-    as_bytes,
     broadcast_tensor,
-    from_bytes,
     roster_of_one,
-    sum_together,
 )
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
-from distprune.oneshot.retarget import Aim, retarget
+from distprune.oneshot.outcome import Figures, Outcome, numbers_of, sum_outcomes
+from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
-from distprune.patterns import Chosen, Pattern, Ranked
+from distprune.patterns import Pattern, Ranked
 from distprune.scores import LocalScores
-from distprune.shards import all_finite, own_settings
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one rank's rows, or of all ranks'. ``error`` is ||X (W - W')^T||^2 and ``output`` is ||X W^T||^2."""
-
-    num_pruned: int = 0
-    num_zeros: int = 0
-    error: float = 0.0
-    output: float = 0.0
-    damping: float = 0.0
-
-    @property
-    def relative_error(self) -> float | None:
-        """||X (W - W')^T|| / ||X W^T||; ``None`` where the layer puts out nothing but zeros."""
-        return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
-
-
-def _sum_outcomes(comm: Communicator, names: Sequence[str], of: Callable[[str], Outcome]) -> dict[str, Outcome]:
-    """Return the outcomes over all rows, by layer, of those of each rank: one round of 40 bytes a layer and 8.
-
-    What ``of`` raises on one rank is raised on all.
-    """
-
-    def fill(words: torch.Tensor) -> None:
-        outcomes = [[*vars(of(name)).values()] for name in names]
-        words.copy_(torch.tensor(outcomes, dtype=torch.float64, device="cpu").view(words.shape))
-
-    words = sum_together(comm, (len(names), len(dataclasses.fields(Outcome))), fill, torch.float64)
-    return {
-        name: Outcome(int(pruned), int(zeros), *others)
-        for name, (pruned, zeros, *others) in zip(names, words.tolist(), strict=True)
-    }
-
+from distprune.shards import are_finite, on_host, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -90,9 +62,13 @@ def prune_rows(
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
     ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
-    ``move_rows`` and its ``back()``; where several are spread, or the solver decides, 1 of 64 bytes and 1 for each of
-    what is prepared for them; 2 before (see ``sum_gram``) where the solver needs W^T W; and for each stage one choice
-    of ``pattern`` for all of them.
+    ``move_rows`` and its ``back()``; where some are spread, 1 of 64 bytes and 1 for each tensor that a solver sends of
+    what it prepares for them, and as many for the factors (in, in) that lead to targets; 2 before (see ``sum_gram``)
+    where the solver needs W^T W; and for each stage one choice of ``pattern`` for all of them.
+
+    On a device the host waits once, and once more for each spread input that this rank owns, where it is not for what
+    travels to other ranks and for choices over rows; twice for layers that need more damping than was asked for. The
+    moments of owned inputs, and the rows of their layers as they were, stay until then.
 
     Raises:
         ValueError: on every rank: new weights are not finite.
@@ -110,14 +86,25 @@ def prune_rows(
     at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
     with work.keeping_error():
         while at_owner and work.error is None:
-            work.solve(Alone(), [at_owner.pop(0)])
+            work.solve_own(at_owner)
     if spread:
         work.solve(comm, spread)
     with clock("sweep"):  # or wait for those that still do
-        totals = _sum_outcomes(comm, list(rows), work.outcome)
+        totals = sum_outcomes(comm, list(rows), work.finish)
         if moved is not None:
             moved.back()
     return totals
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """Layers solved as if their factors existed, which ``doubts`` tell; ``error``: what was raised; and what they were
+    solved from: ``moments``, and the rows ``before``, by layer."""
+
+    moments: Moments
+    before: Mapping[str, torch.Tensor]
+    doubts: Sequence[torch.Tensor]
+    error: Exception | None
 
 
 @dataclass
@@ -130,8 +117,21 @@ class _Work:
     pattern: Pattern
     clock: Clock
     aim: Aim
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    attempts: list[_Attempt] = field(default_factory=list)
     error: Exception | None = None
+
+    def solve_own(self, moments: list[Moments]) -> None:
+        """Solve the layers of the first of ``moments``, which is taken out; all rows of them are here. Local."""
+        if on_host(moments[0].values.device):
+            self.solve(Alone(), [moments.pop(0)])
+            return
+        m, doubts = moments.pop(0), list[torch.Tensor]()
+        before = {name: self.rows[name].weight.clone() for name in m.names}
+        with self.keeping_error():
+            self.solve(Alone(), [dataclasses.replace(_copy(m), doubts=doubts)])
+        error, self.error = self.error, None
+        self.attempts.append(_Attempt(m, before, doubts, error))
 
     def solve(self, comm: Communicator, moments: list[Moments]) -> None:
         """Solve the layers of ``moments``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
@@ -139,9 +139,7 @@ class _Work:
         Of each stage: the scores of all layers that have it, one choice over all ranks, which each layer then applies.
         ``moments`` are used up. Every rank of ``comm`` must call it.
         """
-        with self.keeping_error():
-            for i in range(len(moments)):  # no other name holds one: what is done with is let go of
-                moments[i] = self._retargeted(moments[i])
+        self._retarget(comm, moments)
         tasks = self._prepare(comm, moments)
         with self.clock("sweep"):
             with self.keeping_error():
@@ -154,57 +152,88 @@ class _Work:
                 ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
                 choice = ranked.choose(some[0].stages[stage].pattern)
                 with self.keeping_error():
-                    self._apply(some, stage, choice.masks(ranked.scores))
+                    self._apply(some, stage, *choice.put_masks(ranked.scores))
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
                     self._note(task.pruning.finish(), task.owner == self.rank)
 
-    def _retargeted(self, m: Moments) -> Moments:
-        """Move the rows of ``m`` to their target, and return ``m`` without it."""
-        with self.clock("target"):
-            m = retarget({name: self.rows[name] for name in m.names}, m, self.aim)
-        with self.clock("sweep"):
-            for name in m.names:
-                self.outcomes[name] = Outcome(output=m.squared_output(self.rows[name].weight))
-        return m
+    def _retarget(self, comm: Communicator, moments: list[Moments]) -> None:
+        """Move the rows of ``moments`` to their targets, in whose place come moments without. Every rank must call it.
+
+        The owner of an input factors what leads there, and sends it to all.
+        """
+        aimed = [i for i, m in enumerate(moments) if has_target(m, self.aim)]
+        packed: list[list[torch.Tensor]] = []
+        if comm.size > 1:
+            with self.clock("target"):
+                packed = self._from_owners(
+                    comm,
+                    [moments[i].owner.rank for i in aimed],
+                    lambda i: [_meta(triangle_shape(len(moments[aimed[i]].values)))],
+                    lambda i: [pack_triangle(target_factor(moments[aimed[i]], self.aim).t())],
+                )
+        with self.keeping_error():
+            for i in range(len(moments) if self.error is None else 0):
+                rows = {name: self.rows[name] for name in moments[i].names}
+                if i in aimed:
+                    with self.clock("target"):
+                        # Of a symmetric matrix the lower half is read.
+                        lower = unpack_triangle(*packed.pop(0)) if packed else target_factor(moments[i], self.aim)
+                        moments[i] = retarget(rows, moments[i], self.aim, lower)
+                        del lower
+                with self.clock("sweep"):
+                    for name, of_layer in rows.items():
+                        self.figures[name] = Figures(output=moments[i].squared_output(of_layer.weight))
 
     def _prepare(self, comm: Communicator, moments: list[Moments]) -> list[_Task]:
         """Return the tasks of ``moments``, which are used up, prepared."""
-        sends = comm.size > 1 and self.solver.sends and (len(moments) > 1 or self.solver.decides)
-        tasks: list[_Task] = []
+        solver, tasks = self.solver, list[_Task]()
         with self.clock("factor"):
             while moments:
                 m = self._with_gram(comm, moments.pop(0))
                 rows = {name: self.rows[name] for name in m.names}
-                tasks.append(_Task(rows, m.owner.rank, self.solver.stages(rows[m.names[0]].num_in, self.pattern)))
-                with self.keeping_error():
-                    if self.error is None and (m.owner.rank == self.rank or not sends):
-                        tasks[-1].prepared = self.solver.prepare(m)
-            if sends:
-                self._send(comm, tasks)
+                stages = solver.stages(rows[m.names[0]].num_in, self.pattern)
+                tasks.append(_Task(rows, m.owner.rank, stages, m))
+            packed: list[list[torch.Tensor]] = []
+            if solver.sends and comm.size > 1:
+                packed = self._from_owners(
+                    comm,
+                    [task.owner for task in tasks],
+                    lambda i: solver.pack(solver.sent_like(tasks[i].first)),
+                    lambda i: solver.pack(tasks[i].prepare(solver)),
+                )
+            with self.keeping_error():
+                for task in tasks if self.error is None else ():
+                    own = packed.pop(0) if packed else None
+                    if own is None:
+                        task.prepare(solver)
+                    elif task.owner != self.rank:
+                        task.prepared = solver.unpack(solver.sent_like(task.first), own, task.take_moments())
         return tasks
 
-    def _send(self, comm: Communicator, tasks: Sequence[_Task]) -> None:
-        """Give every rank what the owners of ``tasks`` have prepared. Every rank must call it."""
-        likes: list[Any] = []
-        packed: list[torch.Tensor] = []
+    def _from_owners(
+        self,
+        comm: Communicator,
+        owners: Sequence[int],
+        like: Callable[[int], list[torch.Tensor]],
+        make: Callable[[int], list[torch.Tensor]],
+    ) -> list[list[torch.Tensor]]:
+        """Return for each i what ``make(i)`` returns on rank ``owners[i]``, in the shapes that ``like(i)`` says.
+
+        Owners make theirs side by side. Every rank of ``comm`` must call it: 1 round of 64 bytes, and 1 of each tensor;
+        none without owners.
+        """
+        made: list[list[torch.Tensor]] = []
         with self.keeping_error():
-            for task in tasks:
-                likes.append(self.solver.sent_like(task.first))
-                if task.owner == self.rank and self.error is None:
-                    packed.append(as_bytes(self.solver.pack(task.prepared)))
-                else:
-                    num_bytes = sum(of.nbytes for of in self.solver.pack(likes[-1]))
-                    packed.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
-        agree(comm, {}, self.error)
-        for i, task in enumerate(tasks):
-            packed[i] = broadcast_tensor(comm, packed[i], task.owner)
-        with self.keeping_error():
-            for task, like in zip(tasks, likes, strict=True):
-                joined, device = packed.pop(0), task.first.weight.device
-                if task.owner != self.rank:
-                    parts = from_bytes(joined, self.solver.pack(like))
-                    task.prepared = self.solver.unpack(like, [part.to(device) for part in parts])
+            device = next(iter(self.rows.values())).weight.device
+            for i, owner in enumerate(owners if self.error is None else ()):
+                is_own = owner == self.rank
+                made.append(make(i) if is_own else [torch.empty_like(of, device=device) for of in like(i)])
+        if owners:
+            agree(comm, {}, self.error)
+        return [
+            [broadcast_tensor(comm, of, owner) for of in tensors] for owner, tensors in zip(owners, made, strict=True)
+        ]
 
     def _with_gram(self, comm: Communicator, m: Moments) -> Moments:
         """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
@@ -226,12 +255,15 @@ class _Work:
             raise self.error
         return [scores for task in tasks for scores in task.pruning.scores(stage)]
 
-    def _apply(self, tasks: Sequence[_Task], stage: int, masks: Sequence[Chosen]) -> None:
-        chosen = dict(zip([name for task in tasks for name in task.rows], masks, strict=True))
-        if nans := [self.rows[name].name for name, of in chosen.items() if of.num_nans]:
-            raise ValueError(f"scores are NaN in {', '.join(map(repr, nans))}; mend the values first")
+    def _apply(
+        self, tasks: Sequence[_Task], stage: int, masks: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]
+    ) -> None:
+        names = [name for task in tasks for name in task.rows]
+        for name, (_, _, num_nans) in zip(names, counts, strict=True):
+            self.figures[name].num_nans.append(num_nans)
+        chosen = dict(zip(names, masks, strict=True))
         for task in tasks:
-            task.pruning.apply(stage, [chosen[name].mask for name in task.rows])
+            task.pruning.apply(stage, [chosen[name] for name in task.rows])
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
@@ -243,18 +275,43 @@ class _Work:
 
     def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
         for name, of in solved.items():
-            rows, output, damping = self.rows[name], self.outcomes[name].output, of.damping if is_owner else 0.0
-            num_zeros = rows.weight.numel() - int(torch.count_nonzero(rows.weight))
-            self.outcomes[name] = Outcome(of.num_pruned, num_zeros, of.error, output, damping)
-            if not all_finite(rows.weight):
-                raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
+            weight, figures = self.rows[name].weight, self.figures[name]
+            figures.solved = of if is_owner else dataclasses.replace(of, damping=0.0)
+            figures.num_zeros = weight.numel() - torch.count_nonzero(weight)
+            figures.is_finite = are_finite(weight)
 
-    def outcome(self, name: str) -> Outcome:
-        """Return what this rank adds to the sum over ranks, or raise what it has kept."""
-        if self.error is not None:
-            raise self.error
-        found = self.outcomes.get(name, Outcome())
-        return found if self.rows[name].owned else Outcome(damping=found.damping)
+    def finish(self) -> dict[str, Outcome]:
+        """Return what this rank adds to the sums over ranks, by layer, or raise what it has kept. Local."""
+        found: dict[str, Outcome] = {}
+        while self.error is None:
+            attempts, self.attempts = self.attempts, []
+            numbers = numbers_of([*(of.all for of in self.figures.values()), *(attempt.doubts for attempt in attempts)])
+            found, missing = {}, list[_Attempt]()
+            for attempt, exists in zip(attempts, numbers[len(self.figures) :], strict=True):
+                if not all(exists):
+                    missing.append(attempt)
+                elif attempt.error is not None:
+                    raise attempt.error
+            again = {name for attempt in missing for name in attempt.before}
+            for name, of_layer in zip(self.figures, numbers, strict=False):
+                if name not in again:
+                    found[name] = self._outcome(self.rows[name], *of_layer)
+            if not missing:
+                return found
+            for attempt in missing:  # with as much damping as it takes, waiting for each factor
+                for name, weight in attempt.before.items():
+                    self.rows[name].weight.copy_(weight)
+                self.solve(Alone(), [attempt.moments])
+        raise self.error
+
+    def _outcome(self, rows: Rows, num_nans: float, is_finite: float, *of_layer: float) -> Outcome:
+        if num_nans:
+            raise ValueError(f"scores are NaN in {rows.name!r}; mend the values first")
+        if not is_finite:
+            raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
+        num_pruned, num_zeros, *others = of_layer
+        outcome = Outcome(int(num_pruned), int(num_zeros), *others)
+        return outcome if rows.owned else Outcome(damping=outcome.damping)
 
 
 @dataclass
@@ -264,8 +321,19 @@ class _Task:
     rows: Mapping[str, Rows]
     owner: int
     stages: Sequence[Stage]
+    moments: Moments | None
     prepared: Any = None
     pruning: Any = None
+
+    def take_moments(self) -> Moments:
+        """Return the moments, which are held here no more: what was made of them takes their place."""
+        moments, self.moments = self.moments, None
+        assert moments is not None
+        return moments
+
+    def prepare(self, solver: Solver[Any]) -> Any:
+        self.prepared = solver.prepare(self.take_moments())
+        return self.prepared
 
     @property
     def first(self) -> Rows:
@@ -274,3 +342,15 @@ class _Task:
     def members(self, stage: int) -> list[Member]:
         num_columns = self.stages[stage].stop - self.stages[stage].start
         return [Member(of.name, (of.num_out, num_columns), str(of.weight.dtype)) for of in self.rows.values()]
+
+
+def _copy(m: Moments) -> Moments:
+    """Return ``m`` with tensors that a solver may overwrite."""
+    tensors: dict[str, Any] = {
+        name: of.clone() for name, of in vars(m).items() if isinstance(of, torch.Tensor) and name != "shift"
+    }
+    return dataclasses.replace(m, **tensors)
+
+
+def _meta(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from distprune.collectives import Communicator, max_together, sum_together
+from distprune.shards import fetched
 
 _EXACT_BITS = 53  # of a float64
 _CHUNK = 1 << 20  # weights in float64 at a time
@@ -31,7 +32,7 @@ def sum_gram(comm: Communicator, num_rows: int, num_in: int, make: Callable[[], 
     def look(largest: torch.Tensor) -> None:
         made.append(make())
         if made[0].numel():
-            largest[0] = float(made[0].abs().max())
+            largest[0] = fetched([made[0].abs().max()])[0]
         if not math.isfinite(float(largest[0])):
             raise ValueError("weights are NaN or infinite")
 
@@ -40,9 +41,12 @@ def sum_gram(comm: Communicator, num_rows: int, num_in: int, make: Callable[[], 
     exponent = num_bits - math.frexp(largest)[1]
 
     def fill(total: torch.Tensor) -> None:
-        for rows in torch.split(made[0], max(1, _CHUNK // max(num_in, 1))) if made[0].numel() else ():
-            whole = torch.ldexp(rows.double(), torch.tensor(exponent, dtype=torch.float64, device="cpu")).round()
-            total += (whole.t() @ whole).cpu()
+        if made[0].numel():
+            own = torch.zeros((num_in, num_in), dtype=torch.float64, device=made[0].device)
+            for rows in torch.split(made[0], max(1, _CHUNK // max(num_in, 1))):
+                whole = torch.ldexp(rows.double(), torch.tensor(exponent, dtype=torch.float64, device="cpu")).round()
+                own.addmm_(whole.t(), whole)
+            total.copy_(fetched([own])[0])
 
     total = sum_together(comm, (num_in, num_in), fill, torch.float64)
     return torch.ldexp(total, torch.tensor(-2 * exponent, dtype=torch.float64, device="cpu"))

@@ -25,7 +25,7 @@ from distprune.collectives import (
     together,
 )
 from distprune.oneshot.rows import Rows
-from distprune.shards import Runs
+from distprune.shards import Runs, fetched, sent
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,11 @@ def _sizes(comm: Communicator, rows: Sequence[Rows], parts: Mapping[int, Sequenc
 
 
 def _pieces(comm: Communicator, tensors: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return what goes to each rank: nothing, where there is none for it."""
+    """Return what goes to each rank: nothing, where there is none for it. One wait for a device."""
     pieces = [as_bytes([])] * comm.size
+    there = iter(fetched([tensor for of_rank in tensors.values() for tensor in of_rank]) if tensors else ())
     for rank, of_rank in tensors.items():
-        pieces[rank] = as_bytes(of_rank)
+        pieces[rank] = as_bytes([next(there) for _ in of_rank])
     return pieces
 
 
@@ -191,5 +192,6 @@ def _copy(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Non
 
 
 def _write(piece: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    """Write into ``views`` what was joined of as many elements of the same dtypes."""
-    _copy(views, from_bytes(piece, views))
+    """Write into ``views``, of one device, what was joined of as many elements of the same dtypes."""
+    if views:
+        _copy(views, from_bytes(sent(piece, views[0].device), views))

@@ -20,7 +20,7 @@ from distprune.oneshot.solver import Solver
 from distprune.patterns import Pattern, check_parts
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.scores import Random, Score
-from distprune.shards import LocalShard, flat_chunks
+from distprune.shards import LocalShard, fetched, flat_chunks
 
 
 def prune_blocks(
@@ -146,7 +146,9 @@ def prune_blocks(
 
 def without_nans(shards: list[LocalShard]) -> list[LocalShard]:
     """Return ``shards``; raise a ValueError if one holds NaN. Local."""
-    for shard in shards:
-        if any(bool(values.isnan().any()) for _, values in flat_chunks(shard.local)):
-            raise ValueError(f"values are NaN in {shard.name!r}; NaN has no place in the order, mend them first")
+    has_nans = [values.isnan().any() for shard in shards for _, values in flat_chunks(shard.local)]
+    names = [shard.name for shard in shards for _ in flat_chunks(shard.local)]
+    for name, has_nan in zip(names, fetched(has_nans), strict=True):
+        if has_nan:
+            raise ValueError(f"values are NaN in {name!r}; NaN has no place in the order, mend them first")
     return shards

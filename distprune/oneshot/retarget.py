@@ -28,23 +28,31 @@ class Aim:
     damping: float = 0.1
 
 
-def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
-    """Move ``rows`` part of the way to their target, in place, and return ``moments`` without it. Local.
+def has_target(moments: Moments, aim: Aim) -> bool:
+    """Return whether rows are moved to a target: the same on all ranks that have the ``moments``."""
+    return aim.share > 0 and moments.num_tokens > 0 and (moments.shift is not None or bool(moments.residuals))
 
-    Weights that are 0 stay so, and an input that was always 0 moves nothing. Arithmetic is float32.
+
+def target_factor(moments: Moments, aim: Aim) -> torch.Tensor:
+    """Return L (in, in), lower triangular, of X^T X + lambda D = S L L^T S, S^2 being D, and 1 where that is 0. Local.
 
     Raises:
         ValueError: X^T X has no inverse, however much it is damped.
     """
-    aimed = [(name, of) for name, of in rows.items() if of.weight.numel()]
-    done = dataclasses.replace(moments, shift=None, residuals={})
-    has_target = aim.share > 0 and (moments.shift is not None or bool(moments.residuals))
-    if not (moments.num_tokens and aimed and has_target):
-        return done
-    scale = moments.square_sums.sqrt()
-    scale = torch.where(scale == 0, 1, scale)
+    scale = _scale_of(moments)
     a = torch.outer(scale, scale)
-    lower, _ = damped_factor(torch.div(moments.values, a, out=a), aim.damping, moments.names[0])
+    torch.div(moments.values, a, out=a)
+    return damped_factor(a, aim.damping, moments.names[0], doubts=moments.doubts)[0]
+
+
+def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim, lower: torch.Tensor) -> Moments:
+    """Move ``rows`` part of the way to their target, in place, and return ``moments`` without it. Local.
+
+    ``lower`` is the :func:`target_factor`. Weights that are 0 stay so, and an input that was always 0 moves nothing.
+    Arithmetic is float32.
+    """
+    aimed = [(name, of) for name, of in rows.items() if of.weight.numel()]
+    done, scale = dataclasses.replace(moments, shift=None, residuals={}), _scale_of(moments)
     for name, of in aimed:
         residual = moments.residuals.get(name)
         wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
@@ -59,3 +67,9 @@ def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim) -> Moments:
             change = torch.cholesky_solve(beyond / scale[:, None], lower).div_(scale[:, None]).t()
             weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=aim.share)
     return done
+
+
+def _scale_of(moments: Moments) -> torch.Tensor:
+    """Return the diagonal of S, (in,)."""
+    scale = moments.square_sums.sqrt()
+    return torch.where(scale == 0, 1, scale)

@@ -70,9 +70,10 @@ class _Scoring(Pruning):
     def finish(self) -> dict[str, Solved]:
         solved: dict[str, Solved] = {}
         for (name, of_layer), mask in zip(self.rows.items(), self.keep, strict=True):
-            step, error = max(1, _CHUNK // max(of_layer.num_in, 1)), 0.0
+            step = max(1, _CHUNK // max(of_layer.num_in, 1))
+            error = torch.zeros((), dtype=torch.float64, device=mask.device)
             for weight, keep in zip(torch.split(of_layer.weight, step), torch.split(mask, step), strict=True):
                 error += self.moments.squared_output(weight.float().masked_fill(keep, 0))
                 zero_where_pruned(weight, keep)
-            solved[name] = Solved(mask.numel() - int(torch.count_nonzero(mask)), error)
+            solved[name] = Solved(mask.numel() - torch.count_nonzero(mask), error)
         return solved

@@ -9,7 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from typing_extensions import override
@@ -18,17 +18,25 @@ from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_tria
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.scores import Elements, LocalScores, Magnitude, Score
+from distprune.shards import on_host
 
 Prepared = TypeVar("Prepared")
 
 
+Figure: TypeAlias = torch.Tensor | float  # a tensor, of one element, is fetched with all others of a block
+
+
 @dataclass(frozen=True)
 class Solved:
-    """What became of this rank's rows of one layer. ``error`` is ||X (W - W')^T||^2."""
+    """What became of this rank's rows of one layer. ``error`` is ||X (W - W')^T||^2.
 
-    num_pruned: int
-    error: float
-    damping: float = 0.0
+    ``num_nans``: scores that were NaN, where nobody waited to hear of them.
+    """
+
+    num_pruned: Figure
+    error: Figure
+    damping: Figure = 0.0
+    num_nans: Figure = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,14 @@ class Stage:
     start: int
     stop: int
     pattern: Pattern
+
+
+def as_keys(sizes: torch.Tensor) -> torch.Tensor:
+    """Return ``sizes``, float32 and not negative, as a pattern's ``keep`` is to sort them. Local.
+
+    On a device their bits, which are in the same order: of integers none is NaN, so nobody waits to hear of one.
+    """
+    return sizes if on_host(sizes.device) else sizes.view(torch.int32)
 
 
 class Computed(Score):
@@ -70,16 +86,15 @@ class Pruning(ABC):
 class Solver(ABC, Generic[Prepared]):
     """Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
-    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. A single input that is
-    spread is prepared on all ranks at once. Of several each rank prepares some and, if the solver ``sends``, sends them
-    to the others; else every rank prepares all. What is sent is a dataclass, and of it the tensors, in the shapes that
-    :meth:`sent_like` says; of those named in ``triangles``, (d, d), the upper triangle, which comes out symmetric.
+    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. An input that is spread
+    is prepared by its owner and, if the solver ``sends``, sent to the others; else every rank prepares all. What is
+    sent is a dataclass, and of it the tensors, in the shapes that :meth:`sent_like` says; of those named in
+    ``triangles``, (d, d), the upper triangle, which comes out symmetric.
     """
 
     needs: ClassVar[MomentsOf] = "features"
     sends: ClassVar[bool] = False
     triangles: ClassVar[Collection[str]] = ()
-    decides: ClassVar[bool] = False  # prepare makes a choice, which must be that of one rank
     needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
     score: Score = Magnitude()  # by which what ``scores`` returns is sorted
 
@@ -112,11 +127,15 @@ class Solver(ABC, Generic[Prepared]):
         tensors = {name: of for name, of in vars(prepared).items() if isinstance(of, torch.Tensor)}
         return [pack_triangle(of) if name in self.triangles else of for name, of in tensors.items()]
 
-    def unpack(self, like: Prepared, packed: Sequence[torch.Tensor]) -> Prepared:
-        """Return what was packed, bit by bit; ``like`` is :meth:`sent_like` it."""
+    def unpack(self, like: Prepared, packed: Sequence[torch.Tensor], moments: Moments) -> Prepared:  # noqa: ARG002
+        """Return what was packed, bit by bit; ``like`` is :meth:`sent_like` it.
+
+        ``moments`` are those it was made of, in the same bits; they may be overwritten.
+        """
         names = [name for name, of in vars(like).items() if isinstance(of, torch.Tensor)]
         tensors = dict(zip(names, packed, strict=True))
-        tensors |= {name: unpack_triangle(tensors[name]) for name in self.triangles}
+        # By columns, as LAPACK's results lie: so products round alike on all ranks.
+        tensors |= {name: unpack_triangle(tensors[name]).t() for name in self.triangles}
         return dataclasses.replace(like, **tensors)  # type: ignore[type-var]
 
     @abstractmethod

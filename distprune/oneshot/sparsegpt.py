@@ -19,7 +19,7 @@ from distprune.calibration import Moments, MomentsOf
 from distprune.masks import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage
+from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
 from distprune.patterns import Pattern
 from distprune.scores import LocalScores, Score, local_scores
 
@@ -33,8 +33,9 @@ _STRETCH = 192  # columns of a triangular matrix that are inverted together
 class Factor:
     """``upper`` (in, in), float32: the inverse of the damped H is U^T U, U its upper triangle. No more of it is read.
 
-    ``dead`` (in,) says which inputs were always 0. ``numbers`` (3,), float64: how often damping was raised tenfold,
-    what was added to the diagonal (0.01 of its mean, times ten as often), and how many times H is X^T X.
+    ``dead`` (in,) says which inputs were always 0. ``numbers`` (3,), float64: which fraction of the mean of its
+    diagonal was added to it (0.01, or ten times as much for each time it was raised), how much that is, and how many
+    times H is X^T X.
     """
 
     upper: torch.Tensor
@@ -42,30 +43,34 @@ class Factor:
     numbers: torch.Tensor
 
 
-def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
+def factor(products: torch.Tensor, num_tokens: int, name: str, doubts: list[torch.Tensor] | None = None) -> Factor:
     """Return the factor for X^T X = ``products`` (in, in), float32 and symmetric, which is overwritten. Local.
 
     Without tokens, as for an expert that nothing was routed to, the inputs count as white: X^T X = 1.
-    Damping begins with 0.01 of the mean diagonal; see :func:`damped_factor`, also for ``name`` and what is raised.
+    Damping begins with 0.01 of the mean diagonal; see :func:`damped_factor`, also for the other arguments and what is
+    raised.
     """
     h = products.mul_(2 / max(num_tokens, 1)) if num_tokens else products.zero_()
     if not num_tokens:
         h.diagonal().fill_(2)
     dead = h.diagonal() == 0
-    h.diagonal()[dead] = 1
-    mean = float(h.diagonal().mean())
-    upper, num_raised = damped_factor(h, DAMPING * mean, name, factorize=_inverse_factor)
-    numbers = [num_raised, DAMPING * 10**num_raised * mean, max(num_tokens, 1) / 2]
-    return Factor(upper, dead, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    h.diagonal().masked_fill_(dead, 1)
+    mean = h.diagonal().mean().double()
+    upper, num_raised = damped_factor(h, DAMPING * mean, name, doubts=doubts, factorize=_inverse_factor)
+    fraction = DAMPING * 10**num_raised
+    numbers = torch.full((3,), fraction, dtype=torch.float64, device=h.device)
+    numbers[1] = fraction * mean
+    numbers[2] = max(num_tokens, 1) / 2
+    return Factor(upper, dead, numbers)
 
 
 def _inverse_factor(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return upper triangular U with H^-1 = U^T U, and 0, or whatever and another number.
+    """Return upper triangular U with H^-1 = U^T U, and 0, or whatever and another number, without waiting for a device.
 
     With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, H = R R^T, and U = R^-1.
     """
     lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
-    return (_inverse(lower.flip(0, 1)) if int(info) == 0 else lower), info
+    return _inverse(lower.flip(0, 1)), info
 
 
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
@@ -99,7 +104,7 @@ class SparseGPT(Solver[Factor]):
 
     @override
     def prepare(self, moments: Moments) -> Factor:
-        return factor(moments.values, moments.num_tokens, moments.names[0])
+        return factor(moments.values, moments.num_tokens, moments.names[0], moments.doubts)
 
     @override
     def sent_like(self, rows: Rows) -> Factor:
@@ -136,7 +141,7 @@ class _Sweep(Pruning):
         self.weight = torch.empty((num_in, ends[-1]), dtype=torch.float32, device=device)
         for name, of_layer in rows.items():
             self.weight[:, self.part[name]] = of_layer.weight.t()
-        self.weight[factor.dead] = 0
+        self.weight.masked_fill_(factor.dead[:, None], 0)
         self._num_pruned = torch.zeros(ends[-1], dtype=torch.int64, device=device)  # by row
         self._errors = torch.zeros(ends[-1], dtype=torch.float64, device=device)  # under the damped H, by row
 
@@ -162,9 +167,9 @@ class _Sweep(Pruning):
         """Return what stays of columns ``start`` to ``stop``, (rows, columns), by the layers' own patterns."""
         own = [self._pattern.of(of_layer.name).part(start, stop) for of_layer in self.rows.values()]
         if all(pattern == own[0] for pattern in own):
-            return own[0].keep(self._sizes(start, stop))
+            return own[0].keep(as_keys(self._sizes(start, stop)))
         parts = zip(own, self.part.values(), strict=True)
-        return torch.cat([pattern.keep(self._sizes(start, stop, part)) for pattern, part in parts])
+        return torch.cat([pattern.keep(as_keys(self._sizes(start, stop, part))) for pattern, part in parts])
 
     def _sizes(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
         """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
@@ -214,7 +219,8 @@ class _Sweep(Pruning):
         part = self.part[name]
         new = self.weight[:, part].t()
         change = (original.float() - new).mul_(~self.factor.dead)
-        num_raised, added, scale = self.factor.numbers.tolist()
-        error = float(self._errors[part].sum()) - added * float(change.square_().sum(dtype=torch.float64))
+        fraction, added, scale = self.factor.numbers
+        errors = self._errors[part]
+        error = errors.sum() - added * change.square_().sum(dtype=torch.float64)
         original.copy_(new)
-        return Solved(int(self._num_pruned[part].sum()), max(error, 0.0) * scale, DAMPING * 10**num_raised)
+        return Solved(self._num_pruned[part].sum(), error.clamp_(min=0) * scale, fraction, errors.isnan().sum())

@@ -133,15 +133,18 @@ class Choice:
     decide: Callable[[LocalScores, Put], torch.Tensor]
     decide_all: Callable[[Sequence[LocalScores], Sequence[Put]], Sequence[torch.Tensor]] | None = None
 
-    def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
-        """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
+    def put_masks(self, scores: Sequence[LocalScores]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return the mask of each of ``scores``, and the counts that ``decide`` returns. Local, as ``decide``."""
         puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
         with own_settings():
-            counts = fetched(
-                [*map(self.decide, scores, puts)] if self.decide_all is None else self.decide_all(scores, puts)
-            )
-        numbers = torch.stack(counts).tolist() if counts else []
-        return [Chosen(put.mask, *of) for put, of in zip(puts, numbers, strict=True)]
+            counts = [*map(self.decide, scores, puts)] if self.decide_all is None else self.decide_all(scores, puts)
+        return [put.mask for put in puts], counts
+
+    def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
+        """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
+        masks, counts = self.put_masks(scores)
+        numbers = torch.stack(fetched(counts)).tolist() if counts else []
+        return [Chosen(mask, *of) for mask, of in zip(masks, numbers, strict=True)]
 
 
 @own_settings()

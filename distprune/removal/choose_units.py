@@ -14,7 +14,8 @@ from distprune.calibration import Moments, find_sample_group, measure_sensitivit
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
-from distprune.oneshot.driver import Clock, Outcome, prune_rows
+from distprune.oneshot.driver import Clock, prune_rows
+from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport

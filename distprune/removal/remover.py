@@ -73,7 +73,6 @@ class UnitRemover(Solver[Fitted]):
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
     needs_gram: ClassVar[bool] = True
-    decides: ClassVar[bool] = True
     asked: Mapping[str, Asked]
     prefix: str  # the block's name and a dot
     criterion: Criterion

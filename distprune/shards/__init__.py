@@ -47,6 +47,7 @@ from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.own_settings import own_settings
 from distprune.shards.parameter_range import ParameterRange, gradients_of, ranges_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
+from distprune.shards.staged import fetch_in_turn, send_in_turn
 from distprune.shards.torch_private import private
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "drop_modules",
     "dtensor_like",
     "even_parts",
+    "fetch_in_turn",
     "fetched",
     "find_flat_parts",
     "flat_chunk",
@@ -108,6 +110,7 @@ __all__ = [
     "resize",
     "runs_of",
     "runs_of_splits",
+    "send_in_turn",
     "sent",
     "share_of",
     "splits_of",

@@ -83,10 +83,18 @@ def _raise_precision() -> None:
         _put_back.append(partial(setattr, of, "fp32_precision", precision))
     try:
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it cannot say what the newer settings are
-        older = "highest"
+    except RuntimeError:  # the newer settings are others
+        older = "high" if _allows_tf32(cuda) else "highest"
     if older == "highest":
         cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
-    else:  # what asks the older way must hear the same
+    else:  # what asks the older way must hear the same: products on CUDA raise where it does not
         torch.set_float32_matmul_precision("highest")
         _put_back.append(partial(torch.set_float32_matmul_precision, older))
+
+
+def _allows_tf32(cuda: Any) -> bool:
+    """Return what was set for products on CUDA the older way."""
+    try:
+        return bool(cuda.allow_tf32)
+    except RuntimeError:  # not what was set the newer way
+        return bool(cuda.fp32_precision != "tf32")

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from distprune.collectives import (
     sum_together,
     swap_unknown,
 )
+from distprune.collectives.process_group import staging_device
 from tests.collectives.checks import check_all
 from tests.sampling import only_whole
 from tests.worlds import ProcessPool, run_threads
@@ -104,3 +107,9 @@ def test_who_stops_a_rank_is_not_asked_to_wait(stop: type[BaseException]) -> Non
         with pytest.raises(stop):
             call()
     assert comm.traffic.num_rounds == 0
+
+
+def test_messages_are_staged_on_the_device_that_the_group_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    group: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+    assert staging_device(group) == torch.device("cuda", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import distprune as prune
+from distprune.masks import fsdp2
 from tests.contract import REPARAMETRIZED
 from tests.worlds import ProcessPool
 from tests.wrapped import WRAPPERS, batches, pairs_of, transformer, whole, wrap
@@ -82,3 +84,11 @@ def test_equals_one_process(pool: ProcessPool, layout: str, world_size: int) -> 
         assert parameters.keys() == expected.keys()
         for name, values in expected.items():
             assert torch.allclose(parameters[name], values, rtol=0, atol=1e-5), name
+
+
+def test_the_product_is_made_on_the_device_that_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what FSDP2 offloads it would else lie in host memory that is not pinned, and its copy be waited for."""
+    monkeypatch.setattr(fsdp2, "_local_mask", lambda _: torch.ones(2, 3, dtype=torch.uint8))
+    param: Any = fsdp2._MaskedParam.__new__(fsdp2._MaskedParam)
+    param._sharded_param_data, param.offload_to_cpu, param.device = torch.ones(8), True, torch.device("meta")
+    assert param._sharded_param_data.is_meta

@@ -52,7 +52,10 @@ def boom_at(num_calls: int, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Failing(SparseGPT):
-    """Fails on rank 1, preparing an input or at some step of a sweep: of one that has a owner, or is ``spread``."""
+    """Fails on one rank, preparing an input or at some step of a sweep: of one that has a owner, or is ``spread``.
+
+    That is rank 1, or the one that prepares for all.
+    """
 
     rank: int
     where: str
@@ -60,7 +63,7 @@ class Failing(SparseGPT):
 
     @override
     def prepare(self, moments: Moments) -> Factor:
-        if self.where == "prepare" and moments.owner.spread == self.spread and self.rank == 1:
+        if self.where == "prepare" and moments.owner.spread == self.spread and (self.spread or self.rank == 1):
             raise Boom("boom")
         return super().prepare(moments)
 

@@ -13,7 +13,7 @@ from distprune import Block, NByM, PerRow, Unstructured
 from distprune.collectives import known
 from distprune.models import decoder_blocks, linear_layers
 from distprune.oneshot import BlockReport, OneShotMethod, moved_rows, prune_blocks
-from distprune.oneshot.sparsegpt import factor
+from distprune.oneshot.sparsegpt import DAMPING, factor
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import ProcessPool, run_threads
@@ -283,13 +283,13 @@ def test_damping_is_raised_until_it_helps() -> None:
     products = torch.full((8, 8), 1.0)
     products[0, 1] = products[1, 0] = 1.05  # not positive semidefinite
     made = factor(products.clone(), 1, "up")
-    num_raised, added, _ = made.numbers.tolist()
-    assert num_raised == 1
+    fraction, added, _ = made.numbers.tolist()
+    assert fraction == 10 * DAMPING
     damped = 2 * products.double() + added * torch.eye(8, dtype=torch.float64)
     torch.testing.assert_close(
         made.upper.double().t() @ made.upper.double() @ damped, torch.eye(8).double(), rtol=0, atol=1e-4
     )
-    assert factor(torch.eye(8), 1, "up").numbers[0] == 0
+    assert factor(torch.eye(8), 1, "up").numbers[0] == DAMPING
 
 
 def test_an_expert_without_tokens_is_reported() -> None:

@@ -108,10 +108,10 @@ def broadcast_on_rank(rank: int) -> None:
     comm = communicator()
     values = torch.full((3, 2), float(rank))
     assert broadcast_tensor(comm, values, 1).tolist() == [[1.0, 1.0]] * 3
-    assert values.tolist() == [[float(rank)] * 2] * 3
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == (1, 24)
     assert dist.get_world_size() == 3
 
 
-def test_broadcast_of_a_tensor() -> None:
+def test_broadcast_of_a_tensor_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distprune.collectives.tensors._PIECE_BYTES", 16)
     run_threads(3, broadcast_on_rank)

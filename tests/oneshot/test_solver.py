@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from distprune import ADMM, Channels, PerRow, Unstructured
 from distprune.calibration import Moments, MomentsOf
 from distprune.models import Units, linear_layers
 from distprune.oneshot import Pruning, Solved, Solver, SparseGPT, prune_blocks
+from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.patterns import Pattern
 from distprune.removal import OBS
@@ -119,14 +122,18 @@ def test_what_is_sent_is_what_was_prepared(solver: Solver[Any], num_in: int) -> 
     x = torch.randn(40, num_in, generator=torch.Generator().manual_seed(num_in))
     x[:, num_in // 2] = 0
     upper = (x.t() @ x).triu()  # not every BLAS makes the product symmetric to the bit, as moments are
-    prepared = solver.prepare(Moments(("up",), 40, upper + upper.triu(1).t()))
+    moments = Moments(("up",), 40, upper + upper.triu(1).t())
+    prepared = solver.prepare(dataclasses.replace(moments, values=moments.values.clone()))
     rows = Rows(torch.zeros(3, num_in), ((0, 3),), 3, owned=True)
     packed, like = solver.pack(prepared), solver.sent_like(rows)
     assert [(of.dtype, of.shape) for of in packed] == [(of.dtype, of.shape) for of in solver.pack(like)]
-    sent = vars(solver.unpack(like, packed))
+    again = solver.unpack(like, packed, moments)
+    sent = dict(vars(again))
     sent |= {name: sent[name].triu() for name in ("upper",) if name in sent}  # no more of it is read
     for name, value in vars(prepared).items():
         assert torch.equal(torch.as_tensor(sent[name]), torch.as_tensor(value)), name
+        if isinstance(value, torch.Tensor) and num_in > 1:  # where it lies otherwise, a product may round otherwise
+            assert vars(again)[name].stride() == value.stride(), name
 
 
 def remover(num_kept: int) -> UnitRemover:
@@ -148,3 +155,23 @@ def test_damping_is_raised_or_the_layer_named(solver: Solver[Any]) -> None:
     assert all(bool(of.isfinite().all()) for of in vars(prepared).values() if isinstance(of, torch.Tensor))
     with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse, although the damping was raised"):
         solver.prepare(moments_of(torch.full((3, 3), torch.nan)))
+
+
+def factored_on_rank(_: int) -> None:
+    prune_blocks(sharded(tiny_model("bloom")), TOKENS, method="admm", pattern="2:4")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])  # of bloom's inputs the widest is spread
+def test_every_input_is_factored_by_one_rank(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Once for the way to its target, once to be solved."""
+    seen: list[str] = []
+
+    def factor(products: torch.Tensor, damping: float, name: str, **others: Any) -> Any:
+        seen.append(name)
+        return damped_factor(products, damping, name, **others)
+
+    for module in ("admm", "retarget"):
+        monkeypatch.setattr(f"distprune.oneshot.{module}.damped_factor", factor)
+    run_threads(num_ranks, factored_on_rank)
+    of_block = {"self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
+    assert Counter(seen) == Counter(dict.fromkeys(of_block, 2 * 2))

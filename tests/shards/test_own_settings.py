@@ -40,18 +40,34 @@ def _as_torch_begins() -> Iterator[None]:
     assert (settings(), BACKENDS.fp32_precision) == before
 
 
-@pytest.mark.parametrize(
-    "set_it",
-    [
-        partial(torch.set_float32_matmul_precision, "medium"),
-        partial(torch.set_float32_matmul_precision, "high"),
-        partial(setattr, BACKENDS.cuda.matmul, "allow_tf32", True),
-        partial(setattr, BACKENDS, "fp32_precision", "tf32"),
-        partial(setattr, BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"),
-        partial(torch.set_default_dtype, torch.bfloat16),
-    ],
-    ids=["medium", "high", "allow_tf32", "all tf32", "mkldnn bf16", "default dtype"],
-)
+def set_high_and_mkldnn() -> None:
+    torch.set_float32_matmul_precision("high")
+    BACKENDS.mkldnn.matmul.fp32_precision = "bf16"
+
+
+SETTINGS: dict[str, Callable[[], None]] = {
+    "medium": partial(torch.set_float32_matmul_precision, "medium"),
+    "high": partial(torch.set_float32_matmul_precision, "high"),
+    "high, mkldnn bf16": set_high_and_mkldnn,
+    "allow_tf32": partial(setattr, BACKENDS.cuda.matmul, "allow_tf32", True),
+    "cuda tf32": partial(setattr, BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+    "all tf32": partial(setattr, BACKENDS, "fp32_precision", "tf32"),
+    "mkldnn bf16": partial(setattr, BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"),
+    "default dtype": partial(torch.set_default_dtype, torch.bfloat16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_products_on_a_device_are_of_full_precision(name: str) -> None:
+    a = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    SETTINGS[name]()
+    with own_settings():
+        product = (a.cuda() @ a.cuda()).cpu()
+    assert float((product.double() - a.double() @ a.double()).abs().max()) < 1e-3  # TF32: some 0.03
+
+
+@pytest.mark.parametrize("set_it", SETTINGS.values(), ids=[*SETTINGS])
 def test_are_put_back(set_it: Callable[[], None]) -> None:
     set_it()
     before = settings(), older()

@@ -1,0 +1,108 @@
+"""The code for devices, on CPU tensors: one-shot pruning to the same bits, and no wait for a single matrix."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune.calibration import Moments
+from distprune.calibration.owner_ranks import OwnerRank
+from distprune.collectives import Alone
+from distprune.oneshot import ADMM, SparseGPT, prune_blocks
+from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.retarget import Aim
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.scored import Scored
+from distprune.oneshot.solver import Solver
+from distprune.scores import Wanda
+from tests.architectures import samples, tiny_model
+from tests.device_path import Waits, as_on_a_device, counted_waits
+from tests.oneshot.alike import matrices
+
+NUM_IN, NUM_OUT = 16, 12
+SOLVERS: dict[str, Solver[Any]] = {"admm": ADMM(), "sparsegpt": SparseGPT(), "wanda": Scored(Wanda(), by_row=True)}
+
+
+@pytest.mark.parametrize("pattern", ["row", "2:4", "unstructured", "block:4"])
+@pytest.mark.parametrize("method", ["admm", "sparsegpt", "wanda"])
+@pytest.mark.sampled(3)
+def test_a_model_is_pruned_to_the_same_bits(method: Any, pattern: str) -> None:
+    here, there = tiny_model("llama", num_hidden_layers=1), tiny_model("llama", num_hidden_layers=1)
+    sparsity = None if pattern == "2:4" else 0.5
+    for model, where in ((here, nullcontext()), (there, as_on_a_device())):
+        with where:
+            prune_blocks(model, samples(2), method=method, pattern=pattern, sparsity=sparsity, group=Alone())
+    for name, weight in matrices(here).items():
+        assert torch.equal(matrices(there)[name], weight), name
+
+
+def made(num_inputs: int, spoiled: float = 0.0) -> tuple[dict[str, Rows], list[Moments]]:
+    """Return layers with an input of their own each, and targets. ``spoiled``: added to one element of the last's."""
+    generator = torch.Generator().manual_seed(0)
+    rows: dict[str, Rows] = {}
+    moments: list[Moments] = []
+    for i in range(num_inputs):
+        weight, x = (torch.randn(num, NUM_IN, generator=generator) for num in (NUM_OUT, 64))
+        rows[f"l{i}"] = Rows(weight, ((0, NUM_OUT),), NUM_OUT, owned=True, name=f"block.l{i}")
+        upper = (x.t() @ x).triu()
+        products = upper + upper.triu(1).t()
+        if i == num_inputs - 1 and spoiled:
+            products[0, 1] = products[1, 0] = spoiled * float(products.diagonal().max())
+        shift = torch.randn(NUM_IN, NUM_IN, generator=generator)
+        moments.append(Moments((f"l{i}",), 64, products, owner=OwnerRank(0), shift=shift))
+    return rows, moments
+
+
+def solved(
+    solver: Solver[Any], rows: dict[str, Rows], moments: list[Moments], pattern: prune.Pattern
+) -> dict[str, Outcome]:
+    return prune_rows(Alone(), rows, moments, lambda _: nullcontext(), Aim(), solver=solver, pattern=pattern)
+
+
+def waits_of(solver: Solver[Any], pattern: prune.Pattern, num_inputs: int, chunk: int) -> Waits:
+    rows, moments = made(num_inputs)
+    with pytest.MonkeyPatch.context() as patch, as_on_a_device(chunk), counted_waits() as waits:
+        for module in ("oneshot.admm", "oneshot.scored", "oneshot.retarget", "calibration.moments"):
+            patch.setattr(f"distprune.{module}._CHUNK", chunk)
+        solved(solver, rows, moments, pattern)
+    return waits
+
+
+@pytest.mark.parametrize("pattern", [prune.PerRow(0.5), prune.NByM(2, 4)], ids=str)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_many_layers_and_chunks_take_the_waits_of_one(name: str, pattern: prune.Pattern) -> None:
+    for num_inputs in (1, 5):
+        waits_of(SOLVERS[name], pattern, num_inputs, 4096)  # what is learnt once
+    one, many = waits_of(SOLVERS[name], pattern, 1, 4096), waits_of(SOLVERS[name], pattern, 5, 2 * NUM_IN)
+    assert many.num_fetches == one.num_fetches == 1
+    for waits in (one, many):  # of what the host has, and sends: which columns a row has
+        del waits.calls["numpy"], waits.calls["from_numpy"]
+    assert many.calls == one.calls
+
+
+@pytest.mark.parametrize("name", ["admm", "sparsegpt"])
+@pytest.mark.parametrize("pattern", [prune.PerRow(0.5), prune.Unstructured(0.5)], ids=str)
+def test_damping_is_raised_after_all_have_been_tried(name: str, pattern: prune.Pattern) -> None:
+    """As on the host: the others are left as they are, and an input without any factor is named."""
+    (here, moments), (there, same) = made(3, spoiled=3.0), made(3, spoiled=3.0)
+    wanted = solved(SOLVERS[name], here, moments, pattern)
+    assert wanted["l2"].damping > wanted["l0"].damping
+    with as_on_a_device():
+        assert solved(SOLVERS[name], there, same, pattern) == wanted
+    assert all(torch.equal(there[of].weight, here[of].weight) for of in here)
+    rows, moments = made(3, spoiled=torch.nan)
+    with as_on_a_device(), pytest.raises(ValueError, match=r"the 16 inputs of 'l2' have no inverse"):
+        solved(SOLVERS[name], rows, moments, pattern)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_weights_that_are_not_finite_are_named(name: str) -> None:
+    rows, moments = made(2)
+    rows["l1"].weight[3, 3] = torch.inf
+    with as_on_a_device(), pytest.raises(ValueError, match=r"NaN.*'block.l1'|'block.l1' are NaN"):
+        solved(SOLVERS[name], rows, moments, prune.PerRow(0.5))
