@@ -33,8 +33,8 @@ from distprune.oneshot.walk_costs import DEVICE, BlockShape, InputShape, ModelSh
 # Measured: seconds of Python a parameter on one of 1,024 ranks (scale_epyc-2core_2026-11-25.md).
 PRUNE_CALL, HELD_STEP, UPDATE = 112e-6, 17e-6, 850e-6
 ROUNDS, STREAM_PLAN = 6, 275e-6
-# Measured on a simulated device: bytes that one selection touches an element. 12 are needed.
-TOUCHED = 577
+# Counted on CPU tensors by the code for devices: bytes a global call touches an element of bfloat16. 6 are needed.
+TOUCHED = 43
 # Assumed, of a device, its network (of 8 devices a node) and the disks. Bytes, or operations, a second.
 HBM, MATMUL, NETWORK = 0.7 * 3.35e12, DEVICE.forward, DEVICE.network
 HOP, ROUND = 5e-6, 20e-6
@@ -166,7 +166,7 @@ _INTRODUCTION = """# On paper: 8 to 16,384 ranks
 - Measured and put in: Python a parameter on one of 1,024 simulated ranks (prune {prune:.0f} µs, what holding
   adds to a step {held:.0f} µs, update {update:.0f} µs, {layer:.1f} ms a layer of a dense one-shot block,
   {expert:.1f} ms of one with experts), {rounds} rounds a call, and the bytes that a selection touches an element on a
-  simulated device: {touched}, where 12 are needed. On a CPU core a selection takes 2.2 ns an element of bfloat16.
+  device, by count: {touched}, where 6 are needed. On a CPU core a selection takes 2.2 ns an element of bfloat16.
 - Assumed: memory of a device 2.3 TB/s, 400 TFLOP/s in bfloat16, 50 in float32; 40 GB/s of network a device, 5 µs a
   hop, 20 µs of host a round; 2 GB/s of disk a node of 8 devices, 500 GB/s in all; calibration of 128 x 2,048 tokens,
   ADMM with dense targets, as `distprune.oneshot.plan_walk` has it, "arriving" without what FSDP2 gathers; training with
@@ -184,10 +184,10 @@ _CHECKED = """## Beside what was run and simulated
 
 ## What this says
 
-- **A prune** stops scaling where Python does not shrink: 8 B at some 70 ranks, 70 B at 270, 405 B at 1,000. Below 0.2 s
+- **A prune** stops scaling where Python does not shrink: 8 B at some 5 ranks, 70 B at 20, 405 B at 75. Below 0.2 s
   nobody waits for it. A mixture whose experts are parameters of their own costs 8 s of Python at any size; with the
   experts of a block in one tensor, as transformers holds them, it is the cost of a dense model. What a device touches,
-  {touched} bytes an element, is what to mend first: at 12 its part would take a 48th.
+  {touched} bytes an element of bfloat16, was 870.
 - **Held zeros** are lost in the step, at 1 % of it and less, but for experts that are parameters of their own: there
   they and what FSDP itself does for 70,000 parameters are what to mend.
 - **A one-shot block** of a dense model stops scaling at some 64 ranks. There all inputs are spread: each rank sends and

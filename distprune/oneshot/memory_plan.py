@@ -168,11 +168,11 @@ def _of_summed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
     packed = [of.num * sum_bytes(of, asked, packed=True) for of in inputs]
     to_all = sum(of.num * sum_bytes(of, asked, packed=True) for of in spread)
     arriving = to_all + max(sum(sum_bytes(of, asked, packed=True) for of in some) for some in owned.values())
-    several = asked.pairs and len(spread) > 1 and not is_alone  # each is factored by one rank, and sent
-    prepared = sum(prepared_bytes(of, asked) for of in spread) if several else 0.0
-    handed = prepared / 2  # triangles
+    hands_on = asked.pairs and bool(spread) and not is_alone  # each is factored by one rank, and sent
+    prepared = sum(prepared_bytes(of, asked) for of in spread) if hands_on else 0.0
+    handed = sum(2.0 * of.num_in**2 for of in spread) if prepared else 0.0  # a triangle of each
     working = [*max(owned.values(), key=lambda some: sum(of.num_in**2 for of in some)), *spread]
-    factoring = factored.values() if several else [[*some, *spread] for some in owned.values()]
+    factoring = factored.values() if hands_on else [[*some, *spread] for some in owned.values()]
     busiest = max(sum(2 * of.num_in**3 for of in some) for some in factoring) if asked.pairs else 0
     products = sum(of.num * of.share * num_products(of, asked) for of in inputs)
     return {
@@ -189,7 +189,6 @@ def _of_summed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
         MOMENTS: PartCost(device=sum(of.num * moment_bytes(of, asked) for of in working)),
         FACTORS: PartCost(
             device=prepared + max((factor_bytes(of, asked) for of in working), default=0.0),
-            host=handed,
             sent=handed,
             arriving=handed,
             seconds=busiest / speeds.float32 + handed / speeds.network,
