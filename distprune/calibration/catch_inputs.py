@@ -13,7 +13,7 @@ from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
 from distprune.collectives import Alone, Guarded
 from distprune.models import decoder_blocks, keeping_weights
-from distprune.shards import gather, reset_forward, take_roots
+from distprune.shards import fetched, gather, reset_forward, take_roots
 
 
 def catch_inputs(
@@ -83,10 +83,11 @@ class _Learner:
         # A copy of what the block called last hands on.
         self._put_out = torch.empty(0, dtype=torch.float32, device="cpu")
         self._calls: list[Call] = []
+        self._handed_on: list[torch.Tensor] = []  # of each block but the first: whether it is given that
 
     def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
         """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
-        self._num_asked, self._first_hidden, self._calls = num_asked, None, []
+        self._num_asked, self._first_hidden, self._calls, self._handed_on = num_asked, None, [], []
         with standing_in(self._model, self._blocks[:num_asked], self.called), torch.no_grad():
             self._comm.meet()  # it may gather
             try:
@@ -97,6 +98,7 @@ class _Learner:
                         self._model.forward(**batch)  # without the hooks that gather
             except _ReachedLast:
                 assert self._first_hidden is not None
+                self._check_handed_on()
                 return self._first_hidden, self._calls
             except (TypeError, ValueError) as error:
                 if self._calls or not getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
@@ -126,11 +128,8 @@ class _Learner:
         self._calls.append(call)
         if index == 0:
             self._first_hidden = hidden
-        elif not _equal(hidden, self._put_out):
-            raise ValueError(
-                f"block {name!r} is not given what {self._blocks[index - 1][0]!r} puts out: the model changes hidden "
-                "states between them, which a walk from block to block cannot follow"
-            )
+        else:
+            self._handed_on.append(_equal(hidden, self._put_out))
         if len(self._calls) == self._num_asked:
             raise _ReachedLast
         if self.output is None:
@@ -143,6 +142,15 @@ class _Learner:
             return self.output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
+
+    def _check_handed_on(self) -> None:
+        """Raise unless each block was given what the one before puts out. One wait for a device, for all."""
+        for index, is_equal in enumerate(fetched(self._handed_on), 1):
+            if not is_equal:
+                raise ValueError(
+                    f"block {self._blocks[index][0]!r} is not given what {self._blocks[index - 1][0]!r} puts out: the "
+                    "model changes hidden states between them, which a walk from block to block cannot follow"
+                )
 
 
 def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
@@ -157,11 +165,11 @@ def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tor
     return hidden, Call(others, kwargs, hidden_name)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both hold the same values, in which NaN is one."""
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether both hold the same values, in which NaN is one: bool, where they are."""
     if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
+        return torch.zeros((), dtype=torch.bool, device=one.device)
+    return ((one == other) | (one.isnan() & other.isnan())).all()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -77,7 +77,8 @@ class Held:
             self.kept = torch.ones(shape, dtype=torch.bool, device=device)
         self.is_small = goes_beside(shard.local)
         self.num_held = 0  # on a device as of what has arrived
-        self.num_there = torch.zeros((), dtype=torch.int64, device=device)  # the same on a device, as of now
+        self._nothing = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_there = self._nothing  # the same on a device, as of now
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self.may_be_new = False  # on a device: they were written to since
         self.counts: torch.Tensor | tuple[int, int, bool] | None = None  # read, and not taken over yet
@@ -138,7 +139,7 @@ class Held:
 
     def expect_others(self) -> None:
         """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
-        self.num_held, self.num_there, self._as_read = 0, torch.zeros_like(self.num_there), None
+        self.num_held, self.num_there, self._as_read = 0, self._nothing, None
 
     def move(self, shard: LocalShard) -> None:
         """Hold the same places of ``shard``, which has taken the place of this one in the model."""

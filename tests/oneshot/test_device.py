@@ -67,8 +67,9 @@ def solved(
 def waits_of(solver: Solver[Any], pattern: prune.Pattern, num_inputs: int, chunk: int) -> Waits:
     rows, moments = made(num_inputs)
     with pytest.MonkeyPatch.context() as patch, as_on_a_device(chunk), counted_waits() as waits:
-        for module in ("oneshot.admm", "oneshot.scored", "oneshot.retarget", "calibration.moments"):
-            patch.setattr(f"distprune.{module}._CHUNK", chunk)
+        for name in ("admm.CHUNK", "scored._CHUNK", "retarget._CHUNK"):
+            patch.setattr(f"distprune.oneshot.{name}", chunk)
+        patch.setattr("distprune.calibration.moments._CHUNK", chunk)
         solved(solver, rows, moments, pattern)
     return waits
 
