@@ -69,7 +69,8 @@ def hold_zeros(
 
     If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
     a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
-    the last step, and a warning names the parameter. Each rank judges its own part, so none waits for another.
+    the last step, and a warning names the parameter. Each rank judges its own part, so none waits for another. Steps
+    on a device do not wait for it: there the warning, and clean moments where torch counts no write, come a step later.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
