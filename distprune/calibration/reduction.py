@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from distprune.calibration.sums import PRODUCTS, SHIFT, SUMS, InputSums
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives import Communicator, max_together, sum_together, together
 from distprune.models import LinearLayer
-from distprune.shards import are_finite, fetched, own_settings
+from distprune.shards import are_finite, batches, fetched, own_settings
 
 MESSAGE = 1 << 23  # float64 numbers that are packed at a time: 64 MiB
 _IN_DENSE, _ANYWHERE = 1, 2  # where something is NaN or infinite: in the dense stream alone, or in the pruned one
@@ -71,17 +72,15 @@ class Reduction:
         Or one. Every rank must call it: for each wave the rounds of :func:`send_tokens`, and 1 of 8 bytes for each of
         all inputs.
         """
-        waves: list[dict[SharedInput, OwnerRank]] = []
-        last: dict[int, tuple[int, int]] = {}  # by owner: its last wave, and the bytes in that
+        of_owner: dict[int, list[SharedInput]] = {}
         for of, owner in owners.items():
-            size = 8 * of.num_in**2 * (1 + (SHIFT in self._shapes(of)))
-            wave, taken = last.get(owner.rank, (0, 0))
-            wave, taken = (wave + 1, size) if taken and taken + size > room else (wave, taken + size)
-            last[owner.rank] = wave, taken
-            waves.extend({} for _ in range(wave + 1 - len(waves)))
-            waves[wave][of] = owner
-        while waves:
-            yield self._wave(waves.pop(0))
+            of_owner.setdefault(owner.rank, []).append(of)
+        parts = []  # by owner
+        for inputs in of_owner.values():
+            sizes = [8 * of.num_in**2 * (1 + (SHIFT in self._shapes(of))) for of in inputs]
+            parts.append([[inputs[i] for i in which] for which in batches(range(len(inputs)), sizes, room)])
+        for wave in itertools.zip_longest(*parts, fillvalue=()):
+            yield self._wave({of: owners[of] for part in wave for of in part})
 
     def _wave(self, owners: Owners) -> list[Moments]:
         kept = [self.tokens.pop(of.names[0], []) for of in owners]
@@ -175,16 +174,11 @@ class Reduction:
 
     def _messages(self, owners: Owners) -> Iterator[dict[int | None, list[SharedInput]]]:
         """Yield the inputs whose sums are packed at once, by the rank that they go to; ``None``: to all."""
-        of_rank: dict[int | None, list[SharedInput]] = {}
-        total = 0
-        for of, owner in owners.items():
-            size = self._numel([of])
-            if total and total + size > MESSAGE:
-                yield of_rank
-                of_rank, total = {}, 0
-            of_rank.setdefault(None if owner.spread else owner.rank, []).append(of)
-            total += size
-        if of_rank:
+        inputs = list(owners)
+        for which in batches(range(len(inputs)), [self._numel([of]) for of in inputs], MESSAGE):
+            of_rank: dict[int | None, list[SharedInput]] = {}
+            for of in (inputs[i] for i in which):
+                of_rank.setdefault(None if owners[of].spread else owners[of].rank, []).append(of)
             yield of_rank
 
     @own_settings()

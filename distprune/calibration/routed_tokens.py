@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ import torch
 
 from distprune.calibration.targets import Beside
 from distprune.collectives import Communicator, as_bytes, from_bytes, max_together, swap_known, swap_unknown
+from distprune.shards import batches
 
 ARRIVING = 1 << 26  # bytes at one rank in a round, unless one sample gives an input more
 
@@ -85,22 +86,16 @@ class _Post:
 
     def share_out(self, owners: Sequence[int], kept: Sequence[list[RoutedTokens]]) -> int:
         """Put all that is ``kept`` into rounds, and return how many these are."""
-        num_inputs, sizes = Counter[int](), Counter[int]()
+        num_inputs, going = Counter[int](), defaultdict[int, list[_Numbered]](list)
         for owner, of_input in zip(owners, kept, strict=True):
-            for tokens in of_input:
-                numbered = num_inputs[owner], tokens
-                if owner == self._comm.rank:
-                    self._own.append(numbered)
-                    continue
-                rounds = self._rounds.setdefault(owner, [])
-                sizes[owner] += tokens.num_bytes
-                if rounds and sizes[owner] <= ARRIVING // self._comm.size:
-                    rounds[-1].append(numbered)
-                else:
-                    rounds.append([numbered])
-                    sizes[owner] = tokens.num_bytes
+            (self._own if owner == self._comm.rank else going[owner]).extend(
+                (num_inputs[owner], tokens) for tokens in of_input
+            )
             num_inputs[owner] += 1
             of_input.clear()
+        for owner, some in going.items():
+            rounds = batches(range(len(some)), [tokens.num_bytes for _, tokens in some], ARRIVING // self._comm.size)
+            self._rounds[owner] = [[some[i] for i in which] for which in rounds]
         return max(map(len, self._rounds.values()), default=0)
 
     def texts(self) -> list[torch.Tensor]:

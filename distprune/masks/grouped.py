@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from distprune.masks.in_place import views_by_chunk
-from distprune.shards import bits_of, chunk_size, sent
+from distprune.shards import batches, bits_of, chunk_size, sent
 
 _Piece = tuple[int, torch.Tensor, torch.Tensor]  # the number of a shard, some of its bits, and of its mask
 
@@ -90,15 +90,8 @@ class Grouped:
                 bits = bits_of(local)
                 by_dtype.setdefault(bits.dtype, []).extend((i, *views) for views in views_by_chunk(bits, mask))
         for pieces in by_dtype.values():
-            group: list[_Piece] = []
-            num = 0
-            for piece in pieces:
-                if group and num + piece[1].numel() > most:
-                    yield group
-                    group, num = [], 0
-                group.append(piece)
-                num += piece[1].numel()
-            yield group
+            for which in batches(range(len(pieces)), [bits.numel() for _, bits, _ in pieces], most):
+                yield [pieces[i] for i in which]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ with others. The pieces of all chunks are numbered. What is known of each is sen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from distprune.selection.competition import Words
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry, keys_of
-from distprune.shards import chunk_size, is_joined, sent
+from distprune.shards import batches, chunk_size, is_joined, sent
 
 _MIXED_SHARE = 4  # a chunk of several competitions is a quarter: what it is compared with, each element has for itself
 
@@ -93,8 +93,8 @@ class Chunks:
                 self._append(orders[entry.competition], [entry], slice(start, min(start + size, numel)))
         most = size if len(orders) == 1 else size // _MIXED_SHARE
         for order, small in joined.items():
-            for which in _batches(small, most):
-                self._append(order, which, slice(0, which[0].geometry.local_numel))
+            for which in batches(range(len(small)), [entry.geometry.local_numel for entry in small], most):
+                self._append(order, [small[i] for i in which], slice(0, small[which[0]].geometry.local_numel))
 
     def _append(self, order: Order, entries: Sequence[Entry], at: slice) -> None:
         self.all.append(Chunk(self, order, entries, at, self.num_pieces))
@@ -130,19 +130,3 @@ class Chunks:
     def send(self, values: Words) -> torch.Tensor:
         """Return ``values`` on the device."""
         return sent(torch.from_numpy(values), self.device)
-
-
-def _batches(entries: Sequence[Entry], most: int) -> Iterator[list[Entry]]:
-    """Yield ``entries``, but for empty ones, of ``most`` elements together at most."""
-    batch: list[Entry] = []
-    total = 0
-    for entry in entries:
-        numel = entry.geometry.local_numel
-        if batch and total + numel > most:
-            yield batch
-            batch, total = [], 0
-        if numel:
-            batch.append(entry)
-            total += numel
-    if batch:
-        yield batch

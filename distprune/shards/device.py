@@ -35,17 +35,20 @@ def is_joined(numel: int, device: torch.device) -> bool:
     return is_small(numel, device) if on_host(device) else numel <= _DEVICE_CHUNK // _SMALL_SHARE
 
 
-def batches(which: Sequence[int], numels: Sequence[int]) -> Iterator[list[int]]:
-    """Yield ``which`` shards to join, but for empty ones; ``numels``: how many elements each has."""
+def batches(which: Sequence[int], numels: Sequence[int], most: int = _JOINED) -> Iterator[list[int]]:
+    """Yield ``which`` to take together, but for empty ones: of ``most`` elements at most, or one that has more.
+
+    ``numels``: how many elements each has.
+    """
     batch: list[int] = []
     total = 0
     for i, numel in zip(which, numels, strict=True):
-        if numel:
-            batch.append(i)
-        total += numel
-        if total >= _JOINED:
+        if batch and total + numel > most:
             yield batch
             batch, total = [], 0
+        if numel:
+            batch.append(i)
+            total += numel
     if batch:
         yield batch
 
