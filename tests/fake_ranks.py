@@ -65,7 +65,7 @@ class EqualRanks(Communicator):
             self.sums.append(values.clone())
 
     @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
         values *= self.size
 
     @override

@@ -81,7 +81,7 @@ _AGREED = {
         "Standings.without_key",
         "Standings._narrow",
     ),
-    "selection/counts.py": ("BinCounts.__init__", "summed_counts", "summed_values", "told_ends"),
+    "selection/counts.py": ("BinCounts.__init__", "summed_counts", "summed_values", "told_ends", "told_ranges"),
     "selection/kth_value.py": ("select_lowest", "_check", "_count", "_thresholds"),
     "selection/order.py": ("Order.last", "Order.values"),
     "selection/quantiles.py": ("tell_quantiles",),

@@ -22,7 +22,7 @@ class Alone(Communicator):
         pass
 
     @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
         pass
 
     @override

@@ -75,7 +75,10 @@ class Communicator(ABC):
         self._count(values.nbytes)
         if values.numel():
             with communicating():
-                self._sum_in_place(values, rank)
+                if rank is None:
+                    self._reduce_in_place(values, "sum")
+                else:
+                    self._sum_in_place(values, rank)
 
     def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
         if values.dtype not in (torch.int64, torch.float64):
@@ -135,11 +138,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        """All-reduce a contiguous CPU tensor; ``op`` is ``"sum"`` or ``"max"``."""
+        """All-reduce a contiguous tensor, which may be on a device; ``op`` is ``"sum"`` or ``"max"``."""
 
     @abstractmethod
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
-        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``, or to all."""
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
+        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``."""
 
     @abstractmethod
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

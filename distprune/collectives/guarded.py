@@ -58,7 +58,7 @@ class Guarded(Communicator):
         self._comm._reduce_in_place(values, op)
 
     @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
         self._comm._sum_in_place(values, rank)
 
     @override

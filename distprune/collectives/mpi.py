@@ -41,18 +41,19 @@ class MpiRanks(Communicator):
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         from mpi4py import MPI
 
-        self.comm.Allreduce(MPI.IN_PLACE, values.numpy(), op=MPI.SUM if op == "sum" else MPI.MAX)
+        staged = values.cpu()
+        self.comm.Allreduce(MPI.IN_PLACE, staged.numpy(), op=MPI.SUM if op == "sum" else MPI.MAX)
+        if staged is not values:
+            values.copy_(staged)
 
     @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
         from mpi4py import MPI
 
         staged = values.cpu()
-        if rank is None:
-            self.comm.Allreduce(MPI.IN_PLACE, staged.numpy())
-        else:
-            self.comm.Reduce(MPI.IN_PLACE if self.rank == rank else staged.numpy(), staged.numpy(), root=rank)
-        values.copy_(staged)
+        self.comm.Reduce(MPI.IN_PLACE if self.rank == rank else staged.numpy(), staged.numpy(), root=rank)
+        if staged is not values:
+            values.copy_(staged)
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

@@ -49,12 +49,9 @@ class ProcessGroup(Communicator):
             values.copy_(staged)
 
     @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int | None) -> None:
+    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
         staged = self._staged(values)
-        if rank is None:
-            dist.all_reduce(staged, group=self.group)
-        else:
-            dist.reduce(staged, dst=self.global_rank(rank), group=self.group)
+        dist.reduce(staged, dst=self.global_rank(rank), group=self.group)
         if staged is not values:
             values.copy_(staged)
 

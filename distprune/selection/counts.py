@@ -141,10 +141,19 @@ def told_ends(comm: Communicator, num: int, left: Words, within: Ranges, count: 
     As :func:`summed_counts`, of competitions that have some left: one round.
     """
 
-    def filled(message: torch.Tensor) -> None:
+    def fill(ends: Words) -> None:
         own = BinCounts(num, left, within, 2, wanted="ends")
         count(own)
-        message.copy_(torch.from_numpy(own.bins))
+        ends[:] = own.bins.T
 
-    less_lows, highs = max_together(comm, (len(left), 2), filled).numpy().T.copy()
+    return told_ranges(comm, len(left), fill)
+
+
+def told_ranges(comm: Communicator, num: int, fill: Callable[[Words], object]) -> Ranges:
+    """Return the least of the lowest and the greatest of the highest that ranks' ``fill`` writes, of ``num`` ranges.
+
+    It writes, (2, num), less the lowest and the highest, where it knows of any; the high end of what no rank knows is
+    ``NO_END``. One round of 16 bytes a range; every rank must call it.
+    """
+    less_lows, highs = max_together(comm, (2, num), lambda words: fill(words.fill_(NO_END).numpy())).numpy()
     return Ranges(-less_lows, highs)

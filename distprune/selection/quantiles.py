@@ -14,8 +14,9 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, max_together
-from distprune.selection.competition import Keys, Ranges, Standings, Words
+from distprune.collectives import Communicator
+from distprune.selection.competition import Keys, Standings, Words
+from distprune.selection.counts import NO_END, told_ranges
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry, KeyBits, keys_of
 from distprune.shards import batches, fetched, is_joined, is_small
@@ -24,7 +25,6 @@ _MANY = 1 << 7  # competitions: fewer share so many bins a round that a bracket 
 _SAMPLE = 1 << 14  # elements of one entry
 _JOINED_SAMPLE = 1 << 10  # of one that is read together with others on a device,
 _MOST_JOINED = 1 << 22  # and of all of these, or one for each
-_UNKNOWN = torch.iinfo(torch.int64).min
 _MISSES = 3e-5  # the share of brackets that miss on either side, where ranks hold random parts
 
 
@@ -37,15 +37,15 @@ def tell_quantiles(comm: Communicator, standings: Standings, entries: Callable[[
     if num < _MANY:
         return False
 
-    def fill(words: torch.Tensor) -> None:
-        less_lows, highs = words.fill_(_UNKNOWN).numpy()
+    def fill(ends: Words) -> None:
+        less_lows, highs = ends
         for of, low, high in _quantiles(comm.size, standings, entries()):
             np.maximum.at(less_lows, of, -low)
             np.maximum.at(highs, of, high)
 
-    less_lows, highs = max_together(comm, (2, num), fill).numpy()
-    known = np.flatnonzero(highs > _UNKNOWN)
-    standings.keys.put(known, Ranges(-less_lows[known], highs[known]))
+    told = told_ranges(comm, num, fill)
+    known = np.flatnonzero(told.high > NO_END)
+    standings.keys.put(known, told.at(known))
     return True
 
 
