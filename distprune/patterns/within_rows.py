@@ -252,7 +252,7 @@ class _RowUnits:
         counts = torch.zeros(3, dtype=torch.int64, device=device)
         everything = slice(0, scores.shard.geometry.local_numel)
         flags = None if units.is_dense and not units.cut else put.flags(everything, device)
-        into = put if flags is None else MaskPut(flags)
+        into = put if flags is None else MaskPut(tuple(flags.shape), device, flags)
         width = len(units.whole)
         columns = None if units.is_dense else sent(torch.from_numpy(units.whole), device)
         num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))

@@ -23,7 +23,7 @@ from distprune.selection.device_decide import Drafts, decide_on_device
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
-from distprune.shards import batches, is_small, on_host
+from distprune.shards import batches, by_accelerator, is_small
 
 Array = npt.NDArray[Any]
 
@@ -39,12 +39,8 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], 
         bound.order if is_small(entry.geometry.local_numel, entry.scores.device) else None
         for entry, bound in zip(entries, bounds, strict=True)
     ]
-    there: dict[torch.device, list[int]] = {}
-    for i, entry in enumerate(entries):
-        if not on_host(entry.scores.device):
-            there.setdefault(entry.scores.device, []).append(i)
     orders, on_devices = [each.order for each in standings.competitions], dict[int, torch.Tensor]()
-    for which in there.values():
+    for which in by_accelerator(entry.scores.device for entry in entries).values():
         parts = [(entries[i], bounds[i].parts) for i in which]
         on_devices.update(zip(which, decide_on_device(orders, parts, [puts[i] for i in which], drafts), strict=True))
 

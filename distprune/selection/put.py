@@ -60,18 +60,16 @@ class Put(ABC):
 class MaskPut(Put):
     """Writes ``mask``: bool, contiguous, True = keep."""
 
-    def __init__(self, mask: torch.Tensor) -> None:
-        self._shape, self._device = tuple(mask.shape), mask.device
-        self._own: torch.Tensor | None = mask.view(-1)
+    def __init__(self, shape: tuple[int, ...], device: torch.device, mask: torch.Tensor | None = None) -> None:
+        self._shape, self._device = shape, device
+        self._own = None if mask is None else mask.view(-1)  # made when it is needed
 
     @staticmethod
     def empty(shape: tuple[int, ...], device: torch.device) -> MaskPut:
         """Return one with a new mask; on a device there is none before it is needed."""
         if on_host(device):  # numpy asks for huge pages: the first write to small ones takes as long as the choice
-            return MaskPut(torch.from_numpy(np.empty(shape, dtype=np.bool_)))
-        put = object.__new__(MaskPut)
-        put._shape, put._device, put._own = shape, device, None
-        return put
+            return MaskPut(shape, device, torch.from_numpy(np.empty(shape, dtype=np.bool_)))
+        return MaskPut(shape, device)
 
     @property
     def mask(self) -> torch.Tensor:

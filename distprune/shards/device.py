@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +33,15 @@ def is_small(numel: int, device: torch.device) -> bool:
 def is_joined(numel: int, device: torch.device) -> bool:
     """Return whether so many elements are read together with those of other shards: on an accelerator more are."""
     return is_small(numel, device) if on_host(device) else numel <= _DEVICE_CHUNK // _SMALL_SHARE
+
+
+def by_accelerator(devices: Iterable[torch.device]) -> dict[torch.device, list[int]]:
+    """Return the numbers of those of ``devices`` that are not the host, by device."""
+    found: dict[torch.device, list[int]] = {}
+    for i, device in enumerate(devices):
+        if not on_host(device):
+            found.setdefault(device, []).append(i)
+    return found
 
 
 def batches(which: Sequence[int], numels: Sequence[int], most: int = _JOINED) -> Iterator[list[int]]:

@@ -28,7 +28,7 @@ from distprune.masks import (
     zero_all_where_pruned,
     zero_where_pruned,
 )
-from distprune.shards import Arriving, LocalShard, ParameterRange, is_laid_out_like, local_of, on_host
+from distprune.shards import Arriving, LocalShard, ParameterRange, by_accelerator, is_laid_out_like, local_of, on_host
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
 # a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).
@@ -211,10 +211,10 @@ class HeldTogether:
         self._all = held
         self._small = [each for each in held if each.is_small]
         self._others = [each for each in held if not each.is_small and on_host(each.shard.local.device)]
-        there: dict[torch.device, list[Held]] = {}
-        for each in held:
-            if not on_host(each.shard.local.device):
-                there.setdefault(each.shard.local.device, []).append(each)
+        there = {
+            device: [held[i] for i in which]
+            for device, which in by_accelerator(each.shard.local.device for each in held).items()
+        }
         self._there = [
             (of, Grouped([(each.shard.local, each.kept) for each in of], device)) for device, of in there.items()
         ]
