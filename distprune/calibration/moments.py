@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -31,7 +31,7 @@ class Moments:
     Where they are asked for ``sums`` (in, 3), float64, come with ``"pairs"``: of the features, of their sizes, and of
     their squares about the mean. So does, for layers with a bias, ``centered`` (in, in), float32: X^T X about the mean.
     ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``). ``doubts``, from
-    the driver, on a device: where ``damped_factor`` leaves whether there was a factor, which it else waits for.
+    the driver in a trial: where ``damped_factor`` leaves whether there was a factor, which it else waits for.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Moments:
     sums: torch.Tensor | None = None
     centered: torch.Tensor | None = None
     gram: torch.Tensor | None = None
-    doubts: Any = None  # list[torch.Tensor]
+    doubts: list[torch.Tensor] | None = None
 
     @property
     def square_sums(self) -> torch.Tensor:

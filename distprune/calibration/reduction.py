@@ -32,7 +32,8 @@ Owners = Mapping[SharedInput, OwnerRank]
 class Reduction:
     """``sums`` of this rank, and the ``tokens`` it keeps, by the first layer of each of the ``inputs``; used up.
 
-    ``finite``: of the tokens that are kept, whether all of an input are finite, bool, on their device.
+    ``finite``: of the tokens that are kept, whether all of an input are finite, bool, on their device. ``doubts``, if
+    there are any, take in whether inputs are, one bool tensor each, for the caller to look at: nobody waits to hear it.
     """
 
     comm: Communicator
@@ -46,6 +47,7 @@ class Reduction:
     sums: dict[str, InputSums]
     tokens: dict[str, list[RoutedTokens]]
     finite: dict[str, torch.Tensor]
+    doubts: list[torch.Tensor] | None
 
     def in_place(self, owners: Owners) -> list[Moments]:
         """Return the moments of inputs whose sums are added up: at their ``owners``, or everywhere.
@@ -117,7 +119,8 @@ class Reduction:
         """Return the moments of what ``make`` returns, which is called for each input in turn.
 
         Raises:
-            ValueError: on every rank: something is NaN or infinite, in tokens that are kept, too; it names the layers.
+            ValueError: on every rank, but with ``doubts``: something is NaN or infinite, in tokens that are kept, too;
+                it names the layers.
         """
         found: list[Moments] = []
 
@@ -125,6 +128,9 @@ class Reduction:
             found.extend(self._moments(of, owner, make(of)) for of, owner in owners.items())
             flags = {m.names[0]: _spoiled(m) for m in found}
             flags |= {name: _ANYWHERE * ~finite for name, finite in self.finite.items() if name not in flags}
+            if self.doubts is not None:
+                self.doubts.extend(flag == 0 for flag in flags.values())
+                return
             where = dict(zip(flags, fetched([*flags.values()]), strict=True))
             told = [int(where.get(of.names[0], 0)) for of in self.inputs]
             spoiled.copy_(torch.tensor(told, dtype=torch.int64, device="cpu"))
@@ -147,17 +153,17 @@ class Reduction:
         if self.of == "features":
             sums, squares = products.float().t().contiguous()
             return Moments(of.names, of.num_tokens, squares, sums)
-        values, about_mean = unpack_triangle(products), dict[str, torch.Tensor]()
+        values, sums, centered = unpack_triangle(products), None, None
         if self.about_mean:
             of_features = _of_features(parts.pop(SUMS).to(device))
-            about_mean["sums"] = torch.cat([of_features, values.diagonal()[:, None].double()], dim=1)
+            sums = torch.cat([of_features, values.diagonal()[:, None].double()], dim=1)
             if any(self.linears[name].bias is not None for name in of.names):
-                about_mean["centered"] = values
+                centered = values
             scaled = (of_features[:, 0] / max(of.num_tokens, 1) ** 0.5).float()  # n mean^2 is its square
             values = torch.addr(values, scaled, scaled)
         towards = {key: part.float() for key, part in parts.items()}
         shift = towards.pop(SHIFT, None)
-        return Moments(of.names, of.num_tokens, values, owner=owner, shift=shift, residuals=towards, **about_mean)
+        return Moments(of.names, of.num_tokens, values, None, owner, shift, towards, sums, centered)
 
     def _sums_of_features(self, inputs: Owners) -> dict[SharedInput, torch.Tensor]:
         """Return the sums over ranks of what there is of each feature of ``inputs``, (in, 4): one round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -26,15 +27,15 @@ from distprune.calibration import (
     learn_order,
     walking,
 )
-from distprune.collectives import Communicator, max_together, together
+from distprune.collectives import Communicator, cannot_meet, max_together, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.driver import Clock
-from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.outcome import Outcome, Trial
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.shards import LocalShard, local_of
+from distprune.shards import LocalShard, local_of, on_host
 
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
@@ -59,15 +60,16 @@ class WalkOptions:
     skipped: Set[int] = frozenset()
     healed: Mapping[int, str] = field(default_factory=dict)
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
+    tries: bool = False  # a block on a device: by a trial
 
     @property
     def has_targets(self) -> bool:
         return self.target_share > 0
 
 
-# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer. Empties the moments.
-# Every rank calls it.
-PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, Outcome]]
+# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer, or lets the trial tell
+# them. Empties the moments. Every rank calls it.
+PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim, Trial | None], Mapping[str, Outcome]]
 
 
 def run_blocks(
@@ -91,10 +93,15 @@ def run_blocks(
     says. The other arguments are those of ``prune_blocks``. Every rank must call it.
     """
     comm, reports = meter.comm, list[BlockReport]()
-    calls_back = bool(max_together(comm, (1,), lambda any_rank: any_rank.fill_(on_block is not None))[0])
+
+    def tell(words: torch.Tensor) -> None:
+        is_here = any(on_host(shard.local.device) for shard in shards)
+        words.copy_(torch.tensor([on_block is not None, is_here], dtype=torch.int64, device="cpu"))
+
+    calls_back, here = map(bool, max_together(comm, (2,), tell))
     owned = {shard.name: shard.owned for shard in shards}
     with walking(comm, sample_group, model, samples, offload=offload, has_dense=options.has_targets) as walk:
-        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows)
+        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, tries=options.tries and not here)
         for index in range(len(walk.blocks)):
             if index in options.skipped:
                 continue
@@ -118,6 +125,15 @@ def run_blocks(
 
 
 @dataclass
+class _Done:
+    """What became of a block: weights that stay ``dense``, with the reasons; by layer, outcomes and tokens."""
+
+    dense: dict[str, str]
+    totals: dict[str, Outcome] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class _BlockPruner:
     """Has ``prune_rows`` prune ``linears`` of each block of a walk, in turn. ``owned``: parameters this rank counts.
 
@@ -130,6 +146,7 @@ class _BlockPruner:
     linears: Sequence[BlockLayers]
     owned: Mapping[str, bool]
     prune_rows: PruneRows
+    tries: bool
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
 
@@ -139,50 +156,84 @@ class _BlockPruner:
         traffic = comm.traffic.copy()
         seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
         clock = partial(_clock, seconds)
-        name, linears, dense = walk.blocks[index][0], self.linears[index].linears, dict(self.linears[index].dense)
+        name, linears = walk.blocks[index][0], self.linears[index].linears
         with clock("forward"):
             order = self._order(index, linears)
             targets = self._dense_pass(index, linears, order) if options.has_targets else None
-        totals: dict[str, Outcome] = {}
-        num_tokens: dict[str, int] = {}
+        prune_stages = partial(self._prune_stages, index, order, targets, clock)
+        done = (self._tried(index, prune_stages) if self.tries else None) or prune_stages(None)
+        del targets, prune_stages
+        if self._next(index) < len(walk.blocks):
+            with clock("forward"):
+                walk.advance(index, comm)
+        used = comm.traffic - traffic
+        reports = []
+        for of_layer in (of_layer for of_layer in linears if of_layer in done.totals):
+            of, num_tokens = done.totals[of_layer], done.num_tokens[of_layer]
+            numel = linears[of_layer].num_out * linears[of_layer].num_in
+            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens)
+            reports.append(LayerReport(f"{name}.{of_layer}", *counts))
+        dense = {f"{name}.{path}": reason for path, reason in done.dense.items()}
+        residual = tuple(
+            f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
+        )
+        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
+
+    def _prune_stages(
+        self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: Trial | None
+    ) -> _Done:
+        """Prune the layers of block ``index`` stage by stage; the outcomes of a ``trial`` are not known yet."""
+        comm, options, (name, _), layers = self.comm, self.options, self.walk.blocks[index], self.linears[index]
+        done = _Done(dict(layers.dense))
         for stage in order.stages:
-            some = {of_layer: linears[of_layer] for of_layer in stage}
+            some = {of_layer: layers.linears[of_layer] for of_layer in stage}
             with clock("forward"):
                 statistics = self._run(index, some, order, targets)
-            for moments in self._reduced(statistics, name, clock):
+            for moments in self._reduced(statistics, name, clock, trial):
                 names = {of_layer for m in moments for of_layer in m.names}
                 now = {of_layer: linear for of_layer, linear in some.items() if of_layer in names}
                 unseen = unreached(name, now, moments)
-                dense |= {now[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
+                done.dense |= {now[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
                 now = {of_layer: linear for of_layer, linear in now.items() if of_layer not in unseen}
                 moments = [m for m in moments if m.names[0] in now]
-                num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
+                done.num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
                 is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in now)
                 aim = Aim(0.0 if is_own else options.target_share)
                 if self._heals(index, order) in now:
                     aim = _HEALING
                 owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in now.values()}
                 with whole_rows(comm, now, owned, f"{name}.") as rows, torch.no_grad():
-                    totals |= self.prune_rows(comm, rows, moments, clock, aim)
-        del targets
-        if self._next(index) < len(walk.blocks):
-            with clock("forward"):
-                walk.advance(index, comm)
-        used = comm.traffic - traffic
-        reports = []
-        for of_layer in (of_layer for of_layer in linears if of_layer in totals):
-            of, numel = totals[of_layer], linears[of_layer].num_out * linears[of_layer].num_in
-            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens[of_layer])
-            reports.append(LayerReport(f"{name}.{of_layer}", *counts))
-        dense = {f"{name}.{path}": reason for path, reason in dense.items()}
-        residual = tuple(
-            f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
-        )
-        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
+                    done.totals |= self.prune_rows(comm, rows, moments, clock, aim, trial)
+        return done
 
-    def _reduced(self, statistics: InputStatistics, name: str, clock: Clock) -> Iterator[list[Moments]]:
+    def _tried(self, index: int, prune_stages: Callable[[Trial], _Done]) -> _Done | None:
+        """Return what a trial of block ``index`` comes to; ``None``: something was wrong, and nothing has changed.
+
+        Errors are such, too: those of other causes come again. Meanwhile this rank's shards of the block are kept
+        twice. Every rank must call it, where each error is raised on all: two rounds, of 64 bytes and that of the
+        outcomes, and one of 64 if something was wrong.
+        """
+        comm, block, trial = self.comm, self.walk.blocks[index][1], Trial()
+        with together(comm):
+            before = _copies(block)
+        try:
+            done = prune_stages(trial)
+            totals = trial.outcomes(comm, [*done.num_tokens])
+            if totals is not None:
+                return dataclasses.replace(done, totals=totals)
+        except Exception as error:
+            if cannot_meet(error):
+                raise
+        with together(comm):
+            _write(block, before)
+        return None
+
+    def _reduced(
+        self, statistics: InputStatistics, name: str, clock: Clock, trial: Trial | None
+    ) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does, of the block ``name``."""
-        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
+        doubts = None if trial is None else trial.doubts
+        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory, doubts=doubts)
         while True:
             with clock("reduce"):
                 try:

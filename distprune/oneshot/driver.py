@@ -10,8 +10,8 @@ and d^2 / 2 float32 travel (1.6 GB), in pieces. A factorization in blocks over r
 would send as much, and come to other bits on every number of ranks.
 
 On a device nobody waits for a figure of one layer: figures stay there and are fetched once, when all layers are done.
-Whether a factor exists is such a figure, too: that the first damping does is assumed, which holds but for degenerate
-inputs. The layers of an input for which it does not are then solved again, from the rows that they had.
+In a trial (see :mod:`distprune.oneshot.outcome`) that is when all of the block are, and whether a factor exists is such
+a figure, too: that the first damping does is assumed, which holds but for degenerate inputs.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from distprune.collectives import (
     agree,
     broadcast_tensor,
     roster_of_one,
+    together,
 )
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
-from distprune.oneshot.outcome import Figures, Outcome, numbers_of, sum_outcomes
+from distprune.oneshot.outcome import Figures, Outcome, Trial, numbers_of, sum_outcomes
 from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
 from distprune.patterns import Pattern, Ranked
 from distprune.scores import LocalScores
-from distprune.shards import are_finite, on_host, own_settings
+from distprune.shards import are_finite, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -54,11 +55,14 @@ def prune_rows(
     moments: list[Moments],
     clock: Clock,
     aim: Aim,
+    trial: Trial | None = None,
     *,
     solver: Solver[Any],
     pattern: Pattern,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
+
+    With a ``trial`` it tells what became of them, later, and nothing is returned.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
     ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
@@ -66,16 +70,16 @@ def prune_rows(
     what it prepares for them, and as many for the factors (in, in) that lead to targets; 2 before (see ``sum_gram``)
     where the solver needs W^T W; and for each stage one choice of ``pattern`` for all of them.
 
-    On a device the host waits once, and once more for each spread input that this rank owns, where it is not for what
-    travels to other ranks and for choices over rows; twice for layers that need more damping than was asked for. The
-    moments of owned inputs, and the rows of their layers as they were, stay until then.
+    On a device the host waits once, and once more for each factor, where it is not for what travels to other ranks and
+    for choices over rows; with a ``trial`` for these alone.
 
     Raises:
-        ValueError: on every rank: new weights are not finite.
+        ValueError: on every rank, but with a ``trial``: new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    at_owner = [m for m in moments if not m.owner.spread]
-    spread = [m for m in moments if m.owner.spread]
+    doubts = None if trial is None else trial.doubts
+    at_owner = [dataclasses.replace(m, doubts=doubts) for m in moments if not m.owner.spread]
+    spread = [dataclasses.replace(m, doubts=doubts) for m in moments if m.owner.spread]
     moments.clear()
     moved = None
     if at_owner:
@@ -86,25 +90,19 @@ def prune_rows(
     at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
     with work.keeping_error():
         while at_owner and work.error is None:
-            work.solve_own(at_owner)
+            work.solve(Alone(), [at_owner.pop(0)])
     if spread:
         work.solve(comm, spread)
+    totals: dict[str, Outcome] = {}
     with clock("sweep"):  # or wait for those that still do
-        totals = sum_outcomes(comm, list(rows), work.finish)
+        if trial is None:
+            totals = sum_outcomes(comm, list(rows), work.finish)
+        else:
+            with together(comm):
+                trial.figures |= work.done()
         if moved is not None:
             moved.back()
     return totals
-
-
-@dataclass(frozen=True, eq=False)
-class _Attempt:
-    """Layers solved as if their factors existed, which ``doubts`` tell; ``error``: what was raised; and what they were
-    solved from: ``moments``, and the rows ``before``, by layer."""
-
-    moments: Moments
-    before: Mapping[str, torch.Tensor]
-    doubts: Sequence[torch.Tensor]
-    error: Exception | None
 
 
 @dataclass
@@ -118,20 +116,7 @@ class _Work:
     clock: Clock
     aim: Aim
     figures: dict[str, Figures] = field(default_factory=dict)
-    attempts: list[_Attempt] = field(default_factory=list)
     error: Exception | None = None
-
-    def solve_own(self, moments: list[Moments]) -> None:
-        """Solve the layers of the first of ``moments``, which is taken out; all rows of them are here. Local."""
-        if on_host(moments[0].values.device):
-            self.solve(Alone(), [moments.pop(0)])
-            return
-        m, doubts = moments.pop(0), list[torch.Tensor]()
-        before = {name: self.rows[name].weight.clone() for name in m.names}
-        with self.keeping_error():
-            self.solve(Alone(), [dataclasses.replace(_copy(m), doubts=doubts)])
-        error, self.error = self.error, None
-        self.attempts.append(_Attempt(m, before, doubts, error))
 
     def solve(self, comm: Communicator, moments: list[Moments]) -> None:
         """Solve the layers of ``moments``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
@@ -183,7 +168,8 @@ class _Work:
                         del lower
                 with self.clock("sweep"):
                     for name, of_layer in rows.items():
-                        self.figures[name] = Figures(output=moments[i].squared_output(of_layer.weight))
+                        output = moments[i].squared_output(of_layer.weight)
+                        self.figures[name] = Figures(output, owned=of_layer.owned)
 
     def _prepare(self, comm: Communicator, moments: list[Moments]) -> list[_Task]:
         """Return the tasks of ``moments``, which are used up, prepared."""
@@ -280,38 +266,24 @@ class _Work:
             figures.num_zeros = weight.numel() - torch.count_nonzero(weight)
             figures.is_finite = are_finite(weight)
 
+    def done(self) -> dict[str, Figures]:
+        """Return the figures of all layers, or raise what was kept. Local."""
+        if self.error is not None:
+            raise self.error
+        return self.figures
+
     def finish(self) -> dict[str, Outcome]:
         """Return what this rank adds to the sums over ranks, by layer, or raise what it has kept. Local."""
-        found: dict[str, Outcome] = {}
-        while self.error is None:
-            attempts, self.attempts = self.attempts, []
-            numbers = numbers_of([*(of.all for of in self.figures.values()), *(attempt.doubts for attempt in attempts)])
-            found, missing = {}, list[_Attempt]()
-            for attempt, exists in zip(attempts, numbers[len(self.figures) :], strict=True):
-                if not all(exists):
-                    missing.append(attempt)
-                elif attempt.error is not None:
-                    raise attempt.error
-            again = {name for attempt in missing for name in attempt.before}
-            for name, of_layer in zip(self.figures, numbers, strict=False):
-                if name not in again:
-                    found[name] = self._outcome(self.rows[name], *of_layer)
-            if not missing:
-                return found
-            for attempt in missing:  # with as much damping as it takes, waiting for each factor
-                for name, weight in attempt.before.items():
-                    self.rows[name].weight.copy_(weight)
-                self.solve(Alone(), [attempt.moments])
-        raise self.error
-
-    def _outcome(self, rows: Rows, num_nans: float, is_finite: float, *of_layer: float) -> Outcome:
-        if num_nans:
-            raise ValueError(f"scores are NaN in {rows.name!r}; mend the values first")
-        if not is_finite:
-            raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
-        num_pruned, num_zeros, *others = of_layer
-        outcome = Outcome(int(num_pruned), int(num_zeros), *others)
-        return outcome if rows.owned else Outcome(damping=outcome.damping)
+        figures, found = self.done(), dict[str, Outcome]()
+        numbers = numbers_of([of.all for of in figures.values()])
+        for (name, of), (num_nans, is_finite, *of_layer) in zip(figures.items(), numbers, strict=True):
+            rows = self.rows[name]
+            if num_nans:
+                raise ValueError(f"scores are NaN in {rows.name!r}; mend the values first")
+            if not is_finite:
+                raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
+            found[name] = of.outcome(*of_layer)
+        return found
 
 
 @dataclass
@@ -342,14 +314,6 @@ class _Task:
     def members(self, stage: int) -> list[Member]:
         num_columns = self.stages[stage].stop - self.stages[stage].start
         return [Member(of.name, (of.num_out, num_columns), str(of.weight.dtype)) for of in self.rows.values()]
-
-
-def _copy(m: Moments) -> Moments:
-    """Return ``m`` with tensors that a solver may overwrite."""
-    tensors: dict[str, Any] = {
-        name: of.clone() for name, of in vars(m).items() if isinstance(of, torch.Tensor) and name != "shift"
-    }
-    return dataclasses.replace(m, **tensors)
 
 
 def _meta(shape: tuple[int, int]) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""What became of the rows of each layer: figures of this rank's, on their device; and sums over all ranks."""
+"""What became of the rows of each layer: figures of this rank's, on their device; and sums over all ranks.
+
+Noun: a *trial* of a block prunes it as if nothing could go wrong, so that the host need not wait for a device to hear
+whether inputs and new weights are finite and factors exist. Once all layers are done that is looked at, with all
+figures at once. Where something was wrong the block is brought back to what it was, and pruned again with care.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +30,19 @@ class Figures:
     num_zeros: Figure = 0
     is_finite: Figure = True
     num_nans: list[Figure] = field(default_factory=list)
+    owned: bool = True  # this rank counts the rows
 
     @property
     def all(self) -> list[Figure]:
         of = self.solved
         num_nans = sum(self.num_nans, of.num_nans)
         return [num_nans, self.is_finite, of.num_pruned, self.num_zeros, of.error, self.output, of.damping]
+
+    def outcome(self, num_pruned: float, num_zeros: float, error: float, output: float, damping: float) -> Outcome:
+        """Return what this rank adds to the sums over ranks; the arguments are the last of ``all``, fetched."""
+        if not self.owned:
+            return Outcome(damping=damping)
+        return Outcome(int(num_pruned), int(num_zeros), error, output, damping)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,34 @@ class Outcome:
     def relative_error(self) -> float | None:
         """||X (W - W')^T|| / ||X W^T||; ``None`` where the layer puts out nothing but zeros."""
         return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
+
+
+@dataclass
+class Trial:
+    """What is not looked at before a block is done: ``figures`` of this rank's rows, by layer, and ``doubts``.
+
+    These are bool tensors of one element on their devices: whether something is as it was taken to be.
+    """
+
+    figures: dict[str, Figures] = field(default_factory=dict)
+    doubts: list[torch.Tensor] = field(default_factory=list)
+
+    def outcomes(self, comm: Communicator, names: Sequence[str]) -> dict[str, Outcome] | None:
+        """Return the outcomes over all rows of layers ``names``; ``None``: something was wrong on a rank.
+
+        Every rank must call it: one round of 40 bytes a layer and 48. One wait for a device.
+        """
+        trouble = "\0"  # the name of no layer
+
+        def own() -> dict[str, Outcome]:
+            *numbers, doubts = numbers_of([*(of.all for of in self.figures.values()), self.doubts])
+            if not all(doubts) or any(num_nans or not is_finite for num_nans, is_finite, *_ in numbers):
+                return {trouble: Outcome(num_pruned=1)}
+            found = zip(self.figures.items(), numbers, strict=True)
+            return {name: figures.outcome(*of_layer[2:]) for (name, figures), of_layer in found}
+
+        totals = sum_outcomes(comm, [*names, trouble], own)
+        return None if totals.pop(trouble).num_pruned else totals
 
 
 def sum_outcomes(

@@ -107,7 +107,7 @@ def make_plan(
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
     share = share_of_targets(targets or default_targets(method), target_share)
-    options = WalkOptions(solver.needs, sequential == "layer", share, expert_memory=expert_memory)
+    options = WalkOptions(solver.needs, sequential == "layer", share, expert_memory=expert_memory, tries=True)
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),

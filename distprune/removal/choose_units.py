@@ -15,7 +15,7 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.outcome import Outcome
+from distprune.oneshot.outcome import Outcome, Trial
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
@@ -155,12 +155,17 @@ def choose_units(
     stays: dict[str, list[int]] = {}  # by reader
 
     def remove(
-        comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], clock: Clock, aim: Aim
+        comm: Communicator,
+        rows: Mapping[str, Rows],
+        moments: list[Moments],
+        clock: Clock,
+        aim: Aim,
+        trial: Trial | None,
     ) -> dict[str, Outcome]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(some, prefix, chosen, refit)
-        outcomes = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
+        outcomes = prune_rows(comm, rows, moments, clock, aim, trial, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
         linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}

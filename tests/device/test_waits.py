@@ -54,9 +54,9 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "held step": (0, 0),
     "training that prunes": (6, 0),
     "training that regrows": (12, 6),
-    "wanda": (3, 0),
-    "sparsegpt": (3, 0),
-    "admm": (10, 0),  # layer by layer: 2 in each of its 4 stages
+    "wanda": (2, 0),
+    "sparsegpt": (2, 0),
+    "admm": (3, 0),  # one more for the dense stream
 }
 Counts = tuple[Counter[str], Counter[str]]  # waits and sends, by line
 
