@@ -3,10 +3,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
+_TOGETHER = ("tests/device/", "tests/test_faults.py")  # one pool of device processes; what was tried
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,6 +20,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import what takes seconds, but not where xdist only hands out the tests."""
     if hasattr(config, "workerinput") or not config.getoption("tx", None):
         config.pluginmanager.import_plugin("tests.session")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run tests that share what takes long on one worker. (pytest 9.2 does not see the marks of xdist 3.8.)"""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # where there is xdist
+
+    class Together(LoadScopeScheduling):
+        @override
+        def _split_scope(self, nodeid: str) -> str:
+            return next((path for path in _TOGETHER if nodeid.startswith(path)), nodeid)
+
+    return Together(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -356,7 +356,6 @@ ALIKE = (
 TRIED: Tried = Counter()
 
 
-@pytest.mark.xdist_group("faults")  # they share what was tried
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in CALLS]
 )

@@ -35,8 +35,6 @@ from tests.sampling import all_pairs
 from tests.worlds import ProcessPool
 from tests.wrapped import transformer, whole
 
-pytestmark = pytest.mark.xdist_group("device")
-
 TWO_RANKS = [layout for layout in LAYOUTS if 2 in layout.world_sizes and layout.name != "last-half"]
 AXES = (test_contract.SCORES, test_contract.SCOPES, test_contract.DTYPES, test_contract.KINDS)
 

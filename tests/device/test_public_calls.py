@@ -16,9 +16,6 @@ from tests.device.cuda_table import not_on_cuda
 from tests.device.public_calls import CALLED, PUBLIC_CALLS, Place, results
 from tests.worlds import ProcessPool
 
-pytestmark = pytest.mark.xdist_group("device")
-
-
 # Rows that take about a second each, and are like others: by default under FSDP2 alone.
 SECONDS = (
     "rises",

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,8 +19,6 @@ from tests.device.cuda_table import not_on_cuda
 from tests.device_path import as_on_a_device
 from tests.selection.test_device import linear
 from tests.worlds import ProcessPool
-
-pytestmark = pytest.mark.xdist_group("device")  # one pool
 
 
 def refused(call: Callable[[], object]) -> str:

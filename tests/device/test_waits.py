@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,8 +22,6 @@ from tests.device.accelerator import DEVICE, on_rank
 from tests.device.counter import Costs
 from tests.selection.test_device import linear
 from tests.worlds import ProcessPool
-
-pytestmark = pytest.mark.xdist_group("device")
 
 NUM_MATRICES, CHUNK = 8, 2048
 PATTERNS: dict[str, dict[str, Any]] = {
