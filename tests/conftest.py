@@ -6,10 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_TOGETHER = ("tests/device/", "tests/test_faults.py")  # one pool of device processes; what was tried
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,12 +27,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling  # where there is xdist
 
-    class Together(LoadScopeScheduling):
-        @override
-        def _split_scope(self, nodeid: str) -> str:
-            return next((path for path in _TOGETHER if nodeid.startswith(path)), nodeid)
-
-    return Together(config, log)
+    together = ["tests/device/"]  # one pool of device processes
+    together += [] if config.getoption("--whole") else ["tests/test_faults.py"]  # what was tried
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda nodeid: next((path for path in together if nodeid.startswith(path)), nodeid)
+    return scheduler
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
