@@ -67,7 +67,7 @@ def prune_rows(
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
     ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
     ``move_rows`` and its ``back()``; where some are spread, 1 of 64 bytes and 1 for each tensor that a solver sends of
-    what it prepares for them, and as many for the factors (in, in) that lead to targets; 2 before (see ``sum_gram``)
+    what it prepares for them, and as many for the factors (in, in) that lead to targets; 3 before (see ``sum_gram``)
     where the solver needs W^T W; and for each stage one choice of ``pattern`` for all of them.
 
     On a device the host waits once, and once more for each factor, where it is not for what travels to other ranks and
@@ -226,14 +226,15 @@ class _Work:
         if not self.solver.needs_gram:
             return m
         rows = [self.rows[name] for name in m.names]
+        num_rows, num_in, device = sum(of.num_out for of in rows), rows[0].num_in, rows[0].weight.device
 
         def make() -> torch.Tensor:
             if self.error is not None:
                 raise self.error
-            nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+            nothing = torch.empty(0, dtype=torch.float32, device=device)
             return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [nothing])
 
-        return dataclasses.replace(m, gram=sum_gram(comm, sum(of.num_out for of in rows), rows[0].num_in, make))
+        return dataclasses.replace(m, gram=sum_gram(comm, num_rows, num_in, make, device))
 
     def _scores(self, tasks: Sequence[_Task], stage: int) -> list[LocalScores]:
         """Return the scores of all layers of ``tasks``, or raise the error kept, on all ranks."""

@@ -11,18 +11,21 @@ from collections.abc import Callable
 
 import torch
 
-from distprune.collectives import Communicator, max_together, sum_together
+from distprune.collectives import Communicator, max_together, together
 from distprune.shards import fetched
 
 _EXACT_BITS = 53  # of a float64
 _CHUNK = 1 << 20  # weights in float64 at a time
 
 
-def sum_gram(comm: Communicator, num_rows: int, num_in: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the Gram matrix (``num_in``, ``num_in``), float64 on the CPU, of all ranks' rows, ``num_rows`` in all.
+def sum_gram(
+    comm: Communicator, num_rows: int, num_in: int, make: Callable[[], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return the Gram matrix (``num_in``, ``num_in``), float64 on ``device``, of all ranks' rows, ``num_rows`` in all.
 
     ``make`` returns this rank's, (rows, ``num_in``), replicas on one rank alone; it must not communicate. Every rank
-    must call it: 2 rounds, of 8 bytes and of the result's. What ``make`` raises on one rank is raised on all.
+    must call it: 3 rounds, of 8 bytes, of 64 and of the result's. What ``make`` raises on one rank is raised on all.
+    One wait for a device, where it is not for what travels.
 
     Raises:
         ValueError: on every rank: weights are NaN or infinite.
@@ -40,13 +43,11 @@ def sum_gram(comm: Communicator, num_rows: int, num_in: int, make: Callable[[], 
     num_bits = (_EXACT_BITS - num_rows.bit_length()) // 2
     exponent = num_bits - math.frexp(largest)[1]
 
-    def fill(total: torch.Tensor) -> None:
-        if made[0].numel():
-            own = torch.zeros((num_in, num_in), dtype=torch.float64, device=made[0].device)
-            for rows in torch.split(made[0], max(1, _CHUNK // max(num_in, 1))):
-                whole = torch.ldexp(rows.double(), torch.tensor(exponent, dtype=torch.float64, device="cpu")).round()
-                own.addmm_(whole.t(), whole)
-            total.copy_(fetched([own])[0])
-
-    total = sum_together(comm, (num_in, num_in), fill, torch.float64)
-    return torch.ldexp(total, torch.tensor(-2 * exponent, dtype=torch.float64, device="cpu"))
+    with together(comm):
+        total = torch.zeros((num_in, num_in), dtype=torch.float64, device=device)
+        for rows in torch.split(made[0], max(1, _CHUNK // max(num_in, 1))) if made[0].numel() else ():
+            whole = (rows.double() * 2.0**exponent).round_()
+            total.addmm_(whole.t(), whole)
+        total.mul_(2.0 ** (-2 * exponent))
+    comm.sum_to(total, None)
+    return total

@@ -165,9 +165,9 @@ def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> U
         products = torch.eye(len(products), dtype=torch.float64, device=device)
         mean_squares = torch.ones_like(mean_squares)
     norms = None if asked.norms is None else asked.norms.to(device)
-    features, gram = asked.features.to(device), moments.gram.to(device)
+    features = asked.features.to(device)
     of_features = means, mean_squares, mean_sizes, variances
-    return UnitEvidence(features, products, gram, *of_features, norms, DAMPING, name)
+    return UnitEvidence(features, products, moments.gram, *of_features, norms, DAMPING, name)
 
 
 def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) -> torch.Tensor:

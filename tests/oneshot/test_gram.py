@@ -19,12 +19,12 @@ def on_rank(rank: int, num_ranks: int, spoiled: float) -> torch.Tensor:
     rows = weights()[rank::num_ranks] if rank < 3 else torch.empty(0)
     if rank == 1 and spoiled:
         rows[0, 0] = spoiled
-    return sum_gram(communicator(None), 37, 24, lambda: rows)
+    return sum_gram(communicator(None), 37, 24, lambda: rows, rows.device)
 
 
 def test_is_the_same_on_any_number_of_ranks() -> None:
     whole = weights()
-    alone = sum_gram(Alone(), 37, 24, lambda: whole)
+    alone = sum_gram(Alone(), 37, 24, lambda: whole, whole.device)
     assert float((alone - whole.double().t() @ whole.double()).abs().max()) < 1e-5 * float(alone.max())
     for num_ranks in (2, 3):
         for found in run_threads(num_ranks, on_rank, num_ranks, 0.0):
