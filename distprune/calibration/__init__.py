@@ -1,5 +1,6 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
+from distprune.calibration.available import available_bytes
 from distprune.calibration.batches import Batches
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import check_fit, load_samples, own_samples, spread, token_digest
@@ -30,6 +31,7 @@ __all__ = [
     "Targets",
     "Visitor",
     "Walk",
+    "available_bytes",
     "catch_inputs",
     "check_fit",
     "find_sample_group",

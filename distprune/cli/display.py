@@ -11,7 +11,7 @@ from typing_extensions import override
 from distprune.checkpoint import InspectReport, import_extra
 from distprune.jobs import JobReport, PlannedWalk, PrunedBlocks, SmallerModel, Trained, Walked, Watcher, Work
 from distprune.jobs.figures import Kind, evaluated, kinds_of, mean_error, range_of, work_rows
-from distprune.jobs.fit_memory import gibibytes
+from distprune.oneshot.room import gibibytes
 from distprune.oneshot.walk_costs import PartCost
 from distprune.pruning import PruneReport
 

@@ -6,17 +6,13 @@ import platform
 
 import torch
 
+from distprune.calibration import available_bytes
 from distprune.collectives import Communicator, max_together, together, told_by_all
-from distprune.jobs.available import available_bytes
 from distprune.jobs.run import Run
 from distprune.oneshot import MemoryPlan, WalkRequest, fitted
-from distprune.oneshot.memory_plan import WEIGHTS
+from distprune.oneshot.room import SURE, gibibytes, largest_parts, ways_out
 from distprune.oneshot.walk_costs import ModelShape
 
-# Measured peaks were 0.90 to 1.02 of what is planned (ADMM, SparseGPT and Wanda, 1 and 2 ranks, also of experts). What
-# fits but for a quarter is not refused.
-_SURE = 0.75
-_NUM_NAMED = 3  # parts that an error names
 _UNKNOWN = 1 << 62
 
 
@@ -51,7 +47,7 @@ def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
         return [
             f"{gibibytes(needed)} of {gibibytes(free)} that are free on the {where}"
             for needed, free, where in ((device, on_device, "device"), (here, on_host, "host"))
-            if _SURE * needed > free
+            if SURE * needed > free
         ]
 
     def fits(plan: MemoryPlan) -> bool:
@@ -62,8 +58,8 @@ def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
         fitting, plan = fitted(model, asked, fits)
         if lacking := lacks(plan):
             raise ValueError(
-                f"the walk takes {' and '.join(lacking)}, for each rank and beside its weights: {_largest(plan)}. "
-                f"{_ways_out(asked, is_host=run.device.type == 'cpu')}"
+                f"the walk takes {' and '.join(lacking)}, for each rank and beside its weights: {largest_parts(plan)}. "
+                f"{ways_out(fitting, plan, is_host=run.device.type == 'cpu')}"
             )
     if fitting.expert_memory < asked.expert_memory:
         run.reporter.say(
@@ -76,22 +72,3 @@ def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
 def _needs(plan: MemoryPlan, *, is_host: bool) -> tuple[float, float]:
     """Return what the walk takes on the device and on the host, which may be one, beside the weights."""
     return (0.0, plan.beyond_weights + plan.most.host) if is_host else (plan.beyond_weights, plan.most.host)
-
-
-def _largest(plan: MemoryPlan) -> str:
-    """Name what most of the memory is for, but for the weights."""
-    sizes = {name: max(of.device, of.host) for name, of in {**plan.host_parts, **plan.device_parts}.items()}
-    largest = sorted(sizes.keys() - {WEIGHTS}, key=lambda name: -sizes[name])[:_NUM_NAMED]
-    return ", ".join(f"{name} {gibibytes(sizes[name])}" for name in largest)
-
-
-def _ways_out(asked: WalkRequest, *, is_host: bool) -> str:
-    ways = ["fewer samples (--samples)", "more ranks"]
-    ways += [] if asked.offload or is_host else ["offload=True (--offload)"]
-    ways += ["targets='own' (--targets own)"] if asked.has_targets else []
-    return f"Ways out: {', '.join(ways)}; --plan shows what each takes"
-
-
-def gibibytes(num_bytes: float) -> str:
-    """Return ``num_bytes`` as text."""
-    return f"{num_bytes / 2**30:.3g} GiB"

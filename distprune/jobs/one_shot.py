@@ -72,6 +72,7 @@ class OneShotJob(PruningJob, CalibratedJob):
             has_targets=targets == "dense",
             offload=self.offload,
             speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
+            tries=on_device,
         )
 
     def allocation_or_default(self) -> Allocation:

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distprune.calibration import load_samples
+from distprune.calibration import available_bytes, load_samples
 from distprune.checkpoint import load_tokenizer, open_together, resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.collectives import communicator, together
-from distprune.jobs.available import available_bytes
 from distprune.jobs.fit_memory import num_on_machine
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import ask, asked as asked_of, parse_bytes

@@ -31,7 +31,7 @@ from distprune.collectives import Communicator, cannot_meet, max_together, toget
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.driver import Clock
-from distprune.oneshot.outcome import Outcome, Trial
+from distprune.oneshot.outcome import BlockTrial, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
@@ -69,7 +69,9 @@ class WalkOptions:
 
 # Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer, or lets the trial tell
 # them. Empties the moments. Every rank calls it.
-PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim, Trial | None], Mapping[str, Outcome]]
+PruneRows = Callable[
+    [Communicator, Mapping[str, Rows], list[Moments], Clock, Aim, BlockTrial | None], Mapping[str, Outcome]
+]
 
 
 def run_blocks(
@@ -180,7 +182,7 @@ class _BlockPruner:
         return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
 
     def _prune_stages(
-        self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: Trial | None
+        self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: BlockTrial | None
     ) -> _Done:
         """Prune the layers of block ``index`` stage by stage; the outcomes of a ``trial`` are not known yet."""
         comm, options, (name, _), layers = self.comm, self.options, self.walk.blocks[index], self.linears[index]
@@ -206,14 +208,14 @@ class _BlockPruner:
                     done.totals |= self.prune_rows(comm, rows, moments, clock, aim, trial)
         return done
 
-    def _tried(self, index: int, prune_stages: Callable[[Trial], _Done]) -> _Done | None:
+    def _tried(self, index: int, prune_stages: Callable[[BlockTrial], _Done]) -> _Done | None:
         """Return what a trial of block ``index`` comes to; ``None``: something was wrong, and nothing has changed.
 
         Errors are such, too: those of other causes come again. Meanwhile this rank's shards of the block are kept
         twice. Every rank must call it, where each error is raised on all: two rounds, of 64 bytes and that of the
         outcomes, and one of 64 if something was wrong.
         """
-        comm, block, trial = self.comm, self.walk.blocks[index][1], Trial()
+        comm, block, trial = self.comm, self.walk.blocks[index][1], BlockTrial()
         with together(comm):
             before = _copies(block)
         try:
@@ -229,7 +231,7 @@ class _BlockPruner:
         return None
 
     def _reduced(
-        self, statistics: InputStatistics, name: str, clock: Clock, trial: Trial | None
+        self, statistics: InputStatistics, name: str, clock: Clock, trial: BlockTrial | None
     ) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does, of the block ``name``."""
         doubts = None if trial is None else trial.doubts

@@ -37,7 +37,7 @@ from distprune.collectives import (
 )
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
-from distprune.oneshot.outcome import Figures, Outcome, Trial, numbers_of, sum_outcomes
+from distprune.oneshot.outcome import BlockTrial, Figures, Outcome, numbers_of, sum_outcomes
 from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
@@ -55,7 +55,7 @@ def prune_rows(
     moments: list[Moments],
     clock: Clock,
     aim: Aim,
-    trial: Trial | None = None,
+    trial: BlockTrial | None = None,
     *,
     solver: Solver[Any],
     pattern: Pattern,

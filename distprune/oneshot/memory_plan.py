@@ -34,11 +34,12 @@ from distprune.oneshot.walk_costs import (
 )
 
 WEIGHTS, BLOCK, GATHER = "weights, a shard", "a block, gathered", "the gather's buffer"
+BEFORE = "a block's shard, as it was"
 STREAMS, DENSE, FORWARD = "hidden streams", "dense stream of a block", "one sample's run"
 TOKENS, SUMS, MESSAGES, WAVES = "tokens of experts", "sums", "sums and tokens on their way", "sums of a wave of experts"
 MOMENTS, FACTORS, ROWS, PYTHON = "moments at an owner", "factors", "rows at an owner", "Python"
 PARTS = (
-    *(WEIGHTS, BLOCK, GATHER, STREAMS, DENSE, FORWARD),
+    *(WEIGHTS, BLOCK, GATHER, BEFORE, STREAMS, DENSE, FORWARD),
     *(TOKENS, SUMS, MESSAGES, WAVES, MOMENTS, FACTORS, ROWS, PYTHON),
 )
 
@@ -68,7 +69,7 @@ class MemoryPlan:
 
 def plan_walk(model: ModelShape, asked: WalkRequest) -> MemoryPlan:
     """Return what a walk through ``model`` takes of the rank that it takes the most of."""
-    base = {WEIGHTS: PartCost(device=model.num_bytes / asked.num_ranks), STREAMS: _streams(model, asked)}
+    base = {WEIGHTS: PartCost(device=model.num_bytes * asked.held), STREAMS: _streams(model, asked)}
     total: Parts = defaultdict(PartCost) | base
     by_device, by_host = base, base
     for block, times in Counter(block for block in model.blocks if block.inputs).items():
@@ -97,7 +98,7 @@ def fitted(model: ModelShape, asked: WalkRequest, fits: Callable[[MemoryPlan], b
 
 def _at_a_time(always: Parts, stage: Parts) -> Iterator[Parts]:
     """Yield the parts that are there at the same time: a block is gathered, runs, sums are added up, rows solved."""
-    kept = {name: always[name] for name in (WEIGHTS, STREAMS, DENSE) if name in always}
+    kept = {name: always[name] for name in (WEIGHTS, BEFORE, STREAMS, DENSE) if name in always}
     tokens = {name: stage[name] for name in (TOKENS,) if name in stage}
     yield kept | {name: always[name] for name in (BLOCK, GATHER)}
     yield kept | tokens | {name: of for name, of in (always | stage).items() if name in (BLOCK, FORWARD, SUMS)}
@@ -119,8 +120,9 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
         num_runs += before / active if asked.by_layer else 1.0
         before += sum(of.num_active for of in stage)
     num_gathers = len(stages) + 1 + asked.has_targets
-    moved = num_gathers * block.num_bytes * asked.away
-    gathered = PartCost(device=block.num_bytes if asked.num_ranks > 1 else 0.0)
+    whole = block.num_bytes / asked.num_sharing if asked.is_gathered else 0.0
+    moved = num_gathers * whole * (1 - asked.held * asked.num_sharing)
+    gathered = PartCost(device=whole)
     num_layers = Counter[bool]()
     for of in block.inputs:
         num_layers[of.num_experts > 0] += of.num_layers * of.num
@@ -129,17 +131,23 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
         GATHER: gathered,
         FORWARD: PartCost(
             device=_run_bytes(model, block.inputs, asked),
-            seconds=2 * active * asked.own_tokens * num_runs / asked.speeds.forward,
+            seconds=2 * active / asked.num_sharing * asked.own_tokens * num_runs / asked.speeds.forward,
         ),
         PYTHON: PartCost(seconds=LAYER_SECONDS * num_layers[False] + EXPERT_SECONDS * num_layers[True]),
     }
+    if asked.tries:
+        parts[BEFORE] = PartCost(device=block.num_bytes * asked.held)
     if asked.has_targets:
-        features = sum(model.hidden if of.adds else of.num_in * of.num * of.share * of.stacked for of in block.inputs)
+        own = 1 / asked.num_sharing  # of the features of an input
+        features = sum(
+            model.hidden if of.adds else own * of.num_in * of.num * of.share * of.stacked for of in block.inputs
+        )
         parts[DENSE] = asked.kept(asked.own_tokens * model.itemsize * features)
     found = [parts]
     for stage in stages:
-        routed = [of for of in stage if of.num_experts and asked.pairs]
-        others = [of for of in stage if not (of.num_experts and asked.pairs)]
+        goes_by_tokens = asked.pairs and asked.num_sharing == 1
+        routed = [of for of in stage if of.num_experts and goes_by_tokens]
+        others = [of for of in stage if not (of.num_experts and goes_by_tokens)]
         of_routed = _of_routed(model, routed, asked) if routed else {}
         waiting = {name: PartCost(of.device, of.host) for name, of in of_routed.items() if name == TOKENS}
         found += [_of_summed(model, others, asked) | waiting] if others else []
@@ -149,9 +157,10 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
 
 def _run_bytes(model: ModelShape, inputs: Iterable[InputShape], asked: WalkRequest) -> float:
     """Return what one sample takes while a block runs: its activations, and what an addend of the sums is made of."""
-    activations = max(of.num * of.share * (of.num_in + 2 * of.num_out) for of in inputs) + 2 * model.hidden
+    widest_layers = max(of.num * of.share * (of.num_in + 2 * of.num_out) for of in inputs)
+    activations = widest_layers / asked.num_sharing + 2 * model.hidden
     widest = max(of.num_in for of in inputs)
-    addend = 4 * widest**2 if asked.has_targets else 0
+    addend = 4 * widest**2 / asked.num_sharing if asked.has_targets else 0
     return asked.length * (model.itemsize * activations + 4 * widest) + addend
 
 
@@ -177,8 +186,8 @@ def _of_summed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
     products = sum(of.num * of.share * num_products(of, asked) for of in inputs)
     return {
         SUMS: PartCost(
-            device=sum(of.num * sum_bytes(of, asked) for of in inputs),
-            seconds=products * asked.own_tokens / speeds.float32,
+            device=sum(of.num * sum_bytes(of, asked) for of in inputs) / asked.num_sharing,
+            seconds=products / asked.num_sharing * asked.own_tokens / speeds.float32,
         ),
         MESSAGES: PartCost(
             device=max(*packed, min(sum(packed), 8 * MESSAGE), arriving),

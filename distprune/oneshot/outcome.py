@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass
-class Trial:
+class BlockTrial:
     """What is not looked at before a block is done: ``figures`` of this rank's rows, by layer, and ``doubts``.
 
     These are bool tensors of one element on their devices: whether something is as it was taken to be.

@@ -16,6 +16,7 @@ from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
 from distprune.oneshot.report import Meter, OneShotReport
+from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
 from distprune.patterns import Pattern, check_parts
 from distprune.pruning.agreement import Facts, agree_on
@@ -102,7 +103,8 @@ def prune_blocks(
     Raises:
         ValueError: on every rank, nothing changed: arguments out of range or unequal on two ranks; a
             block with no linear layer that the pattern fits; samples that do not fit the model; NaN weights;
-            no decoder blocks; a model that changes hidden states between blocks. On every rank, with the blocks
+            no decoder blocks; a model that changes hidden states between blocks; a device that has far less memory
+            than the walk takes (see ``plan_walk``). On every rank, with the blocks
             before pruned: NaN or Inf in the activations (it names the block and the layer); with that block's weights
             changed, too: new weights that are not finite, or what the pruned block then puts out. The last block is
             not run again.
@@ -126,7 +128,12 @@ def prune_blocks(
 
     agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
-    check_parts(comm, agreed.roster, lambda: without_nans(shards))
+
+    def look_at() -> list[LocalShard]:
+        check_room(model, samples, plan, comm.size, offload=offload)
+        return without_nans(shards)
+
+    check_parts(comm, agreed.roster, look_at)
     return run_blocks(
         meter,
         find_sample_group(comm, plan.axis),

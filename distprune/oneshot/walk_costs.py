@@ -78,7 +78,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class WalkRequest:
-    """What is asked of a walk. ``by_row``: rows are independent of each other; ``pairs``: X^T X is needed."""
+    """What is asked of a walk. ``by_row``: rows are independent of each other; ``pairs``: X^T X is needed.
+
+    ``tries``: blocks are pruned by trials, as on a device. ``num_sharing`` ranks run the same samples, and each has its
+    part of every matrix while a block runs: tensor parallelism. A parameter is cut over ``num_parts`` ranks, which are
+    fewer where it has replicas; by default over all.
+    """
 
     num_ranks: int
     num_samples: int
@@ -91,6 +96,19 @@ class WalkRequest:
     offload: bool = False
     expert_memory: int = EXPERT_MEMORY
     speeds: Speeds = DEVICE
+    tries: bool = False
+    num_sharing: int = 1
+    num_parts: int | None = None
+
+    @property
+    def held(self) -> float:
+        """The share of the parameters that a rank holds."""
+        return 1 / (self.num_parts or self.num_ranks)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a block is gathered before it runs."""
+        return (self.num_parts or self.num_ranks) > self.num_sharing
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +117,7 @@ class WalkRequest:
     @property
     def own_tokens(self) -> int:
         """Those of the rank that has the most."""
-        return -(-self.num_samples // self.num_ranks) * self.length
+        return -(-self.num_samples // (self.num_ranks // self.num_sharing)) * self.length
 
     @property
     def away(self) -> float:

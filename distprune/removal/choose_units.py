@@ -15,7 +15,7 @@ from distprune.collectives import Communicator, Group, communicator, sum_togethe
 from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.outcome import Outcome, Trial
+from distprune.oneshot.outcome import BlockTrial, Outcome
 from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
@@ -160,7 +160,7 @@ def choose_units(
         moments: list[Moments],
         clock: Clock,
         aim: Aim,
-        trial: Trial | None,
+        trial: BlockTrial | None,
     ) -> dict[str, Outcome]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")

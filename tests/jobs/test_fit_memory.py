@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from distprune.calibration import available
 from distprune.collectives import communicator
-from distprune.jobs import OneShotJob, available, fit_memory, run_one_shot_job
+from distprune.jobs import OneShotJob, fit_memory, run_one_shot_job
 from distprune.jobs.run import Run
 from distprune.oneshot import WalkRequest, fitted, plan_walk
 from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape

@@ -15,7 +15,7 @@ from distprune.calibration.reduction import Reduction
 from distprune.collectives import Alone
 from distprune.oneshot import ADMM, SparseGPT, prune_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.outcome import Trial
+from distprune.oneshot.outcome import BlockTrial
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
@@ -62,7 +62,7 @@ def solve(
     rows: dict[str, Rows],
     moments: list[Moments],
     pattern: prune.Pattern,
-    trial: Trial | None = None,
+    trial: BlockTrial | None = None,
 ) -> None:
     prune_rows(Alone(), rows, moments, lambda _: nullcontext(), Aim(), trial, solver=solver, pattern=pattern)
 
@@ -73,7 +73,7 @@ def waits_of(solver: Solver[Any], pattern: prune.Pattern, num_inputs: int, chunk
         for name in ("admm.CHUNK", "scored._CHUNK", "retarget._CHUNK"):
             patch.setattr(f"distprune.oneshot.{name}", chunk)
         patch.setattr("distprune.calibration.moments._CHUNK", chunk)
-        trial = Trial()
+        trial = BlockTrial()
         solve(solver, rows, moments, pattern, trial)
         assert trial.outcomes(Alone(), list(rows))
     return waits

@@ -13,8 +13,19 @@ import torch
 from distprune.calibration import InputStatistics, Moments, catch_inputs, learn_order, routed_tokens, spread
 from distprune.collectives import Alone, Communicator, communicator, swap_known
 from distprune.models import decoder_blocks, linear_layers
-from distprune.oneshot import MemoryPlan, WalkRequest, block, fitted, moved_rows, plan_walk, prune_blocks, shape_of
+from distprune.oneshot import (
+    MemoryPlan,
+    WalkRequest,
+    block,
+    fitted,
+    moved_rows,
+    plan_walk,
+    prune_blocks,
+    room,
+    shape_of,
+)
 from distprune.oneshot.memory_plan import (
+    BEFORE,
     BLOCK,
     DENSE,
     GATHER,
@@ -29,8 +40,10 @@ from distprune.oneshot.memory_plan import (
 )
 from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.device_path import as_on_a_device
 from tests.oneshot.alike import sharded
-from tests.worlds import run_threads
+from tests.oneshot.test_tensor_parallel import wrapped
+from tests.worlds import ProcessPool, run_threads
 
 NUM_EXPERTS, WIDTH, LENGTH = 8, 16, 16
 SIZE = 8 * WIDTH**2  # bytes of X^T X
@@ -139,6 +152,62 @@ def test_a_plan_is_what_a_walk_takes(
             assert max(of.arriving[name] for of, _ in found) == plan[name].arriving, name
     large = sum(plan[name].sent for name in (MESSAGES, TOKENS, ROWS) if name in plan)
     assert all(large <= num_bytes < large + 30_000 for _, num_bytes in found), (large, found[0][1])
+
+
+def on_rank_of(_: int, layout: str) -> tuple[Counter[str], MemoryPlan]:
+    """Return what this rank has in memory, and the plan by which ``prune_blocks`` looks for room."""
+    model: Any = wrapped(layout, "llama") if "tp" in layout else sharded(tiny_model("llama"), (2, 1))
+    plans: list[MemoryPlan] = []
+
+    def planning(*arguments: Any) -> MemoryPlan:
+        plans.append(plan_walk(*arguments))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch, as_on_a_device():
+        seen, copies = seen_of(patch), block._copies
+
+        def copying(of_block: Any) -> dict[str, torch.Tensor]:
+            found = copies(of_block)
+            seen(None).has(BEFORE, sum(of.nbytes for of in found.values()))
+            return found
+
+        patch.setattr(block, "_copies", copying)
+        patch.setattr(room, "plan_walk", planning)
+        prune_blocks(model, samples(4, LENGTH), method="admm", pattern="2:4")
+    return seen(None).memory, plans[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(2, "tp"), (4, "fsdp-tp"), (2, "replicas")])
+def test_room_is_looked_for_by_what_ranks_share(num_ranks: int, layout: str, pool: ProcessPool) -> None:
+    """Ranks of a tensor-parallel group run the same samples and sum their own features; replicas are not shared out."""
+    found = pool.run(num_ranks, on_rank_of, layout)
+    for name in (STREAMS, DENSE, SUMS, BEFORE):
+        exact = 0.02 if name == BEFORE else 0.0  # norms are whole on each rank
+        most = max(of[name] for of, _ in found)
+        assert [plan.parts[name].device for _, plan in found] == [pytest.approx(most, rel=exact, abs=0)] * num_ranks, (
+            name
+        )
+    gathers = layout == "fsdp-tp"
+    assert all((plan.parts[BLOCK].device > 0) == gathers for _, plan in found)
+
+
+@pytest.mark.parametrize("free", [1 << 10, 1 << 40, None])
+def test_a_walk_without_room_on_a_device_is_refused(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, by the one that has too little; on the host, or where nobody knows, it is not."""
+
+    monkeypatch.setattr(room, "available_bytes", lambda _: free if communicator().rank else 1 << 40)
+
+    def on_rank(_: int) -> None:
+        prune_blocks(
+            sharded(tiny_model("llama", num_hidden_layers=1)), samples(4, LENGTH), method="admm", pattern="2:4"
+        )
+
+    with as_on_a_device():
+        found = run_threads(2, on_rank, catch=True)
+    if free == 1 << 10:
+        assert all(isinstance(error, ValueError) and "free on the device" in str(error) for error in found)
+        found = run_threads(2, on_rank)
+    assert not any(isinstance(of, Exception) for of in found)
 
 
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
