@@ -1,4 +1,4 @@
-"""One-shot pruning of SmolLM2-135M by the job, as a user runs it: perplexity over dense, and seconds, on 1 and 2 ranks.
+"""One-shot pruning of SmolLM2-135M by the job, as a user runs it: perplexity over dense on two kinds of text, seconds.
 
 Runs what RESULTS.jsonl lacks, appends every run to it as one line, and shows the table of all that is in it: a run
 that was interrupted goes on by the same command, and what is not to be timed may run side by side on one file.
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import statistics
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -24,12 +22,12 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.measure import heading, on_ranks, show, spread, table, unpin
+from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, evaluated, over_dense, write_texts
 from distprune.cli.commands import JobCommand
 from distprune.cli.main import app
 from distprune.jobs import Evaluation, OneShotJob, run_one_shot_job
-from launch.demo_inputs import demo_model, joined, speech_files
+from launch.demo_inputs import demo_model
 
-LENGTH, EVALUATION_TOKENS, NUM_EVALUATED = 256, 512, 8  # tokens in a window; of each speech; speeches
 REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
 
 # A row of the table is a method and a pattern: its name, and what it is on the command line.
@@ -78,7 +76,7 @@ def asked(case: Case, texts: Path, output: str) -> OneShotJob:
     words = f"prune {demo_model()} --dtype float32 {case.options} --samples {case.samples} --seed {case.seed}".split()
     words += ["--sequence-length", str(LENGTH), "--calibration", str(texts / "calibration.txt"), "--output", output]
     words += ["--eval-tokens", str(EVALUATION_TOKENS), "--eval-length", str(LENGTH)]
-    for path in sorted(texts.glob("evaluation*")):
+    for path in evaluated(texts):
         words += ["--eval", str(path)]
     requests: list[JobCommand] = []
     app(words, obj=requests.append, standalone_mode=False)
@@ -87,26 +85,16 @@ def asked(case: Case, texts: Path, output: str) -> OneShotJob:
     return job
 
 
-def write_texts(folder: Path) -> None:
-    """Write what to calibrate on, every second speech since 1990, and some of the others, to evaluate on; all whole."""
-    speeches = speech_files(since=1990)
-    (folder / "calibration.txt").write_bytes(joined(speeches[::2]))
-    others = speeches[1::2]
-    for number in range(NUM_EVALUATED):
-        chosen = others[number * len(others) // NUM_EVALUATED]
-        (folder / f"evaluation{number}.txt").write_bytes(chosen.read_bytes())
-
-
-def run(_: int, job: OneShotJob) -> dict[str, Any]:
-    """Run the job on this rank; return the perplexity on all texts as one, and seconds of pruning."""
+def run(_: int, job: OneShotJob, texts: Path) -> dict[str, Any]:
+    """Run the job on this rank; return the perplexity on each kind of text, and seconds of pruning."""
     if dist.get_world_size() == 1:
         unpin()
     report = run_one_shot_job(job)
 
-    def mean(found: Evaluation) -> float:  # every text counts as many tokens
-        return math.exp(statistics.fmean(math.log(value) for value in found.perplexity.values()))
+    def of(found: Evaluation) -> dict[str, float]:
+        return by_kind(lambda path: found.perplexity[str(path)], texts)
 
-    return {"dense": mean(report.before), "perplexity": mean(report.after), "seconds": report.seconds["prune"]}
+    return {"dense": of(report.before), "perplexity": of(report.after), "seconds": report.seconds["prune"]}
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:
@@ -123,14 +111,15 @@ def measure(wanted: list[Case], results: Path) -> None:
             if case in read(results):
                 continue
             with tempfile.TemporaryDirectory() as output:
-                by_rank = on_ranks(case.ranks, run, asked(case, Path(folder), f"{output}/pruned"))
+                by_rank = on_ranks(case.ranks, run, asked(case, Path(folder), f"{output}/pruned"), Path(folder))
             entry = {"case": asdict(case), **max(by_rank, key=lambda result: result["seconds"])}
             append(results, case, entry)
 
 
 def append(results: Path, case: object, entry: dict[str, Any]) -> None:
     """Show what a run gave, and add it to ``results``."""
-    print(case, f"{entry['perplexity'] / entry['dense']:.3f} x dense, {entry['seconds']:.1f} s", flush=True)
+    over = ", ".join(f"{kind} {over_dense(entry, kind):.3f}" for kind in KINDS)
+    print(case, f"x dense: {over}; {entry['seconds']:.1f} s", flush=True)
     with results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")  # at once, when the file is closed
 
@@ -151,7 +140,8 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:
         (
             *kind,
             *(
-                spread([entry["perplexity"] / entry["dense"] for entry in of(kind, ranks).values()], 3)
+                spread([over_dense(entry, text) for entry in of(kind, ranks).values()], 3)
+                for text in KINDS
                 for ranks in (1, 2)
             ),
             *(spread([entry["seconds"] for entry in of(kind, ranks).values()], 1) for ranks in (1, 2)),
@@ -179,17 +169,21 @@ def main() -> None:
         for case, entry in read(arguments.results).items()
         if (case.method, case.pattern) in known and case.options == options(case.method, case.pattern)
     }
-    dense = sorted({round(entry["dense"], 2) for entry in entries.values()})
+    found = {kind: sorted({f"{entry['dense'][kind]:.2f}" for entry in entries.values()}) for kind in KINDS}
+    dense = ", ".join(f"{' or '.join(found[kind])} on {kind}" for kind in KINDS)
     notes = (
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
-        "drawn by the seed from every second State of the Union speech since 1990. Perplexity: of the first "
-        f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's, "
-        f"{' or '.join(map(str, dense))}. Seconds of pruning: of the slower rank, from the loaded model to the last "
-        "block on the disk; every rank has one thread. Medians over the seeds, and the least and the greatest; factors "
-        "are of runs with the same seed."
+        f"drawn by the seed from every second State of the Union speech since 1990. {ABOUT} Dense: {dense}. Seconds of "
+        "pruning: of the slower rank, from the loaded model to the last block on the disk; every rank has one thread. "
+        "Medians over the seeds, and the least and the greatest; factors are of runs with the same seed."
     )
-    columns = ["method", "pattern", "windows", "x dense, 1 rank", "x dense, 2 ranks", "s, 1 rank", "s, 2 ranks"]
-    columns += ["2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]
+    columns = [
+        "method",
+        "pattern",
+        "windows",
+        *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2")),
+    ]
+    columns += ["s, 1 rank", "s, 2", "2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]
     text = heading("One-shot pruning of SmolLM2-135M", f"python -m benchmarks.bench_one_shot {arguments.results.name}")
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     text += "".join(f"- {name}: `{options}`\n" for name, options in (METHODS | PATTERNS).items())

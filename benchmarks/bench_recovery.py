@@ -1,7 +1,7 @@
 """Fine-tuning SmolLM2-135M with the zeros of one-shot pruning held: perplexity before and after, on 2 ranks.
 
 It runs what a user runs: ``distprune prune``, then ``distprune finetune``, on the text alone and with the dense model
-as its teacher.
+as its teacher; and evaluates on two kinds of text.
 
     python -m benchmarks.bench_recovery --minutes 10 --output benchmarks/results/recovery_HARDWARE_DATE.md
 """
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import heading, show, table
-from launch.demo_inputs import demo_model, joined, speech_files
+from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, evaluated, write_texts
+from launch.demo_inputs import demo_model
 
-NUM_RANKS, NUM_SAMPLES, LENGTH = 2, 16, 256  # of calibration
+NUM_RANKS, NUM_SAMPLES = 2, 16  # of calibration
 PATTERNS = {"50 %": ("unstructured", "--sparsity", "0.5"), "2:4": ("2:4",)}
 TRAINERS = {"text alone": False, "distilled from the dense model": True}  # whether there is a teacher
 
@@ -35,6 +36,11 @@ def launch(*arguments: str) -> dict[str, Any]:
     return report
 
 
+def of_kinds(report: dict[str, Any], when: str, folder: Path) -> dict[str, float]:
+    """Return the perplexity ``when`` on each kind of text."""
+    return by_kind(lambda path: report[f"perplexity_{when}"][str(path)], folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
@@ -45,39 +51,39 @@ def main() -> None:
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        recent = speech_files(since=1990)
-        for name, paths in (("train.txt", recent[::2]), ("evaluation.txt", recent[1::2])):
-            (folder / name).write_bytes(joined(paths))
-        evaluation = ("--eval", f"{folder}/evaluation.txt", "--eval-length", str(LENGTH))
+        write_texts(folder)
+        evaluation = [word for path in evaluated(folder) for word in ("--eval", str(path))]
+        evaluation += ["--eval-length", str(LENGTH), "--eval-tokens", str(EVALUATION_TOKENS)]
         for pattern in arguments.patterns:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
             pruning = launch(
                 *("prune", str(demo_model()), "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
-                *("--calibration", f"{folder}/train.txt", "--samples", str(NUM_SAMPLES)),
+                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES)),
                 *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
-            (dense,) = pruning["perplexity_before"].values()
+            dense = of_kinds(pruning, "before", folder)
             for number, (trainer, is_taught) in enumerate(TRAINERS.items()):
                 teacher = ("--teacher", str(demo_model())) if is_taught else ()
                 report = launch(
-                    *("finetune", pruned, "--data", f"{folder}/train.txt", "--minutes", str(arguments.minutes)),
+                    *("finetune", pruned, "--data", f"{folder}/calibration.txt", "--minutes", str(arguments.minutes)),
                     *(*teacher, *evaluation, "--output", f"{pruned}-{number}"),
                 )
                 training = report["training"]
-                figures = [f"{v:.2f}" for when in ("before", "after") for v in report[f"perplexity_{when}"].values()]
+                before, after = (of_kinds(report, when, folder) for when in ("before", "after"))
+                figures = [f"{of[kind]:.2f}" for kind in KINDS for of in (dense, before, after)]
                 share = f"{training['num_zeros'] / training['num_elements']:.2%}"
-                rows.append((pattern, trainer, f"{dense:.2f}", *figures, str(training["num_steps"]), share))
+                rows.append((pattern, trainer, *figures, str(training["num_steps"]), share))
     notes = (
         f"{arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.minutes:g} minutes of "
         f"distprune finetune with its defaults, on {NUM_RANKS} ranks of one thread. The text is every second State of "
-        f"the Union speech since 1990; perplexity is of 8,192 tokens of the others, in windows of {LENGTH}. Zeros are "
-        "those of all parameters."
+        f"the Union speech since 1990. {ABOUT} Zeros are those of all parameters."
     )
     patterns = " ".join(f'"{pattern}"' for pattern in arguments.patterns)
     asked = f"--method {arguments.method} --patterns {patterns} --minutes {arguments.minutes:g}"
     text = heading("Recovery by training with zeros held", f"python -m benchmarks.bench_recovery {asked}")
     text += "\n" + textwrap.fill(notes, 118) + "\n\n"
-    text += table(("pattern", "trained on", "dense", "before", "after", "steps", "zeros"), rows)
+    figures = [f"{kind}, {when}" for kind in KINDS for when in ("dense", "before", "after")]
+    text += table(("pattern", "trained on", *figures, "steps", "zeros"), rows)
     show(text, arguments.output)
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import tempfile
 import textwrap
 import time
@@ -24,8 +22,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.bench_one_shot import EVALUATION_TOKENS, LENGTH, NUM_EVALUATED, append, write_texts
+from benchmarks.bench_one_shot import append
 from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
+from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
 from distprune.calibration import load_samples
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.models import decoder_blocks
@@ -79,7 +78,7 @@ class Case:
 class Known:
     """What an earlier run has found out: the dense model's perplexity, and which layers stay."""
 
-    dense: float | None
+    dense: dict[str, float] | None
     layers: list[int] | None
 
 
@@ -122,11 +121,14 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
         return found | {"perplexity": evaluate(model, tokenizer, texts), "seconds": seconds}
 
 
-def evaluate(model: Any, tokenizer: Any, texts: Path) -> float:
-    """Return the perplexity on all texts as one: every text counts as many tokens."""
-    paths = sorted(texts.glob("evaluation*"))
-    ids = [tokenize_file(tokenizer, path, max_tokens=EVALUATION_TOKENS, sequence_length=LENGTH) for path in paths]
-    return math.exp(statistics.fmean(math.log(perplexity(model, of, sequence_length=LENGTH)) for of in ids))
+def evaluate(model: Any, tokenizer: Any, texts: Path) -> dict[str, float]:
+    """Return the perplexity on each kind of text."""
+
+    def of(path: Path) -> float:
+        ids = tokenize_file(tokenizer, path, max_tokens=EVALUATION_TOKENS, sequence_length=LENGTH)
+        return perplexity(model, ids, sequence_length=LENGTH)
+
+    return by_kind(of, texts)
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:
@@ -173,7 +175,7 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[list[str]]:
             [of for case, of in entries.items() if (case.what, case.method, case.ranks) == (what, method, ranks)]
             for ranks in (1, 2)
         ]
-        over = [spread([of["perplexity"] / of["dense"] for of in entries], 3) for entries in by_ranks]
+        over = [spread([over_dense(of, kind) for of in entries], 3) for kind in KINDS for entries in by_ranks]
         seconds = [spread([of["seconds"] for of in entries], 0) for entries in by_ranks]
         found.append([what, method, *over, *seconds])
     return found
@@ -206,13 +208,13 @@ def main() -> None:
     notes = (
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} windows of "
         f"{LENGTH} tokens, drawn by the seed from every second State of the Union speech since 1990; layers are chosen "
-        f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. Perplexity: of the first "
-        f"{EVALUATION_TOKENS} tokens of each of {NUM_EVALUATED} others, as a multiple of the dense model's. No "
-        "training. Medians over the seeds, and the least and the greatest. Seconds: of the slower rank; every rank has "
-        "one thread; of choosing units and refitting, without choosing layers."
+        f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. {ABOUT} No training. Medians over the "
+        "seeds, and the least and the greatest. Seconds: of the slower rank; every rank has one thread; of choosing "
+        "units and refitting, without choosing layers."
     )
     text = heading("Removal from SmolLM2-135M", f"python -m benchmarks.bench_removal {arguments.results.name}")
-    columns = ["removed", "by", "x dense, 1 rank", "x dense, 2 ranks", "s, 1 rank", "s, 2 ranks"]
+    columns = ["removed", "by", *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2"))]
+    columns += ["s, 1 rank", "s, 2"]
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     show(text, arguments.output)
 
