@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from distprune.shards import device
 
-__all__ = ["Waits", "Work", "as_on_a_device", "counted_waits", "counted_work"]
+__all__ = ["Waits", "Work", "as_on_a_device", "bytes_touched", "counted_waits", "counted_work"]
 
 _aten = torch.ops.aten
 # Their results, or the sizes of them, are known on the host once the device has caught up.
@@ -110,23 +111,17 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = _tensors((args, kwargs))
         known = {each.untyped_storage()._cdata for each in given}
-        if "out" in (kwargs or {}):  # it is written alone
-            given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         out = func(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        made = _tensors(out)
         for each in made:
             if (storage := each.untyped_storage())._cdata not in known:
                 self._note(storage)
         mutates = func._schema.is_mutable
         is_view = not mutates and all(each.untyped_storage()._cdata in known for each in made)
         if not (is_view and made) and func.overloadpacket not in (_aten.empty, _aten.empty_like, _aten.empty_strided):
-            num_bytes = sum(map(_size, given)) + sum(map(_size, made))
-            if func.overloadpacket in _GATHERING:  # of what is indexed as much as comes out
-                num_bytes += _size(made[0]) - _size(given[0])
-            elif func.overloadpacket in _SCATTERING:  # what is written to is read and written where it is indexed
-                num_bytes += 2 * _size(given[2]) - 2 * _size(given[0])
+            num_bytes = bytes_touched(func, args, kwargs or {}, out)
             self.num, self.num_bytes = self.num + 1, self.num_bytes + num_bytes
             self.by_operation[str(func)] += num_bytes
         return out
@@ -145,8 +140,43 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self._now)
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+_LINE = 32  # bytes of memory that a device reads or writes at least
+
+
+def bytes_touched(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    """Return how many bytes of memory ``func``, which returned ``out``, reads and writes.
+
+    It reads each byte once, and writes it once, whatever views its operands are. A strided view is all that it spans:
+    memory is read and written in whole lines. ``out=`` is written alone.
+    """
+    read = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
+    written = _tensors(out)
+    if func.overloadpacket in _GATHERING:
+        return _num_spanned(read[1:]) + written[0].nbytes + _num_spanned(written)
+    if func.overloadpacket in _SCATTERING:
+        return _num_spanned(read[1:]) + 2 * read[0].itemsize * max(each.numel() for each in read[1:])
+    return _num_spanned(read) + _num_spanned(written)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def _num_spanned(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes lie between the first and the last of ``tensors``; less where one skips whole lines."""
+    ranges = []
+    for each in tensors:
+        steps = [(size - 1, step) for size, step in zip(each.shape, each.stride(), strict=True) if step]
+        if each.numel():
+            num_spanned = (1 + sum(last * step for last, step in steps)) * each.itemsize
+            num = min(num_spanned, _LINE * math.prod(last + 1 for last, _ in steps))
+            ranges.append((each.untyped_storage()._cdata, each.data_ptr(), each.data_ptr() + num))
+    num = end_before = of_before = 0
+    for storage, start, end in sorted(ranges):
+        start = max(start, end_before) if storage == of_before else start
+        num += max(end - start, 0)
+        end_before, of_before = max(end, start), storage
+    return num
 
 
 @contextlib.contextmanager
