@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,10 +35,12 @@ from distprune.selection import (
     keep_highest_per_row,
     put_size,
 )
-from distprune.shards import Geometry, Matrix, count_true, is_small, on_host, sent
+from distprune.shards import Geometry, Matrix, count_true, fetched, is_small, on_host, sent
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
+
+_WORTH = 1 << 22  # weights on a device: to look for NaN and what is gone in every chunk takes as long as a wait
 
 
 class WithinRows(Pattern):
@@ -182,7 +185,8 @@ class PerRow(WithinRows):
 
 
 def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tensor]:
-    """Put what stays of ``parts``, of small ones together; return the counts of each."""
+    """Put what stays of ``parts``, of small ones together; return the counts of each. On a device one wait at most."""
+    _look_for_zeros(parts)
     return decide_together(
         [(part.scores, slice(0, part.scores.shard.geometry.local_numel)) for part in parts],
         [part.kind for part in parts],
@@ -191,6 +195,21 @@ def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tenso
         puts,
         lambda i: parts[i].decide(puts[i]),
     )
+
+
+def _look_for_zeros(parts: Sequence[_RowUnits]) -> None:
+    """Learn, of weights on a device that are their own scores, whether any is gone or NaN. Local; one wait, or none.
+
+    One read of the weights saves each look for these; of few, the wait would take longer.
+    """
+    read = [part for part in parts if part.is_of_weights and not on_host(part.scores.device)]
+    locals_ = [part.scores.shard.local.detach() for part in read]
+    if sum(each.numel() for each in locals_) < _WORTH:
+        return
+    lowest = fetched([torch.linalg.vector_norm(each, -math.inf).double() for each in locals_])
+    for part, number in zip(read, torch.stack(lowest).tolist() if lowest else [], strict=True):
+        part.may_have_nans = math.isnan(number)
+        part.may_have_gone &= not (part.order.zeros_gone and number > 0)
 
 
 class _RowUnits:
@@ -213,8 +232,17 @@ class _RowUnits:
         self._matrix = scores.shard.as_matrix()
         self._length = pattern.unit_length(self._matrix)
         self.units = units(scores.shard.geometry, self._matrix, self._length)
+        self.may_have_gone = order.zeros_gone or scores.gone is not None
+        self.may_have_nans = order.value_dtype.is_floating_point
         self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
         self.answers: list[Callable[[], Answers]] = []  # what became of cut units
+
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether there are weights, and they are the scores: then the least magnitude says if any is zero or NaN."""
+        shard = self.scores.shard
+        is_key = self.order.mask_of_bits(shard.local.dtype) is not None
+        return self.scores.score.is_weight and is_key and shard.local.numel() > 0
 
     @property
     def kind(self) -> object:
@@ -269,7 +297,9 @@ class _RowUnits:
             if self._bits is None or not self._put_at_once(at, into, counts):
                 of_rows = into.flags(at, device)
                 self._keep_keys(at, memory, of_rows, counts)
-                counts[0] += len(of_rows) - count_true(of_rows)
+                # Where nothing is gone, as many stay of each unit.
+                num_counted = len(of_rows) if self.may_have_gone else self._length
+                counts[0] += (num_counted - count_true(of_rows[:num_counted])) * (len(of_rows) // num_counted)
                 into.stays(at, of_rows)
         if flags is None:
             return counts
@@ -313,10 +343,12 @@ class _RowUnits:
 
     def _count(self, keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
         """Return which of ``keys`` are of what is gone; it and NaNs are added to ``counts``."""
-        if (is_gone := _gone(self.order, keys)) is not None:
-            counts[1] += is_gone.sum()
-        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self.order.last):
-            counts[2] += (keys > self.order.last).sum()
+        is_gone = _gone(self.order, keys) if self.may_have_gone else None
+        if is_gone is not None:
+            counts[1] += count_true(is_gone)
+        is_seen = on_host(keys.device) and (not len(keys) or keys.numpy().max() <= self.order.last)
+        if self.may_have_nans and not is_seen:
+            counts[2] += count_true(keys > self.order.last)
         return is_gone
 
 

@@ -176,15 +176,23 @@ def _num_beaten(groups: torch.Tensor) -> torch.Tensor:
     # Of equals the lower index goes first.
     is_higher = (groups[:, :half, None] > groups[:, None, half:]).view(torch.int8)
     if size == 2:
-        return torch.cat([is_higher[:, 0], -is_higher[:, 0]], 1)
+        return is_higher[:, 0] * _signs(groups.device)
     if size % 2:
         parts = groups[:, :half].contiguous(), groups[:, half:].contiguous()
         beaten = torch.cat([*map(_num_beaten, parts)], 1)
-    else:
-        beaten = _num_beaten(groups.view(2 * num, half)).view(num, size)
-    beaten[:, :half].add_(is_higher.sum(2, dtype=torch.int8))
-    beaten[:, half:].sub_(is_higher.sum(1, dtype=torch.int8))
-    return beaten
+        beaten[:, :half].add_(is_higher.sum(2, dtype=torch.int8))
+        beaten[:, half:].sub_(is_higher.sum(1, dtype=torch.int8))
+        return beaten
+    of_halves = torch.empty((2, num, half), dtype=torch.int8, device=groups.device)
+    for dim, sums in zip((2, 1), of_halves, strict=True):
+        torch.sum(is_higher, dim, dtype=torch.int8, out=sums)
+    beaten = _num_beaten(groups.view(2 * num, half)).view(num, 2, half)
+    return torch.addcmul(beaten, of_halves.transpose(0, 1), _signs(groups.device)[:, None]).view(num, size)
+
+
+def _signs(device: torch.device) -> torch.Tensor:
+    """Return 1 for the half that beats, and -1 for the half that is beaten."""
+    return 1 - 2 * torch.arange(2, dtype=torch.int8, device=device)
 
 
 def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: torch.Tensor) -> None:
