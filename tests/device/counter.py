@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 import distprune
 from tests.device.accelerator import extension
+from tests.device_path import bytes_touched
 
 __all__ = ["Costs", "Ran"]
 
@@ -43,7 +43,7 @@ class Costs(TorchDispatchMode):
         waits: how often the host waits, by line and operation.
         sends: how often the host sends tensors to the device, by line.
         operations: kernels that would be launched: all but views, and memory that is not filled.
-        bytes: of the tensors that operations read and write, by line; what is written in place counts twice.
+        bytes: that operations read and write, by line (see ``bytes_touched``).
         ran: which operation ran, with which dtypes.
     """
 
@@ -83,7 +83,7 @@ class Costs(TorchDispatchMode):
         if there and func.namespace == "aten" and not func.is_view and name not in _EMPTY:
             line = line_of_distprune()
             self.operations[line] += 1
-            self.bytes[line] += sum(map(_bytes_of, there))
+            self.bytes[line] += bytes_touched(func, args, kwargs or {}, out)
             self.ran.setdefault((str(func), tuple(map(self._dtype_of, inputs[:4]))), line)
             self._wait_for(name, line, args, kwargs or {})
         return out
@@ -105,14 +105,6 @@ class Costs(TorchDispatchMode):
 
     def _dtype_of(self, tensor: torch.Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.") + ("" if tensor.device.type == self.device_type else "@host")
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    """Return what is stored of ``tensor``: along a dim that it was expanded to, once."""
-    if not tensor.numel():
-        return 0
-    sizes: Iterable[int] = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
-    return functools.reduce(lambda one, other: one * other, sizes, tensor.element_size())
 
 
 def line_of_distprune() -> str:
