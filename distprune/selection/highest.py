@@ -183,11 +183,16 @@ def _num_beaten(groups: torch.Tensor) -> torch.Tensor:
         beaten[:, :half].add_(is_higher.sum(2, dtype=torch.int8))
         beaten[:, half:].sub_(is_higher.sum(1, dtype=torch.int8))
         return beaten
-    of_halves = torch.empty((2, num, half), dtype=torch.int8, device=groups.device)
-    for dim, sums in zip((2, 1), of_halves, strict=True):
-        torch.sum(is_higher, dim, dtype=torch.int8, out=sums)
-    beaten = _num_beaten(groups.view(2 * num, half)).view(num, 2, half)
-    return torch.addcmul(beaten, of_halves.transpose(0, 1), _signs(groups.device)[:, None]).view(num, size)
+    beaten = torch.empty((2, num, half), dtype=torch.int8, device=groups.device)
+    for dim, of_half in zip((2, 1), beaten, strict=True):
+        torch.sum(is_higher, dim, dtype=torch.int8, out=of_half)
+    beaten[1].neg_()
+    halves, of_halves = groups.view(2 * num, half), beaten.transpose(0, 1)
+    if half == 2:  # one comparison counts for both of a pair
+        is_higher = (halves[:, :1] > halves[:, 1:]).view(torch.int8).view(num, 2, 1)
+        beaten = torch.empty((num, 2, half), dtype=torch.int8, device=groups.device)
+        return torch.addcmul(of_halves, is_higher, _signs(groups.device), out=beaten).view(num, size)
+    return _num_beaten(halves).view(num, 2, half).add_(of_halves).view(num, size)
 
 
 def _signs(device: torch.device) -> torch.Tensor:
