@@ -40,7 +40,8 @@ from distprune.shards import Geometry, Matrix, count_true, fetched, is_small, on
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]
 
-_WORTH = 1 << 22  # weights on a device: to look for NaN and what is gone in every chunk takes as long as a wait
+# Weights on a device: of fewer a wait takes longer than the looks that it saves. An estimate, not measured.
+_WORTH = 1 << 22
 
 
 class WithinRows(Pattern):
@@ -242,7 +243,7 @@ class _RowUnits:
         """Whether there are weights, and they are the scores: then the least magnitude says if any is zero or NaN."""
         shard = self.scores.shard
         is_key = self.order.mask_of_bits(shard.local.dtype) is not None
-        return self.scores.score.is_weight and is_key and shard.local.numel() > 0
+        return self.scores.score.is_weight and is_key and not self.scores.regrows and shard.local.numel() > 0
 
     @property
     def kind(self) -> object:
