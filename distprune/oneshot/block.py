@@ -220,9 +220,7 @@ class _BlockPruner:
             before = _copies(block)
         try:
             done = prune_stages(trial)
-            totals = trial.outcomes(comm, [*done.num_tokens])
-            if totals is not None:
-                return dataclasses.replace(done, totals=totals)
+            return dataclasses.replace(done, totals=trial.outcomes(comm, [*done.num_tokens]))
         except Exception as error:
             if cannot_meet(error):
                 raise

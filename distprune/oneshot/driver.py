@@ -37,7 +37,7 @@ from distprune.collectives import (
 )
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
-from distprune.oneshot.outcome import BlockTrial, Figures, Outcome, numbers_of, sum_outcomes
+from distprune.oneshot.outcome import BlockTrial, Figures, Outcome, outcomes_of, sum_outcomes
 from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
@@ -77,9 +77,10 @@ def prune_rows(
         ValueError: on every rank, but with a ``trial``: new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    doubts = None if trial is None else trial.doubts
-    at_owner = [dataclasses.replace(m, doubts=doubts) for m in moments if not m.owner.spread]
-    spread = [dataclasses.replace(m, doubts=doubts) for m in moments if m.owner.spread]
+    if trial is not None:
+        moments[:] = [dataclasses.replace(m, doubts=trial.doubts) for m in moments]
+    at_owner = [m for m in moments if not m.owner.spread]
+    spread = [m for m in moments if m.owner.spread]
     moments.clear()
     moved = None
     if at_owner:
@@ -96,7 +97,7 @@ def prune_rows(
     totals: dict[str, Outcome] = {}
     with clock("sweep"):  # or wait for those that still do
         if trial is None:
-            totals = sum_outcomes(comm, list(rows), work.finish)
+            totals = sum_outcomes(comm, list(rows), lambda: outcomes_of(work.done()))
         else:
             with together(comm):
                 trial.figures |= work.done()
@@ -169,7 +170,8 @@ class _Work:
                 with self.clock("sweep"):
                     for name, of_layer in rows.items():
                         output = moments[i].squared_output(of_layer.weight)
-                        self.figures[name] = Figures(output, owned=of_layer.owned)
+                        about = of_layer.name, of_layer.weight.dtype, of_layer.owned
+                        self.figures[name] = Figures(*about, output)
 
     def _prepare(self, comm: Communicator, moments: list[Moments]) -> list[_Task]:
         """Return the tasks of ``moments``, which are used up, prepared."""
@@ -272,19 +274,6 @@ class _Work:
         if self.error is not None:
             raise self.error
         return self.figures
-
-    def finish(self) -> dict[str, Outcome]:
-        """Return what this rank adds to the sums over ranks, by layer, or raise what it has kept. Local."""
-        figures, found = self.done(), dict[str, Outcome]()
-        numbers = numbers_of([of.all for of in figures.values()])
-        for (name, of), (num_nans, is_finite, *of_layer) in zip(figures.items(), numbers, strict=True):
-            rows = self.rows[name]
-            if num_nans:
-                raise ValueError(f"scores are NaN in {rows.name!r}; mend the values first")
-            if not is_finite:
-                raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
-            found[name] = of.outcome(*of_layer)
-        return found
 
 
 @dataclass

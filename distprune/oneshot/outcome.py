@@ -20,29 +20,25 @@ from distprune.shards import fetched
 
 @dataclass
 class Figures:
-    """Of this rank's rows of a layer, until they are fetched: of an ``Outcome``, and whether the new ones are finite.
+    """Of this rank's rows of layer ``name``, until they are fetched: of an ``Outcome``, and whether it is one at all.
 
-    ``num_nans``: among the scores of each stage.
+    ``num_nans``: among the scores of each stage. ``owned``: this rank counts the rows.
     """
 
+    name: str
+    dtype: torch.dtype  # of the rows
+    owned: bool
     output: Figure
     solved: Solved = field(default_factory=lambda: Solved(0, 0.0))
     num_zeros: Figure = 0
     is_finite: Figure = True
     num_nans: list[Figure] = field(default_factory=list)
-    owned: bool = True  # this rank counts the rows
 
     @property
     def all(self) -> list[Figure]:
         of = self.solved
         num_nans = sum(self.num_nans, of.num_nans)
         return [num_nans, self.is_finite, of.num_pruned, self.num_zeros, of.error, self.output, of.damping]
-
-    def outcome(self, num_pruned: float, num_zeros: float, error: float, output: float, damping: float) -> Outcome:
-        """Return what this rank adds to the sums over ranks; the arguments are the last of ``all``, fetched."""
-        if not self.owned:
-            return Outcome(damping=damping)
-        return Outcome(int(num_pruned), int(num_zeros), error, output, damping)
 
 
 @dataclass(frozen=True)
@@ -71,22 +67,34 @@ class BlockTrial:
     figures: dict[str, Figures] = field(default_factory=dict)
     doubts: list[torch.Tensor] = field(default_factory=list)
 
-    def outcomes(self, comm: Communicator, names: Sequence[str]) -> dict[str, Outcome] | None:
-        """Return the outcomes over all rows of layers ``names``; ``None``: something was wrong on a rank.
+    def outcomes(self, comm: Communicator, names: Sequence[str]) -> dict[str, Outcome]:
+        """Return the outcomes over all rows of layers ``names``. Every rank must call it: see :func:`sum_outcomes`.
 
-        Every rank must call it: one round of 40 bytes a layer and 48. One wait for a device.
+        Raises:
+            ValueError: on every rank: what :func:`outcomes_of` raises on one.
         """
-        trouble = "\0"  # the name of no layer
+        return sum_outcomes(comm, names, lambda: outcomes_of(self.figures, self.doubts))
 
-        def own() -> dict[str, Outcome]:
-            *numbers, doubts = numbers_of([*(of.all for of in self.figures.values()), self.doubts])
-            if not all(doubts) or any(num_nans or not is_finite for num_nans, is_finite, *_ in numbers):
-                return {trouble: Outcome(num_pruned=1)}
-            found = zip(self.figures.items(), numbers, strict=True)
-            return {name: figures.outcome(*of_layer[2:]) for (name, figures), of_layer in found}
 
-        totals = sum_outcomes(comm, [*names, trouble], own)
-        return None if totals.pop(trouble).num_pruned else totals
+def outcomes_of(figures: Mapping[str, Figures], doubts: Sequence[torch.Tensor] = ()) -> dict[str, Outcome]:
+    """Return what this rank adds to the sums over ranks, by layer: one wait for a device. Local.
+
+    Raises:
+        ValueError: one of ``doubts`` (see :class:`BlockTrial`) is False; scores are NaN; new weights are not finite.
+    """
+    *numbers, is_as_taken = numbers_of([*(of.all for of in figures.values()), doubts])
+    if not all(is_as_taken):
+        raise ValueError("inputs are NaN or infinite, or have no factor")
+    found: dict[str, Outcome] = {}
+    for (layer, of), (num_nans, is_finite, *of_layer) in zip(figures.items(), numbers, strict=True):
+        if num_nans:
+            raise ValueError(f"scores are NaN in {of.name!r}; mend the values first")
+        if not is_finite:
+            raise ValueError(f"the new weights of {of.name!r} are NaN or infinite in {of.dtype}")
+        num_pruned, num_zeros, *others = of_layer
+        outcome = Outcome(int(num_pruned), int(num_zeros), *others)
+        found[layer] = outcome if of.owned else Outcome(damping=outcome.damping)
+    return found
 
 
 def sum_outcomes(

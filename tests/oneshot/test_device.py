@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.scores import Wanda
+from distprune.shards import local_of
 from tests.architectures import samples, tiny_model
 from tests.device_path import Waits, as_on_a_device, counted_waits
-from tests.oneshot.alike import matrices
+from tests.oneshot.alike import matrices, sharded
+from tests.worlds import run_threads
 
 NUM_IN, NUM_OUT = 16, 12
 SOLVERS: dict[str, Solver[Any]] = {"admm": ADMM(), "sparsegpt": SparseGPT(), "wanda": Scored(Wanda(), by_row=True)}
@@ -128,6 +131,30 @@ def test_a_block_in_which_something_is_wrong_is_pruned_again(name: str, value: f
     assert isinstance(found, str) == (value != value)
     assert all(torch.equal(others[of], weight) for of, weight in weights.items())
     assert num_found_there == num_found + 4  # the inputs of a block
+
+
+def sharded_and_pruned(_: int) -> torch.Tensor:
+    model = sharded(tiny_model("llama", num_hidden_layers=1))
+    prune_blocks(model, samples(4), method="admm", pattern="2:4")
+    return torch.cat([local_of(parameter.detach()).flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_what_a_trial_raises_on_one_rank_is_tried_again_on_all(num_failures: int) -> None:
+    wanted, failures, moments = run_threads(2, sharded_and_pruned), [1] * num_failures, Reduction._moments
+
+    def failing(self: Reduction, *arguments: Any) -> Moments:
+        if self.comm.rank == 1 and failures:
+            raise RuntimeError(f"failed {failures.pop()} time")
+        return moments(self, *arguments)
+
+    with patch.object(Reduction, "_moments", failing), as_on_a_device():
+        found = run_threads(2, sharded_and_pruned, catch=True)
+    assert not failures
+    if num_failures == 1:
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    else:
+        assert all(isinstance(error, RuntimeError) and "failed 1 time" in str(error) for error in found)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
