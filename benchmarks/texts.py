@@ -41,13 +41,17 @@ def write_texts(folder: Path) -> None:
 
 def evaluated(folder: Path) -> list[Path]:
     """Return the texts to evaluate on."""
-    return sorted(path for kind in KINDS for path in folder.glob(f"{kind}*"))
+    return [path for kind in KINDS for path in _of_kind(folder, kind)]
+
+
+def _of_kind(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.glob(f"{kind}*"))
 
 
 def by_kind(perplexity: Callable[[Path], float], folder: Path) -> dict[str, float]:
     """Return the perplexity on all texts of a kind as one: every text counts as many tokens."""
     return {
-        kind: math.exp(statistics.fmean(math.log(perplexity(path)) for path in evaluated(folder) if kind in path.name))
+        kind: math.exp(statistics.fmean(math.log(perplexity(path)) for path in _of_kind(folder, kind)))
         for kind in KINDS
     }
 
