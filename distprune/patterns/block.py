@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.inquiry import home_of
-from distprune.patterns.unit_sums import UnitLines
+from distprune.patterns.unit_lines import UnitLines
 from distprune.patterns.units import UnitPattern
 from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
 
@@ -104,7 +104,7 @@ class Block(UnitPattern):
 
 
 def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]:
-    """Return the lines that local elements fill, and ``first`` of :class:`ShardUnits`.
+    """Return the lines that local elements fill, and ``first`` of :class:`UnitLines`.
 
     Of a stretch of the flattened parameter: all the rows that it touches, of which it may hold only parts.
     """

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from distprune.patterns.base import Pattern, Scope, Shares, check_share
 from distprune.patterns.inquiry import home_of
-from distprune.patterns.unit_sums import UnitLines
+from distprune.patterns.unit_lines import UnitLines
 from distprune.patterns.units import UnitPattern
 from distprune.shards import Geometry, LocalShard, Matrix, indices_of
 

@@ -21,15 +21,13 @@ from distprune.collectives import sum_together
 from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares
 from distprune.patterns.census import take_census
 from distprune.patterns.inquiry import Inquiry, Question
+from distprune.patterns.unit_lines import BoolArray, IntArray, UnitLines
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
     NUM_GONE,
     VALUES,
-    BoolArray,
-    IntArray,
     ShardUnits,
     UnitKeys,
-    UnitLines,
     agree_on_scales,
     joined_tables,
     sums_of,
@@ -37,7 +35,9 @@ from distprune.patterns.unit_sums import (
 )
 from distprune.scores import LocalScores, Score
 from distprune.selection import Entry, MaskPut, Order, Put, Selection
-from distprune.shards import Geometry, LocalShard, Runs, batches, fetched, runs_of
+from distprune.shards import Geometry, LocalShard, Runs, batches, fetched, runs_of, sent, sent_together
+
+_FETCHED = 1 << 24  # bytes of tables that a device holds, but for the last of them
 
 
 class UnitPattern(Pattern):
@@ -101,15 +101,21 @@ class UnitPattern(Pattern):
         def decide(scores: LocalScores, put: Put) -> torch.Tensor:
             lines, (ids, keep) = own.lines_of(scores), of_units()[ranked.index[scores.shard.name]]
             there = torch.from_numpy(keep[np.searchsorted(ids, lines.ids)])
-            return ShardUnits([scores], lines).decide(there, [put])[0]
+            return ShardUnits([scores], lines).decide(sent(there, scores.device), [put])[0]
 
         def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
             put_of = {id(each): put for each, put in zip(scores, puts, strict=True)}
             found: dict[int, torch.Tensor] = {}
+            of_device: dict[torch.device, list[ShardUnits]] = {}
             for part in own.parts:
                 if all(id(each) in put_of for each in part.scores):
-                    keep = np.stack([of_units()[ranked.index[each.shard.name]][1] for each in part.scores])
-                    counts = part.decide(torch.from_numpy(keep), [put_of[id(each)] for each in part.scores])
+                    of_device.setdefault(part.scores[0].device, []).append(part)
+            for device, parts in of_device.items():
+                keeps = [
+                    np.stack([of_units()[ranked.index[each.shard.name]][1] for each in part.scores]) for part in parts
+                ]
+                for part, keep in zip(parts, sent_together([*map(torch.from_numpy, keeps)], device), strict=True):
+                    counts = part.decide(keep, [put_of[id(each)] for each in part.scores])
                     found.update(zip(map(id, part.scores), counts, strict=True))
             return [found[id(e)] if id(e) in found else decide(e, put) for e, put in zip(scores, puts, strict=True)]
 
@@ -145,6 +151,7 @@ class _OwnUnits:
         for i, scores in enumerate(self._ranked.scores):
             kind = ShardUnits.kind(scores)
             groups.setdefault(i if kind is None else (id(self.lines_of(scores)), kind), []).append(scores)
+        UnitLines.send({id(lines): lines for lines in map(self.lines_of, self._ranked.scores)}.values())
         return [
             ShardUnits([of_kind[i] for i in which], self.lines_of(of_kind[0]))
             for of_kind in groups.values()
@@ -155,9 +162,14 @@ class _OwnUnits:
     def _tables(self) -> list[torch.Tensor]:
         """Of each of the parts, (shards, units, NUM_COLUMNS)."""
         scales, index = self.scales, self._ranked.index
-        return fetched(
-            [part.table([scales[index[e.shard.name]] for e in part.scores] if scales else []) for part in self.parts]
-        )
+        found: list[torch.Tensor] = []
+        there: list[torch.Tensor] = []
+        for part in self.parts:
+            there.append(part.table([scales[index[e.shard.name]] for e in part.scores] if scales else []))
+            if sum(table.nbytes for table in there) > _FETCHED:
+                found += fetched(there)
+                there.clear()
+        return found + fetched(there)
 
     def _of_members(self) -> Iterator[tuple[int, ShardUnits, int, torch.Tensor]]:
         """Yield each member, its part, its number there, and its table."""

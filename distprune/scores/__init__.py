@@ -14,7 +14,7 @@ from distprune.scores.base import (
     local_scores,
 )
 from distprune.scores.channel_norm import ChannelNorm, Norm
-from distprune.scores.exact_sum import grid_scale, on_grid
+from distprune.scores.exact_sum import grid_scale, on_grid, summable
 from distprune.scores.gradient import Gradient, Movement, Taylor
 from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
@@ -41,6 +41,7 @@ __all__ = [
     "grid_scale",
     "local_scores",
     "on_grid",
+    "summable",
 ]
 
 # The scores that have a name as text.

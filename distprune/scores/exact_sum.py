@@ -7,11 +7,13 @@ every layout gives the same bits. For 2**24 addends it is finer than the largest
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
 
 _MAX_FACTOR = 1000  # of exponents of 2
+_MANTISSA_BITS = 52  # of a float64
 _SUM_BITS = 61  # of an int64: a sign, and room for rounding up
 
 
@@ -22,14 +24,37 @@ def grid_scale(num_addends: int, largest: float) -> int:
 
 
 def on_grid(addends: torch.Tensor, scales: Sequence[int]) -> torch.Tensor:
-    """Return finite ``addends`` (float64) as multiples of 2**-scale (int64, new). ``scales``: of each row, or all."""
+    """Return finite ``addends`` as multiples of 2**-scale (int64, new). ``scales``: of each row, or all.
+
+    They are of any dtype but 8-bit floats, which torch does not multiply.
+    """
     if max(map(abs, scales)) > _MAX_FACTOR:  # 2**scale alone may be no float64
         halves = [scale // 2 for scale in scales]
         addends, scales = addends * _powers(halves, addends), [s - h for s, h in zip(scales, halves, strict=True)]
     return (addends * _powers(scales, addends)).round_().to(torch.int64)
 
 
-def _powers(exponents: Sequence[int], like: torch.Tensor) -> torch.Tensor | float:
-    """Return powers of two, one a row."""
+def summable(
+    addends: torch.Tensor, scales: Sequence[int], num_addends: int, *, signed: bool
+) -> tuple[torch.Tensor, int]:
+    """Return integers (int64) and an offset: each integer is that of :func:`on_grid` plus the offset; sums wrap.
+
+    ``scales`` are those of :func:`grid_scale` for ``num_addends`` or more; unless ``signed``, no addend is negative.
+    From 2**52 to 2**53 the spacing of float64 is 1: a sum with a constant there is rounded to an integer, half to even
+    as ``round`` does, and its bits count up by 1. That is one pass; :func:`on_grid` takes three.
+    """
+    num_bits = _SUM_BITS - max(num_addends, 1).bit_length()  # of the largest multiple
+    if num_bits > _MANTISSA_BITS - signed or len({*scales}) > 1 or abs(scales[0]) > _MAX_FACTOR:
+        return on_grid(addends, scales), 0
+    base = 2.0**_MANTISSA_BITS * (1.5 if signed else 1.0)
+    there = torch.full((1,) * addends.ndim, base, dtype=torch.float64, device=addends.device)
+    (offset,) = struct.unpack("<q", struct.pack("<d", base))
+    return torch.add(there, addends, alpha=2.0 ** scales[0]).view(torch.int64), offset
+
+
+def _powers(exponents: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return powers of two, one a row: products with them are float64."""
     powers = [2.0**exponent for exponent in exponents]
-    return powers[0] if len(powers) == 1 else torch.tensor(powers, dtype=torch.float64, device=like.device)[:, None]
+    if len(powers) == 1:  # nothing is sent to a device
+        return torch.full((1,) * like.ndim, powers[0], dtype=torch.float64, device=like.device)
+    return torch.tensor(powers, dtype=torch.float64, device=like.device)[:, None]

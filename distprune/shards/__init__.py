@@ -16,6 +16,7 @@ from distprune.shards.device import (
     is_zero,
     on_host,
     sent,
+    sent_together,
 )
 from distprune.shards.flat_param import find_flat_parts, is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params, Managed, own_params
@@ -114,6 +115,7 @@ __all__ = [
     "runs_of_splits",
     "send_in_turn",
     "sent",
+    "sent_together",
     "share_of",
     "splits_of",
     "take_roots",

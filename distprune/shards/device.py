@@ -101,7 +101,8 @@ def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = list(tensors)
     for (device, _), places in there.items():
         if device.type != "cpu":
-            flat = torch.cat([tensors[i].reshape(-1) for i in places]).cpu()
+            parts = [tensors[i].reshape(-1) for i in places]
+            flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
             for i, values in zip(places, torch.split(flat, [tensors[i].numel() for i in places]), strict=True):
                 found[i] = values.view(tensors[i].shape)
     return found
@@ -110,6 +111,15 @@ def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``tensor``, which lies on the CPU, on ``device``. The only way there: the host does not wait."""
     return tensor.to(device, non_blocking=True)  # what is not pinned is copied aside before this returns
+
+
+def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return ``tensors``, of one dtype, which lie on the CPU, on ``device``: one copy for all."""
+    if device.type == "cpu" or not tensors:
+        return [*tensors]
+    flat = sent(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class Arriving:

@@ -34,6 +34,8 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "large 2:4": {"pattern": "2:4"},
     "block": {"sparsity": 0.5, "pattern": "block:4"},
     "channels": {"sparsity": 0.5, "pattern": "channels:1"},
+    "block, other shapes": {"sparsity": 0.5, "pattern": "block:4"},
+    "channels, other shapes": {"sparsity": 0.5, "pattern": "channels:1"},
 }
 SOLVERS: dict[str, Any] = {
     "wanda": prune.Unstructured(0.5),
@@ -49,8 +51,10 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "row": (1, 0),
     "2:4": (1, 0),
     "large 2:4": (2, 0),  # one for all matrices saves 12 bytes of traffic for each float32
-    "block": (3, 10),
-    "channels": (3, 10),
+    "block": (3, 2),
+    "channels": (3, 2),
+    "block, other shapes": (3, 2),
+    "channels, other shapes": (3, 2),
     "held step": (0, 0),
     "training that prunes": (6, 0),
     "training that regrows": (12, 6),
@@ -65,8 +69,13 @@ def matrices(device: torch.device) -> nn.ModuleList:
     return nn.ModuleList(linear() for _ in range(NUM_MATRICES)).to(device)
 
 
+def others(device: torch.device) -> nn.ModuleList:
+    """Return twice as many matrices, no two laid out alike."""
+    return nn.ModuleList(nn.Linear(64, 128 + 4 * i, bias=False) for i in range(2 * NUM_MATRICES)).to(device)
+
+
 def of_call(device: torch.device, name: str) -> Counts:
-    model = matrices(device)
+    model = others(device) if "other" in name else matrices(device)
     with Costs(DEVICE) as costs, patch.object(within_rows, "_WORTH", 0 if "large" in name else within_rows._WORTH):
         prune.prune_model(model, **PATTERNS[name], group=Alone())
     return costs.waits, costs.sends

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern, unit_sums
+from distprune.patterns import Pattern, unit_lines
 from distprune.selection import keep_highest_per_group, told
 from distprune.shards import Geometry, Matrix, device
 from tests.contract import FITTING, own_cases
@@ -118,7 +118,7 @@ def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int, combin
 @pytest.mark.parametrize("name", ["hsdp", "plain", "shard1", "strided"])
 @pytest.mark.sampled(4)
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
-    monkeypatch.setattr(unit_sums, "_WORTH", worth)
+    monkeypatch.setattr(unit_lines, "_WORTH", worth)
     if worth:
         monkeypatch.setattr(told, "_MOST", 0)  # their scores are counted
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)
