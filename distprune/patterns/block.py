@@ -82,6 +82,10 @@ class Block(UnitPattern):
         return super().choose(ranked)
 
     @override
+    def numbers_weights(self, shard: LocalShard) -> bool:
+        return not shard.as_matrix().transposed
+
+    @override
     def lines_of(self, shard: LocalShard, size: int) -> UnitLines:
         matrix, num_rows = shard.as_matrix(), shard.as_matrix().num_rows
         num_across = max(matrix.num_in // self.size, 1)

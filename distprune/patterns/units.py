@@ -33,6 +33,7 @@ from distprune.patterns.unit_sums import (
     sums_of,
     unit_order,
 )
+from distprune.patterns.unstructured import choose_elements
 from distprune.scores import LocalScores, Score
 from distprune.selection import Entry, MaskPut, Order, Put, Selection
 from distprune.shards import Geometry, LocalShard, Runs, batches, fetched, runs_of, sent, sent_together
@@ -62,6 +63,10 @@ class UnitPattern(Pattern):
         They follow from its layout alone.
         """
 
+    def numbers_weights(self, shard: LocalShard) -> bool:  # noqa: ARG002
+        """Return whether units of one weight each are numbered as the weights of ``shard`` are."""
+        return True
+
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, one for the grid, and one of all units' scores where
@@ -69,14 +74,24 @@ class UnitPattern(Pattern):
 
         The grid takes 8 bytes a parameter; random scores need none. One more round counts the units that are left, if
         shares are of what is left and something is gone. Three more where ranks hold parts of units: sizes; 32 bytes
-        for each cut unit and 8 for each home; and one byte a unit back.
+        for each cut unit and 8 for each home; and one byte a unit back. Units of one weight compete as weights do: then
+        there is no grid, and temporaries do not grow with the units.
         """
         comm, score, members = ranked.comm, ranked.score, ranked.roster.members
         ranked.order(range(len(members)))  # raises alike on all ranks
         own = _OwnUnits(ranked, self)
+        of_one_weight = {*own.sizes} == {1} and not score.descending
         gone_before, num_cut = take_census(
-            ranked, counts_gone=ranked.of_left, num_cut=lambda scores: own.lines_of(scores).num_cut
+            ranked,
+            counts_gone=ranked.of_left,
+            num_cut=lambda scores: (
+                not self.numbers_weights(scores.shard) if of_one_weight else own.lines_of(scores).num_cut
+            ),
         )
+        if of_one_weight and not any(num_cut):
+            return choose_elements(ranked, self.sparsity, self.scope, gone_before, self.what, tells=True)
+        if of_one_weight:
+            num_cut = []  # none is
         if not score.scores_units:
             own.scales = agree_on_scales(ranked, own.sizes, lambda: own.parts, together=self.scope == "global")
         if any(num_cut):

@@ -49,25 +49,12 @@ class Unstructured(Pattern):
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
-        competing = Competing(ranked, self.scope, ranked.numels)
-        for members in competing.members:
+        for members in Competing(ranked, self.scope, ranked.numels).members:
             ranked.order(members)  # raises alike on all ranks
         num_gone = [0] * len(ranked.numels)
         if ranked.checks:
             num_gone, _ = take_census(ranked, counts_gone=ranked.of_left)
-
-        def entry(scores: LocalScores) -> Entry:
-            shard = scores.shard
-            return competing.entry(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
-
-        selection, thresholds = competing.select(
-            self.sparsity, num_gone, ranked.order, lambda: [entry(scores) for scores in ranked.scores]
-        )
-
-        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
-            return selection.decide([entry(each) for each in scores], puts)
-
-        return Choice(thresholds, lambda scores, put: decide_all([scores], [put])[0], decide_all)
+        return choose_elements(ranked, self.sparsity, self.scope, num_gone)
 
     @override
     def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
@@ -80,3 +67,27 @@ class Unstructured(Pattern):
     @override
     def by_row(self) -> Pattern:
         return PerRow(self.sparsity)
+
+
+def choose_elements(
+    ranked: Ranked, share: Shares, scope: Scope, num_gone: Sequence[int], what: str = "", *, tells: bool = False
+) -> Choice:
+    """Return the choice of the ``share`` lowest elements. Every rank must call it, after the census.
+
+    Arguments, rounds and errors are those of :meth:`Competing.select`.
+    """
+    competing = Competing(ranked, scope, ranked.numels)
+
+    def entry(scores: LocalScores) -> Entry:
+        shard = scores.shard
+        return competing.entry(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
+
+    def entries() -> list[Entry]:
+        return [entry(scores) for scores in ranked.scores]
+
+    selection, thresholds = competing.select(share, num_gone, ranked.order, entries, what, tells=tells)
+
+    def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
+        return selection.decide([entry(each) for each in scores], puts)
+
+    return Choice(thresholds, lambda scores, put: decide_all([scores], [put])[0], decide_all)

@@ -46,6 +46,8 @@ CASES: list[tuple[Pattern, str]] = [
     (Channels(0.4, 0), "magnitude"),
     (Channels(0.4, 1), "random"),
     (Channels(0.3, -1, "global"), "magnitude"),
+    (Block(1, 0.4), "magnitude"),
+    (Block(1, 0.3, "tensor"), "random"),
 ]
 TURNS = [(case, KINDS[i % 4]) for i, case in enumerate(CASES)]
 Values = dict[str, torch.Tensor]
@@ -261,6 +263,9 @@ def test_shards_that_say_how_they_are_a_matrix() -> None:
     shard = prune.LocalShard("w", weight.clone(), geometry, matrix=Matrix(4, 8, transposed=True))
     prune.prune_shards([shard], pattern=NByM(2, 4))
     assert torch.equal(shard.local.t() != 0, keep_highest_per_group(weight.t().abs(), 2, 4))
+    shard.local.fill_(1.0)  # of equal blocks the first go, of one weight each too
+    prune.prune_shards([shard], pattern=Block(1, 0.25))
+    assert torch.equal(shard.local != 0, torch.arange(4).expand(8, 4) > 0)
     wrong = dataclasses.replace(shard, matrix=Matrix(4, 4))
     with pytest.raises(ValueError, match=r"'w' of shape .*has not as many elements"):
         prune.prune_shards([wrong], pattern=NByM(2, 4))
