@@ -3,6 +3,7 @@
 ``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
 """
 
+from distprune.calibration import own_words
 from distprune.evaluation import perplexity
 from distprune.masks import dense_state_dict, merge_adapters
 from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
@@ -123,6 +124,7 @@ __all__ = [
     "ln_structured",
     "merge_adapters",
     "one_shot",
+    "own_words",
     "perplexity",
     "prune_blocks",
     "prune_each",

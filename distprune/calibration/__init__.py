@@ -1,12 +1,13 @@
 """With data, block by block: what the linear layers of a decoder are given, on any number of ranks."""
 
 from distprune.calibration.available import available_bytes
-from distprune.calibration.batches import Batches
+from distprune.calibration.batches import Batches, WindowBatches
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import check_fit, load_samples, own_samples, spread, token_digest
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.own_words import SELF, TOP_K, own_words, samples_of, writing_bytes
 from distprune.calibration.past_blocks import past_blocks
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
@@ -19,6 +20,8 @@ from distprune.calibration.walk import Walk, with_hidden
 
 __all__ = [
     "EXPERT_MEMORY",
+    "SELF",
+    "TOP_K",
     "Axis",
     "Batches",
     "BlockOrder",
@@ -31,6 +34,7 @@ __all__ = [
     "Targets",
     "Visitor",
     "Walk",
+    "WindowBatches",
     "available_bytes",
     "catch_inputs",
     "check_fit",
@@ -41,8 +45,10 @@ __all__ = [
     "load_samples",
     "measure_sensitivities",
     "own_samples",
+    "own_words",
     "pack_triangle",
     "past_blocks",
+    "samples_of",
     "shared_axis",
     "spread",
     "token_digest",
@@ -51,4 +57,5 @@ __all__ = [
     "visit_blocks",
     "walking",
     "with_hidden",
+    "writing_bytes",
 ]

@@ -38,8 +38,7 @@ class Batches:
 
     def __getitem__(self, step: int) -> torch.Tensor:
         """Return the batch of a step, (batch_size, length) int64."""
-        # Of a seed torch's generator takes 32 bits.
-        seed = int.from_bytes(hashlib.sha256(f"{self._seed}:{step}".encode()).digest()[:4])
+        seed = _seed_of(self._seed, step)
         if self._ids is None:
             return draw_windows(self._tokenizer, self._path, self._batch_size, self._length, seed)
         starts = torch.randint(
@@ -54,3 +53,30 @@ class Batches:
         """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""
         seen = self[0] if self._ids is None else self._ids
         return f"{self._path.stat().st_size} bytes, {token_digest(seen)}"
+
+
+class WindowBatches:
+    """Batches of ``windows`` (n, length) that are there: each once, in an order of the seed, before any comes again.
+
+    Local.
+    """
+
+    def __init__(self, windows: torch.Tensor, *, batch_size: int, seed: int) -> None:
+        self._windows, self._batch_size, self._seed = windows, batch_size, seed
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        """Return the batch of a step, (batch_size, length) int64."""
+        num = len(self._windows)
+        places = range(step * self._batch_size, (step + 1) * self._batch_size)
+        orders = {turn: self._order(turn) for turn in {place // num for place in places}}
+        return self._windows[[orders[place // num][place % num] for place in places]]
+
+    def _order(self, turn: int) -> list[int]:
+        generator = torch.Generator().manual_seed(_seed_of(self._seed, turn))
+        order: list[int] = torch.randperm(len(self._windows), generator=generator, device="cpu").tolist()
+        return order
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Return a seed for what has a ``number``: of 32 bits, which torch's generator takes. Local."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4])

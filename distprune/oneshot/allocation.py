@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities
+from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities, samples_of
 from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together
 from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
@@ -34,7 +34,7 @@ Bounds = tuple[int, int]  # the least and the most
 
 def allocate(
     model: nn.Module,
-    samples: torch.Tensor,
+    samples: torch.Tensor | Literal["self"],
     sparsity: float,
     *,
     max_difference: float = 0.15,
@@ -66,6 +66,7 @@ def allocate(
         RuntimeError: on every rank: a forward that changes the model's own weights.
     """
     comm = communicator(group)
+    samples = samples_of(comm, model, samples)
 
     def look() -> tuple[Found, Facts, Score, OneShotPlan]:
         if not isinstance(sparsity, float):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from distprune.calibration import EXPERT_MEMORY, find_sample_group
+from distprune.calibration import EXPERT_MEMORY, find_sample_group, samples_of
 from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
@@ -26,7 +26,7 @@ from distprune.shards import LocalShard, fetched, flat_chunks
 
 def prune_blocks(
     model: nn.Module,
-    samples: torch.Tensor,
+    samples: torch.Tensor | Literal["self"],
     *,
     method: OneShotMethod | Score | Solver[Any],
     pattern: Pattern | str,
@@ -57,7 +57,8 @@ def prune_blocks(
         model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor
             parallel (``parallelize_module``), alone or under FSDP2. Ranks of one tensor-parallel group run the
             same samples, which is read off the layout, and hidden states are whole on each between blocks.
-        samples: token ids, (num_samples, length) int64, the same on every rank.
+        samples: token ids, (num_samples, length) int64, the same on every rank. Or ``"self"``: 128 windows that the
+            model writes first, of 2,048 tokens or of all its positions, by :func:`distprune.own_words` with seed 0.
         method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774) and ``"admm"`` (arXiv 2401.02938),
             which update the weights that stay, or ``"magnitude"`` and ``"random"`` by the same walk; or a score or a
             solver of one's own.
@@ -117,6 +118,7 @@ def prune_blocks(
             are cut otherwise than evenly along their features.
     """
     comm = communicator(group)
+    samples = samples_of(comm, model, samples)
     meter = Meter(comm)
 
     def look() -> tuple[Found, Facts, Score, OneShotPlan]:

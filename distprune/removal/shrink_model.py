@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
 
+from distprune.calibration import samples_of
 from distprune.collectives import Group, communicator, together
 from distprune.models import UnitKind, decoder_blocks
 from distprune.oneshot import OneShotReport, TargetsOf
@@ -40,7 +42,7 @@ class Shrunk:
 
 def shrink_model(
     model: nn.Module,
-    samples: torch.Tensor,
+    samples: torch.Tensor | Literal["self"],
     *,
     mlp: int | float | None = None,
     heads: int | float | None = None,
@@ -64,7 +66,7 @@ def shrink_model(
 
     Args:
         model: of transformers; layouts as for :func:`distprune.prune_blocks`.
-        samples: token ids, (num_samples, length) int64, the same on every rank.
+        samples: as of :func:`distprune.prune_blocks`: token ids, or ``"self"``.
         mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share: MLP channels,
             query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers. ``None``:
             all.
@@ -90,8 +92,10 @@ def shrink_model(
     """
     comm = communicator(group)
     sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
-    with together(comm, **vars(sizes)):
+    with together(comm, **vars(sizes), samples=isinstance(samples, str)):
         sizes.check(model)
+    samples = samples_of(comm, model, samples)
+    with together(comm):
         budget = find_budget(model, samples, sizes)
         num_all = len(decoder_blocks(model))
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}

@@ -28,12 +28,15 @@ class RunPass(Protocol):
 
 
 @contextmanager
-def in_step(comm: Communicator, model: nn.Module, *, layers_communicate: bool = False) -> Iterator[RunPass]:
+def in_step(
+    comm: Communicator, model: nn.Module, *, layers_communicate: bool = False, is_gathered: bool = False
+) -> Iterator[RunPass]:
     """Yield what runs forwards of ``model``, and backward passes in which no gradient is reduced over ranks.
 
     Every rank must enter it, and run as many. What the body raises on one rank, all raise. Before FSDP gathers weights
     the ranks say that they have come to it, and one that has failed says so in place of that: a round of 64 bytes for
-    each forward, for each module that FSDP gathers in it and again in its backward pass, and one at the end.
+    each forward, for each module that FSDP gathers in it and again in its backward pass, and one at the end. If the
+    model ``is_gathered`` already, one for each forward is all.
 
     Two kinds of errors find the others in a collective already: out of memory where FSDP gathers, and what is raised
     in a pass if ``layers_communicate`` (tensor parallelism). They are raised on their rank at once. The others raise
@@ -43,7 +46,8 @@ def in_step(comm: Communicator, model: nn.Module, *, layers_communicate: bool = 
     try:
         with ExitStack() as stack:
             for module in model.modules() if comm.size > 1 else ():
-                if module is model or isinstance(module, FSDPModule | FullyShardedDataParallel):
+                is_sharded = isinstance(module, FSDPModule | FullyShardedDataParallel)
+                if module is model or (is_sharded and not is_gathered):
                     steps.attach(module, stack)
             yield steps.run
             steps.ranks.meet()

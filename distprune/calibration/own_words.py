@@ -1,0 +1,283 @@
+"""Windows of tokens that a model writes itself: calibration where there is no text, or text of one kind only.
+
+Nouns: a *window* begins with a *prompt*, one random token or given ones, and the model continues it. Each token is
+drawn from the model's distribution by a number in [0, 1) that follows from the seed, the window and the position
+alone: which rank writes a window, and beside which others, changes nothing but the rounding of its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from distprune.calibration.data import check_fit, token_digest
+from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.token_choice import TokenChoice, first_tokens, text_config, vocabulary_of
+from distprune.collectives import (
+    Communicator,
+    Group,
+    agree,
+    communicator,
+    same_everywhere,
+    sum_together,
+    together,
+)
+from distprune.models import bare_model, evaluating, keeping_weights
+from distprune.shards import find_flat_parts, in_step, kept_gathered, reset_forward, take_roots
+
+CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
+TOP_K = 1000
+SELF = "self"  # samples that the model writes
+_NUM_WINDOWS, _LENGTH = 128, 2048  # of those
+_UNKNOWN_WIDTH, _UNKNOWN_LAYERS = 8192, 64  # of a model whose config does not say its sizes: large
+_LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transformers, ours and a mask
+
+Progress = Callable[[int, int], None] | None
+
+
+def samples_of(comm: Communicator, model: nn.Module, samples: torch.Tensor | str) -> torch.Tensor:
+    """Return ``samples``, or if they are ``"self"``, 128 own windows of 2,048 tokens, or of all the model's positions.
+
+    Of a tensor nothing is communicated, and nothing checked. Else a round of 64 bytes, and as :func:`own_words`, which
+    raises.
+
+    Raises:
+        ValueError: on every rank: another text, or a rank where ``samples`` are a tensor.
+    """
+    if not isinstance(samples, str):
+        return samples
+    facts = {"samples": samples}
+    if not same_everywhere(comm, facts)[0]:  # others are where they agree on a tensor
+        agree(comm, facts)
+    with together(comm):
+        if samples != SELF:
+            raise ValueError(f"{samples=} is neither a tensor of token ids nor {SELF!r}")
+        positions = getattr(text_config(model), "max_position_embeddings", None)
+        length = min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
+    return own_words(model, _NUM_WINDOWS, length, group=comm)
+
+
+def own_words(
+    model: nn.Module,
+    num_windows: int,
+    sequence_length: int,
+    *,
+    prompts: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = TOP_K,
+    seed: int = 0,
+    tokenizer: Any = None,
+    group: Group = None,
+    cache_memory: int = CACHE_MEMORY,
+    progress: Progress = None,
+) -> torch.Tensor:
+    """Return windows that ``model`` has written, (num_windows, sequence_length) int64, on the CPU.
+
+    By the ``generate`` of transformers. The end-of-sequence token does not end a window: documents follow each other.
+    To be given to :func:`distprune.prune_blocks` and others as ``samples``.
+
+    Args:
+        model: a causal language model of transformers; layouts as for :func:`distprune.prune_blocks`. It is run in
+            evaluation mode and left as it was.
+        prompts: what the windows begin with, (num_windows, at least 1) int64. ``None``: each with one random token of
+            the vocabulary that is not special.
+        temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
+        tokenizer: of transformers; then first tokens are those that it has, and special those that it says. Else the
+            config says it, which may count more tokens than there are.
+        cache_memory: bytes of keys and values, and logits, on one rank: as many windows are written at a time. Weights
+            that FSDP2 has sharded are gathered once if they all fit into as many bytes more; else block by block, for
+            one token of all windows at a time.
+        progress: called with (tokens written on all ranks, all tokens to write).
+
+    Windows are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
+    beyond those of the model: 2 of 64 bytes, those of :func:`find_sample_group`, one of all windows, and for each token
+    of a window those of :func:`in_step`.
+
+    Raises:
+        ValueError, TypeError: on every rank: arguments out of range or unequal on two ranks, a window longer than the
+            model has positions for, or logits that are no numbers.
+        NotImplementedError: on every rank: encoder-decoders, models that do not generate or have no vocabulary, FSDP1,
+            or logits that are cut.
+        RuntimeError: on every rank: a forward that changes the model's own weights.
+        Exception: on every rank: what a forward, or ``progress``, raised on one; but for those of which
+            :func:`in_step` says that the others cannot be told.
+    """
+    comm, bare = communicator(group), bare_model(model)
+    with together(comm):
+        _check(bare, num_windows, sequence_length, prompts, temperature, top_k, seed, cache_memory)
+        if prompts is None:
+            prompts = first_tokens(bare, num_windows, seed, tokenizer)
+        prompts = prompts.cpu()
+        check_fit(prompts, bare)
+        check_fit(prompts.new_zeros(1, sequence_length), bare)
+        reset_forward(bare)
+        axis = shared_axis(bare)
+        size = _batch_size(bare, sequence_length, cache_memory)
+        asked = [num_windows, sequence_length, temperature, top_k, seed, cache_memory]
+        vocabulary, num_steps = vocabulary_of(bare), sequence_length - prompts.shape[1]
+        device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
+        written = torch.zeros(num_windows, sequence_length, dtype=torch.int64, device="cpu")
+        facts = {"asked": asked, "prompts": token_digest(prompts), "progress": progress is not None}
+    agree(comm, facts)
+    sample_group = find_sample_group(comm, axis)
+
+    def tell(num_done: int, num_now: int, step: int) -> None:
+        if progress is not None:
+            progress(num_done * num_steps + num_now * step, num_windows * num_steps)
+
+    with (
+        _gathered(bare, cache_memory) as is_gathered,
+        in_step(comm, bare, layers_communicate=sample_group.size > 1, is_gathered=is_gathered) as run,
+        _generating(bare) as generate,
+    ):
+        num_done = 0
+        for of_groups in _rounds(num_windows, size, sample_group.num_groups):
+            own = of_groups[sample_group.number] if sample_group.number < len(of_groups) else []
+            windows, num_now = own or [num_windows - 1], sum(map(len, of_groups))  # all ranks run as many forwards
+            choice = TokenChoice(windows, vocabulary, temperature, top_k, seed, partial(tell, num_done, num_now))
+            found = run(generate, prompts[windows].to(device), sequence_length, choice)
+            choice.check()
+            if own and sample_group.rank == 0:
+                written[own] = found.cpu()
+            num_done += num_now
+    reset_forward(bare)
+    return sum_together(comm, written.shape, lambda words: words.copy_(written))
+
+
+def writing_bytes(
+    model: nn.Module, num_windows: int, sequence_length: int, num_ranks: int, cache_memory: int = CACHE_MEMORY
+) -> int:
+    """Return what :func:`own_words` takes at most of each of ``num_ranks`` with different windows. Local.
+
+    That is keys, values and logits; where there are more ranks, also gathered weights. ``model`` may be on meta.
+    """
+    num_here = min(_batch_size(model, sequence_length, cache_memory), -(-num_windows // num_ranks))
+    weights = _num_bytes(model) if num_ranks > 1 else 0
+    return num_here * _window_bytes(model, sequence_length) + (weights if weights <= cache_memory else 0)
+
+
+def _check(
+    bare: nn.Module,
+    num_windows: int,
+    sequence_length: int,
+    prompts: torch.Tensor | None,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    cache_memory: int,
+) -> None:
+    """Raise what :func:`own_words` says of its arguments. Local."""
+    numbers = {"num_windows": num_windows, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
+    for name, number in {**numbers, "cache_memory": cache_memory}.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an int, not {number!r}")
+    if num_windows < 1 or top_k < 1 or not 0 < temperature < float("inf"):
+        raise ValueError(f"{num_windows=}, {top_k=} and {temperature=}: each must be above 0, and finite")
+    if prompts is not None:
+        if not isinstance(prompts, torch.Tensor) or prompts.dtype != torch.int64:
+            raise TypeError(f"prompts must be a tensor of int64, not {getattr(prompts, 'dtype', type(prompts))}")
+        if prompts.ndim != 2 or len(prompts) != num_windows or not prompts.shape[1]:
+            raise ValueError(f"prompts must be ({num_windows}, 1 or more tokens), not {tuple(prompts.shape)}")
+    num_given = 1 if prompts is None else prompts.shape[1]
+    if sequence_length <= num_given:
+        raise ValueError(f"{sequence_length=} leaves nothing to write behind {num_given} given tokens")
+    name, can_generate = type(bare).__name__, getattr(bare, "can_generate", lambda: False)
+    if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        raise NotImplementedError(f"{name} is an encoder-decoder: it writes no windows of its own; give a text")
+    if not can_generate() or getattr(bare, "generation_config", None) is None:
+        raise NotImplementedError(f"{name} does not generate text as models of transformers do; give a text")
+    if find_flat_parts(bare):
+        raise NotImplementedError(
+            "FSDP1 does not gather for generate; shard the model with fully_shard (FSDP2) instead"
+        )
+    vocabulary_of(bare)
+
+
+@contextmanager
+def _gathered(model: nn.Module, most: int) -> Iterator[bool]:
+    """Gather what FSDP2 has sharded if all weights take at most so many bytes; yield whether forwards need not gather.
+
+    Every rank must enter it: what FSDP2 communicates.
+    """
+    take_roots(model)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        yield True
+    elif _num_bytes(model) > most:
+        yield False
+    else:
+        with kept_gathered(model):
+            yield True
+
+
+@contextmanager
+def _generating(model: nn.Module) -> Iterator[Callable[[torch.Tensor, int, TokenChoice], torch.Tensor]]:
+    """Yield what continues prompts (windows, k) to windows of a length; leave ``model`` as it was.
+
+    Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). Local.
+    """
+    anything: Any = model
+    before = anything.generation_config
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+    def generate(prompts: torch.Tensor, length: int, choice: TokenChoice) -> torch.Tensor:
+        settings = type(before)(max_new_tokens=length - prompts.shape[1], do_sample=False, num_beams=1, use_cache=True)
+        found: torch.Tensor = anything.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=settings,
+            logits_processor=[choice],
+            synced_gpus=False,  # all ranks take as many steps
+        )
+        return found
+
+    with torch.random.fork_rng(devices), evaluating(model), keeping_weights(model):
+        try:
+            anything.generation_config = type(before)()  # what ``settings`` leave open is taken from there
+            yield generate
+        finally:
+            anything.generation_config = before
+
+
+def _rounds(num_windows: int, size: int, num_groups: int) -> Iterator[list[list[int]]]:
+    """Yield what each sample group writes at a time: at most ``size`` windows, all groups and times about as many."""
+    num_rounds = -(-num_windows // (size * num_groups))
+    size = -(-num_windows // (num_rounds * num_groups))
+    batches = [list(range(num_windows))[start : start + size] for start in range(0, num_windows, size)]
+    for start in range(0, len(batches), num_groups):
+        yield batches[start : start + num_groups]
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _batch_size(model: nn.Module, length: int, cache_memory: int) -> int:
+    """Return for how many windows there is memory, one at least. Local."""
+    if getattr(text_config(model), "model_type", "") == "rwkv":  # transformers broadcasts states of a batch over others
+        return 1
+    return max(cache_memory // _window_bytes(model, length), 1)
+
+
+def _window_bytes(model: nn.Module, length: int) -> int:
+    """Return what a window takes while it is written: keys and values, and logits. Local."""
+    config = text_config(model)
+
+    def size(*names: str) -> int | None:
+        found = [getattr(config, name, None) for name in names]
+        return next((of for of in found if isinstance(of, int) and of > 0), None)
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)
+    kv_heads = size("num_key_value_heads") or heads
+    widths = 2 * kv_heads * head_dim if kv_heads and head_dim else 2 * (hidden or _UNKNOWN_WIDTH)
+    if (keys := size("qk_head_dim")) and (values := size("v_head_dim")) and heads:  # multi-head latent attention
+        widths = heads * (keys + values)
+    element = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
+    of_cache = (size("num_hidden_layers") or _UNKNOWN_LAYERS) * widths * length * element
+    return of_cache + _LOGIT_BYTES * vocabulary_of(model)
