@@ -58,7 +58,7 @@ def main() -> None:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
             pruning = launch(
                 *("prune", str(demo_model()), "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
-                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES)),
+                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES), "--own-words", "0"),
                 *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
             dense = of_kinds(pruning, "before", folder)

@@ -14,7 +14,7 @@ output=${2:-build/demo/smollm2-135m-pruned}
 # One thread for each of the two ranks; torchrun would say so itself, at length.
 export OMP_NUM_THREADS=1
 torchrun --standalone --nproc-per-node 2 -m distprune prune build/demo/smollm2-135m --sparsity "$sparsity" \
-    --calibration build/demo/calibration.txt --samples 16 --sequence-length 256 \
+    --calibration build/demo/calibration.txt --samples 16 --sequence-length 256 --own-words 0 \
     $(printf -- '--eval %s ' build/demo/evaluation-*.txt) --eval-tokens 2048 \
     --output "$output" --overwrite
 

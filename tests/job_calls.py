@@ -45,6 +45,11 @@ def resolved(_: int, folder: Path) -> Called:
     return nn.Module(), lambda: resolve_model(str(folder / "model"))
 
 
+def writing(*_: object) -> Called:
+    model = tiny_model("llama", num_hidden_layers=1)
+    return model, lambda: prune.own_words(model, 3, 3)
+
+
 def begun(_: int, folder: Path) -> Called:
     job = PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5)
     return nn.Module(), lambda: Run(job, None, "cpu", None)
@@ -113,6 +118,7 @@ def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
 
 JOB_CALLS: dict[str, tuple[int, Make]] = {
     "resolve_model": (2, resolved),
+    "own_words": (2, writing),
     "Run": (2, begun),
     "Run.report": (2, reported),
     "Unfinished.restore": (2, restored),
@@ -131,6 +137,7 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
                 calibration="",
                 samples=2,
                 sequence_length=8,
+                own_words=1,
                 speed=False,
             ),
             run_shrink_job,

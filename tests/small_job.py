@@ -24,6 +24,7 @@ def small_job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob
         calibration=str(text_file),
         samples=3,
         sequence_length=16,
+        own_words=0,
     )
 
 
@@ -35,6 +36,7 @@ def small_shrink_job(model_folder: Path, text_file: Path, tmp_path: Path, **size
         layer_criterion="influence",
         samples=4,
         sequence_length=16,
+        own_words=0,
         speed=False,
         **sizes,
     )

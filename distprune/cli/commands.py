@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 import typer
 
-from distprune.jobs import Job, StreamedJob
+from distprune.jobs import BareJob, Job, StreamedJob
 from distprune.jobs.options import Option, options_of
 
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
@@ -23,15 +23,16 @@ _TIMEOUT = Annotated[float, typer.Option(help="Seconds a rank waits for the othe
 class JobCommand:
     """A job, and where to run it."""
 
-    job: Job
+    job: BareJob
     device: str
     timeout: float
 
 
-def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[Job]]) -> None:
+def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[BareJob]]) -> None:
     """Add a command that gives a :class:`JobCommand` to the context's ``obj``. Local.
 
-    ``kinds``: the job that is meant where an option is given, by the option's flag; ``""``: by default.
+    ``kinds``: the job that is meant where an option is given, by the option's flag; ``""``: by default. A value
+    that the default job does not take stands for the option of the last one that does.
     """
 
     options = {flag: options_of(kind) for flag, kind in kinds.items()}
@@ -56,14 +57,26 @@ def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type
     app.command(name, help=help)(start)
 
 
-def _job_of(kinds: Mapping[str, type[Job]], options: _Options, given: Mapping[str, Any]) -> Job:
+def _kind_of(options: _Options, given: Mapping[str, Any]) -> str:
+    """Return the flag of the job that the options that were ``given`` ask for."""
+    flags = {option.flag for of_kind in options.values() for key, option in of_kind.items() if key in given}
+    if asked := next((flag for flag in options if flag in flags), ""):
+        return asked
+    for key, value in given.items():
+        taking = [flag for flag, of in options.items() if key in of and of[key].choices and value in of[key].choices]
+        if taking and key in options[""] and "" not in taking:
+            return taking[-1]
+    return ""
+
+
+def _job_of(kinds: Mapping[str, type[BareJob]], options: _Options, given: Mapping[str, Any]) -> BareJob:
     """Return the job that the options that were ``given`` ask for.
 
     Raises:
         typer.BadParameter: options that do not go together, or values that no job takes.
     """
     flags = {key: option.flag for of_kind in options.values() for key, option in of_kind.items()}
-    asked = next((flag for flag in kinds if flag in {flags[key] for key in given}), "")
+    asked = _kind_of(options, given)
     own = options[asked]
     for key, value in given.items():
         having = [flag for flag, of_kind in options.items() if key in of_kind]
@@ -98,7 +111,7 @@ def _value(option: Option, given: Any) -> Any:
 
 def _names(options: Iterable[Mapping[str, Option]]) -> list[str]:
     """Return the fields of all kinds: model and output, those of some jobs, and those of all."""
-    of_all = list(options_of(Job))
+    of_all = [name for name in options_of(Job) if any(name in of_kind for of_kind in options)]
     of_some = [name for of_kind in options for name in of_kind if name not in of_all]
     return list(dict.fromkeys([*of_all[:2], *of_some, *of_all[2:]]))
 

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import InspectReport, import_extra
-from distprune.jobs import JobReport, PlannedWalk, PrunedBlocks, SmallerModel, Trained, Walked, Watcher, Work
+from distprune.jobs import JobReport, PlannedWalk, PrunedBlocks, Sampled, SmallerModel, Trained, Walked, Watcher, Work
 from distprune.jobs.figures import Kind, evaluated, kinds_of, mean_error, range_of, work_rows
 from distprune.oneshot.room import gibibytes
 from distprune.oneshot.walk_costs import PartCost
@@ -96,6 +96,12 @@ class Display(Watcher):
             table.add_row(*row)
         console.print(table)
 
+    def sampled(self, report: Sampled) -> None:
+        """Print what was written."""
+        self.close()
+        num, length, seconds = report.num_windows, report.length, report.seconds
+        self.say(f"{report.path}: {num} windows of {length} tokens, {num * length / seconds:,.0f} a second")
+
     def plan(self, walk: PlannedWalk) -> None:
         """Print what a job would take of each rank."""
         self.close()
@@ -112,6 +118,7 @@ class Display(Watcher):
         rows = [
             ("ranks", f"{asked.num_ranks}, on {walk.where} each"),
             ("samples", f"{asked.num_samples} of {asked.length} tokens"),
+            ("own words", f"{walk.num_written} windows, written in {gibibytes(walk.writing)} beside the weights"),
             ("experts at a time", f"{gibibytes(asked.expert_memory)} of their sums"),
             ("memory", "unknown" if walk.room is None else f"{gibibytes(walk.room)} on {walk.where}"),
             ("fits", "unknown" if walk.room is None else "yes" if walk.fits else "no"),

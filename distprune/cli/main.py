@@ -23,13 +23,15 @@ from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
 from distprune.collectives import has_lost_ranks
 from distprune.jobs import (
+    BareJob,
     FinetuneJob,
-    Job,
     JobReport,
     OneShotJob,
     PlanJob,
     PlannedWalk,
     PruneJob,
+    Sampled,
+    SampleJob,
     ShrinkJob,
     StreamedJob,
     Work,
@@ -37,6 +39,7 @@ from distprune.jobs import (
     run_one_shot_job,
     run_plan_job,
     run_prune_job,
+    run_sample_job,
     run_shrink_job,
     run_streamed_job,
 )
@@ -48,13 +51,14 @@ app = typer.Typer(
     help="Prune sharded PyTorch models in the layout they are already in.",
 )
 
-_RUN: dict[type[Job], Callable[..., JobReport[Work] | PlannedWalk]] = {
+_RUN: dict[type[BareJob], Callable[..., JobReport[Work] | PlannedWalk | Sampled]] = {
     PruneJob: run_prune_job,
     OneShotJob: run_one_shot_job,
     PlanJob: run_plan_job,
     StreamedJob: run_streamed_job,
     FinetuneJob: run_finetune_job,
     ShrinkJob: run_shrink_job,
+    SampleJob: run_sample_job,
 }
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
 _USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
@@ -78,6 +82,14 @@ add_command(
     "Make MODEL smaller, by what is said to stay, and write it to --output. Start it as prune.\n\n"
     "A size is a number, such as 6, or a share, such as 0.75. --parameters is divided over the sizes not said.",
     {"": ShrinkJob},
+)
+
+
+add_command(
+    app,
+    "sample",
+    "Have MODEL write windows of tokens into the file --output, for --own-words-file. Start it as prune.",
+    {"": SampleJob},
 )
 
 
@@ -161,6 +173,8 @@ def _work(start: JobCommand, launch: Launch) -> int:
     with contextlib.suppress(Exception):
         if isinstance(report, PlannedWalk):
             display.plan(report)
+        elif isinstance(report, Sampled):
+            display.sampled(report)
         else:
             display.summary(report)
     return 0

@@ -8,15 +8,17 @@ Call them in one process, or on every rank of an initialized process group.
 
 from distprune.jobs.finetune import FinetuneJob, run_finetune_job
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
-from distprune.jobs.options import Job
+from distprune.jobs.options import BareJob, Job
 from distprune.jobs.plan_walk import PlanJob, PlannedWalk, run_plan_job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
+from distprune.jobs.sample import Sampled, SampleJob, run_sample_job
 from distprune.jobs.shrink import ShrinkJob, run_shrink_job
 from distprune.jobs.streamed import StreamedJob, run_streamed_job
 from distprune.jobs.watcher import Watcher
 
 __all__ = [
+    "BareJob",
     "Evaluation",
     "FinetuneJob",
     "Job",
@@ -26,6 +28,8 @@ __all__ = [
     "PlannedWalk",
     "PruneJob",
     "PrunedBlocks",
+    "SampleJob",
+    "Sampled",
     "ShrinkJob",
     "SmallerModel",
     "StreamedJob",
@@ -37,6 +41,7 @@ __all__ = [
     "run_one_shot_job",
     "run_plan_job",
     "run_prune_job",
+    "run_sample_job",
     "run_shrink_job",
     "run_streamed_job",
 ]

@@ -1,33 +1,63 @@
-"""How a job with calibration text begins: its model and the samples."""
+"""How a job that walks through blocks begins: its model, and the windows it is calibrated with."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import load_samples, token_digest
+from distprune.calibration import SELF
 from distprune.checkpoint import load_tokenizer
 from distprune.collectives import together
 from distprune.jobs.block_journal import digest_of
 from distprune.jobs.options import MOST, ask, asked, parse_samples
+from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
 from distprune.jobs.run import Run
-from distprune.jobs.unfinished import ResumableJob
+from distprune.jobs.unfinished import ResumableJob, Unfinished
 from distprune.oneshot import TargetsOf
+
+
+def ask_words_file() -> Any:
+    """Return the field for windows that were written before."""
+    return ask(
+        "Take own words from this file, which distprune sample has written, instead of writing them.",
+        default=None,
+        is_file=True,
+    )
 
 
 @asked
 class CalibratedJob(ResumableJob):
-    """What a job that walks through the blocks with a text is asked for beside that."""
+    """What a job that walks through the blocks with windows of tokens is asked for beside that."""
 
     calibration: str = ask(
-        "Text or JSON-lines file. Work block by block, with the inputs this text gives each layer.",
+        "Text or JSON-lines file. Work block by block, with the inputs this text gives each layer. self: the model "
+        "writes the text.",
+        default=SELF,
         is_file=True,
+        metavar="PATH|self",
     )
     samples: int | None = ask(
-        "Calibration windows, drawn by --seed.", default=128, parse=parse_samples, metavar="N|all", least=1, most=MOST
+        "Windows of the text, drawn by --seed; without a text, windows that the model writes.",
+        default=128,
+        parse=parse_samples,
+        metavar="N|all",
+        least=1,
+        most=MOST,
     )
     sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST)
+    own_words: int | None = ask(
+        "Beside each window of the text, so many that the model writes: half continue pieces of the text, half begin "
+        f"with one random token ({OWN_WORDS}; with --own-words-file as many as it holds).",
+        default=None,
+        least=0,
+        most=MOST,
+        needs=("calibration",),
+    )
+    own_words_file: str | None = ask_words_file()
     targets: TargetsOf | None = ask(
         "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).", default=None
     )
@@ -37,29 +67,62 @@ class CalibratedJob(ResumableJob):
     offload: bool = ask("Keep activations on the CPU between blocks.", default=False)
 
     @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        if self.calibration == SELF and self.own_words is not None:
+            raise ValueError(
+                f"own_words={self.own_words} is for each window of a text; with calibration={SELF!r} the model writes "
+                "all, and samples says how many"
+            )
+        if self.calibration != SELF and self.own_words == 0 and self.own_words_file is not None:
+            raise ValueError(f"own_words=0 takes none of {self.own_words_file}; leave one of them out")
+        if self.own_words_file is None:
+            counts = self.counts(num_text=self.samples or 1)
+            if self.sequence_length < 2 and counts.total > counts.text:
+                raise ValueError("sequence_length=1 leaves nothing to write; take windows of a text, and own_words=0")
+
+    @override
     def inputs(self) -> list[str]:
-        return [*super().inputs(), self.calibration]
+        files = [self.own_words_file, None if self.calibration == SELF else self.calibration]
+        return [*super().inputs(), *(path for path in files if path is not None)]
+
+    def counts(self, num_text: int, num_in_file: int | None = None) -> WindowCounts:
+        """Return how many windows there are of each kind. Local; raises as :func:`counts_of`."""
+        return counts_of(self.calibration, self.samples, self.own_words, num_text=num_text, num_in_file=num_in_file)
 
 
-def load_calibrated(run: Run, job: CalibratedJob) -> tuple[nn.Module, torch.Tensor]:
-    """Return the model of ``run`` and the samples that ``job`` asks for, and note what was read.
+@dataclass(frozen=True)
+class Calibrated:
+    """The model of a job, and the windows that are there before it has written any."""
 
-    Every rank must call it. Communicates and raises as :meth:`Run.load` and :func:`load_samples` do; two rounds of 64
+    model: nn.Module
+    windows: Windows
+    tokenizer: Any
+
+    def samples(self, run: Run, job: CalibratedJob, unfinished: Unfinished) -> torch.Tensor:
+        """Return all windows that ``job`` asks for. Every rank must call it: as :meth:`Windows.samples`."""
+        return self.windows.samples(run, self.model, self.tokenizer, job.seed, unfinished)
+
+
+def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
+    """Return the model of ``run`` and what is there of the windows that ``job`` asks for, and note what was read.
+
+    Every rank must call it. Communicates and raises as :meth:`Run.load` and :func:`load_windows` do; two rounds of 64
     bytes more.
     """
     with together(run.comm):
         tokenizer = load_tokenizer(run.directory.path)
     model = run.load()
     run.read["weights as read"] = digest_of(run.comm, model)
-    samples = load_samples(
-        tokenizer,
-        job.calibration,
+    windows = load_windows(
+        run,
         model,
+        tokenizer,
+        calibration=job.calibration,
+        words_file=job.own_words_file,
         num_samples=job.samples,
-        sequence_length=job.sequence_length,
+        for_each=job.own_words,
+        length=job.sequence_length,
         seed=job.seed,
-        group=run.comm,
     )
-    with together(run.comm):
-        run.read["calibration tokens"] = token_digest(samples)
-    return model, samples
+    return Calibrated(model, windows, tokenizer)

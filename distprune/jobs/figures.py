@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distprune.calibration import SELF
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
 from distprune.pruning import PruneReport
 
@@ -90,7 +91,7 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     elif isinstance(work, Trained):
         yield from (("zeros", _share(work.num_zeros, work.num_elements)), ("method", work.method))
         windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
-        yield "trained", f"{work.num_steps} steps of {windows} of {Path(asked['data']).name}"
+        yield "trained", f"{work.num_steps} steps of {windows} of {_trained_on(asked)}"
     elif isinstance(work, SmallerModel):
         yield from removal_rows(work)
         yield "method", f"{work.walk.method}, {work.pattern}"
@@ -101,8 +102,28 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
         yield "zeros in the pruned weights", _share(num_zeros, num_elements)
         yield from (("method", work.walk.method), ("pattern", work.pattern))
     if isinstance(work, Walked):
-        text = Path(asked["calibration"]).name
-        yield "calibration", f"{work.walk.num_samples} windows of {asked['sequence_length']} tokens of {text}"
+        yield "calibration", _windows(work, asked)
+
+
+def _trained_on(asked: Mapping[str, Any]) -> str:
+    """Return where the windows that were trained on came from, in words."""
+    if asked["data"] != SELF:
+        return Path(asked["data"]).name
+    file = asked["own_words_file"]
+    return "what the teacher wrote; no text" if file is None else f"own words, {Path(file).name}; no text"
+
+
+def _windows(work: Walked, asked: Mapping[str, Any]) -> str:
+    """Return what was calibrated with, in words."""
+    num_text, num_continuing, num_own = (work.windows[kind] for kind in ("text", "continuing", "own"))
+    tokens = f"windows of {asked['sequence_length']} tokens"
+    if not num_text:
+        return f"{num_own} {tokens} that the model wrote; no text"
+    text = f"{num_text} {tokens} of {Path(asked['calibration']).name}"
+    if not (num_written := num_continuing + num_own):
+        return text
+    continued = f", {num_continuing} of them continuing it" if num_continuing else ""
+    return f"{text}, and {num_written} that the model wrote{continued}"
 
 
 def _share(num_zeros: int, num_elements: int) -> str:

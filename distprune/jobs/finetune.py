@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Batches, check_fit
+from distprune.calibration import SELF, Batches, WindowBatches, check_fit
 from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_together, remove_files, resolve_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
+from distprune.jobs.calibrated import ask_words_file
 from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, ask, asked
+from distprune.jobs.own_words import Windows, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.training_state import state_digest
@@ -30,6 +33,7 @@ from distprune.shards import LocalShard, count_zeros
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WARM_UP = 0.1  # of the job: the learning rate rises, and then falls to zero
 _NUM_SAID = 20  # times that the loss is
+_NUM_WINDOWS = 512  # that a teacher writes, if nothing is said
 
 
 @asked
@@ -40,7 +44,19 @@ class FinetuneJob(ResumableJob):
     divergence from what it predicts.
     """
 
-    data: str = ask("Text or JSON-lines file to train on.", is_file=True)
+    data: str = ask(
+        "Text or JSON-lines file to train on. self: the --teacher writes it.",
+        default=SELF,
+        is_file=True,
+        metavar="PATH|self",
+    )
+    samples: int | None = ask(
+        f"Without a text: windows that the teacher writes ({_NUM_WINDOWS}; of --own-words-file all).",
+        default=None,
+        least=1,
+        most=MOST,
+    )
+    own_words_file: str | None = ask_words_file()
     steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1)
     minutes: float | None = ask(
         "How long to train, without the time to load, evaluate and write; or else --steps.", default=None, above=0
@@ -59,10 +75,15 @@ class FinetuneJob(ResumableJob):
         super().check_asked()
         if (self.steps is None) == (self.minutes is None):
             raise ValueError(f"give steps or minutes, not steps={self.steps} and minutes={self.minutes}")
+        if self.data == SELF and self.teacher is None and self.own_words_file is None:
+            raise ValueError("give data to train on, or a teacher, which writes it and says what is to be learned")
+        if self.data != SELF and (self.samples is not None or self.own_words_file is not None):
+            raise ValueError(f"samples and own_words_file are of a teacher's own words, not of data={self.data!r}")
 
     @override
     def inputs(self) -> list[str]:
-        return [*super().inputs(), self.data, *([] if self.teacher is None else [self.teacher])]
+        files = [None if self.data == SELF else self.data, self.teacher, self.own_words_file]
+        return [*super().inputs(), *(path for path in files if path is not None)]
 
     def share(self, num_steps: int, seconds: float) -> float:
         """Return how much of the job is done after so many steps and seconds."""
@@ -94,22 +115,24 @@ def run_finetune_job(
     teacher_directory = _find_teacher(job, run)
     with locking(run.comm, run.output):
         with together(run.comm):
-            batches = Batches(
-                load_tokenizer(run.directory.path),
-                job.data,
-                batch_size=job.batch_size,
-                length=job.sequence_length,
-                seed=job.seed,
-            )
+            tokenizer = load_tokenizer(run.directory.path)
+            text = None
+            if job.data != SELF:
+                size, length = job.batch_size, job.sequence_length
+                text = Batches(tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
         model = run.load(dtype=torch.float32, compute_dtype=job.compute_dtype)
         teacher = None if teacher_directory is None else run.load(teacher_directory, dtype=job.compute_dtype)
-        with together(run.comm):
-            for read in (model, *([] if teacher is None else [teacher])):
-                check_fit(batches[0], read)
-            run.read["training tokens"] = batches.digest()
+        models = [model, *([] if teacher is None else [teacher])]
+        data = _load_windows(job, run, model, tokenizer) if text is None else _checked(run, text, models)
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_unfinished(run, job, same_ranks=False) as unfinished:
+            batches: Batches | WindowBatches
+            if isinstance(data, Windows):
+                words = data.samples(run, teacher or model, tokenizer, job.seed, unfinished)
+                batches = WindowBatches(words, batch_size=job.batch_size, seed=job.seed)
+            else:
+                batches = data
             evaluates = bool(job.evaluate_on or job.tasks)
             before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if evaluates else {})
             resumed_at = _begin(run, training, unfinished)
@@ -117,7 +140,7 @@ def run_finetune_job(
                 seconds, losses = _train(job, run, training, batches, unfinished)
             with together(run.comm):
                 shards = training.finish()
-            del teacher, training
+            del models, teacher, training
             written = run.load()
             num_zeros, num_elements = _take_over(run, written, shards)
             del model, shards
@@ -158,6 +181,31 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     return directory
 
 
+def _checked(run: Run, text: Batches, models: Sequence[nn.Module]) -> Batches:
+    """Return ``text``, noted, if ``models`` have embeddings and positions for it. Every rank must call it."""
+    with together(run.comm):
+        for model in models:
+            check_fit(text[0], model)
+        run.read["training tokens"] = text.digest()
+    return text
+
+
+def _load_windows(job: FinetuneJob, run: Run, model: nn.Module, tokenizer: Any) -> Windows:
+    """Return the windows of a file, or how many the teacher is to write. Every rank must call it."""
+    is_written = job.own_words_file is None and job.samples is None
+    return load_windows(
+        run,
+        model,
+        tokenizer,
+        calibration=SELF,
+        words_file=job.own_words_file,
+        num_samples=_NUM_WINDOWS if is_written else job.samples,
+        for_each=None,
+        length=job.sequence_length,
+        seed=job.seed,
+    )
+
+
 def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> tuple[int, int]:
     """Copy the trained ``shards`` into ``model``, in its dtypes; return how many elements are zero, of how many.
 
@@ -195,7 +243,7 @@ def _begin(run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:
 
 
 def _train(
-    job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches, unfinished: Unfinished
+    job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches | WindowBatches, unfinished: Unfinished
 ) -> tuple[float, list[float]]:
     """Do all steps that are left; return the seconds and the losses of all, those of earlier runs too.
 

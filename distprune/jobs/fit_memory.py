@@ -1,12 +1,14 @@
-"""Before a walk: what it takes, beside the memory there is. What does not fit is refused, or done in more waves."""
+"""What a walk, or writing own words, takes of the memory there is. What does not fit is refused, or done in parts."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from distprune.calibration import available_bytes
+from distprune.calibration import available_bytes, writing_bytes
 from distprune.collectives import Communicator, max_together, together, told_by_all
 from distprune.jobs.run import Run
 from distprune.oneshot import MemoryPlan, WalkRequest, fitted
@@ -67,6 +69,26 @@ def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
             f"a time, where {gibibytes(asked.expert_memory)} are usual"
         )
     return fitting.expert_memory
+
+
+def fit_writing(
+    comm: Communicator, model: nn.Module, nums_windows: Sequence[int], length: int, device: torch.device
+) -> None:
+    """Refuse to write where there is no room by far. Every rank must call it: the rounds of ``told_by_all``, and one.
+
+    Raises:
+        ValueError: on every rank: less memory is free on one than writing takes beside the weights.
+    """
+    num_here = num_on_machine(comm) if device.type == "cpu" else 1
+    with together(comm):
+        free = available_bytes(device)
+        taken = max(writing_bytes(model, num, length, comm.size) for num in nums_windows)
+        if free is not None and SURE * taken > free // num_here:
+            raise ValueError(
+                f"writing own words takes {gibibytes(taken)} of {gibibytes(free // num_here)} that are free on "
+                f"{device.type}, beside the weights: ask for fewer or shorter windows, start more ranks, or give "
+                "a file that was written elsewhere (--own-words-file)"
+            )
 
 
 def _needs(plan: MemoryPlan, *, is_host: bool) -> tuple[float, float]:

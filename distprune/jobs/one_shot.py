@@ -1,4 +1,4 @@
-"""The one-shot job: load, prune block by block with calibration text, write each block as it is done."""
+"""The one-shot job: load, prune block by block with windows of tokens, write each block as it is done."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the def
 
 @asked
 class OneShotJob(PruningJob, CalibratedJob):
-    """Prune with calibration text, as ``prune_blocks`` does."""
+    """Prune with calibration windows, as ``prune_blocks`` does."""
 
     method: OneShotMethod = ask("How weights are chosen.", default="admm")
     sequential: Sequential | None = ask(
@@ -116,12 +116,14 @@ def run_one_shot_job(
     """
     run = Run(job, group, device, watcher)
     with locking(run.comm, run.output):
-        model, samples = load_calibrated(run, job)
+        calibrated = load_calibrated(run, job)
+        model, counts = calibrated.model, calibrated.windows.counts
         with together(run.comm):
-            asked = job.of_walk(run.comm.size, len(samples), on_device=run.device.type != "cpu")
+            asked = job.of_walk(run.comm.size, counts.total, on_device=run.device.type != "cpu")
             shape = shape_of(model)
         expert_memory = fit_memory(run, shape, asked)
         with open_unfinished(run, job) as unfinished:
+            samples = calibrated.samples(run, job, unfinished)
             journal = BlockJournal(run, unfinished, model, updates=updates_weights(job.method, job.targets))
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
@@ -144,7 +146,7 @@ def run_one_shot_job(
                     on_block=journal.on_block,
                 )
             by: Allocation = "uniform" if shares is None else "gradients"
-            pruned = PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, by)
+            pruned = PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, vars(counts), by)
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
                 with together(run.comm):

@@ -18,7 +18,7 @@ EVALUATION = "Evaluation"  # a panel of the help
 _Class = TypeVar("_Class")
 MOST = 1 << 30
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def asked(cls: type[_Class]) -> type[_Class]:
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def options_of(job: type[Job]) -> Mapping[str, Option]:
+def options_of(job: type[BareJob]) -> Mapping[str, Option]:
     """Return the options of a job by the names of their fields, with their flags, types, defaults and choices."""
     found, hints = dict[str, Option](), get_type_hints(job)
     for of in fields(job):
@@ -124,18 +124,40 @@ def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
 
 
 @asked
-class Job:
+class BareJob:
     """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
-
-    has_picture: ClassVar[bool] = True  # whether what it did can be drawn
 
     model: str = ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
     output: str = ask("Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True)
-    seed: int = ask("Draws windows of text, and the zeros of --method random.", default=0)
+    seed: int = ask("Draws windows of text, own words, and the zeros of --method random.", default=0)
     dtype: torch.dtype | None = ask(
-        "Of the weights that are written. auto: as they are stored.", default=None, choices=_DTYPES
+        "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES
     )
     overwrite: bool = ask("Replace the model in the output directory.", default=False, in_card=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all fields as JSON carries them, but for those that change nothing in the end."""
+        options = options_of(type(self))
+        values = {name: value for name, value in vars(self).items() if options[name].in_facts}
+        return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in values.items()}
+
+    def flags(self) -> dict[str, Any]:
+        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
+        options = options_of(type(self))
+        return {options[name].flag: value for name, value in self.arguments().items()}
+
+    def check_asked(self) -> None:
+        """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
+        for name, option in options_of(type(self)).items():
+            option.check(name, getattr(self, name))
+
+
+@asked
+class Job(BareJob):
+    """A job that writes a model."""
+
+    has_picture: ClassVar[bool] = True  # whether what it did can be drawn
+
     evaluate_on: tuple[str, ...] = ask(
         "Text or JSON-lines file. Report the perplexity before and after. Repeatable.",
         default=(),
@@ -153,22 +175,6 @@ class Job:
         is_file=True,
         panel=EVALUATION,
     )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return all fields as JSON carries them, but for those that change nothing in the end."""
-        options = options_of(type(self))
-        values = {name: value for name, value in vars(self).items() if options[name].in_facts}
-        return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in values.items()}
-
-    def flags(self) -> dict[str, Any]:
-        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
-        options = options_of(type(self))
-        return {options[name].flag: value for name, value in self.arguments().items()}
-
-    def check_asked(self) -> None:
-        """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
-        for name, option in options_of(type(self)).items():
-            option.check(name, getattr(self, name))
 
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distprune.calibration import available_bytes, load_samples
+from distprune.calibration import SELF, available_bytes, load_samples, writing_bytes
 from distprune.checkpoint import load_tokenizer, open_together, resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.collectives import communicator, together
@@ -17,6 +17,7 @@ from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import ask, asked as asked_of, parse_bytes
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
+from distprune.jobs.words_file import read_words
 from distprune.oneshot import MemoryPlan, WalkRequest, fitted, shape_of
 
 
@@ -27,7 +28,7 @@ class PlanJob(OneShotJob):
     plan: bool = ask(
         "Print which memory, traffic and time the job would take, and run nothing.",
         default=True,
-        needs=("calibration",),
+        needs=("calibration", "method"),
     )
     ranks: int | None = ask(
         "Plan for so many ranks instead of those that are started.", default=None, least=1, most=1 << 20
@@ -41,7 +42,8 @@ class PlanJob(OneShotJob):
 class PlannedWalk:
     """The ``plan`` for each of ``asked.num_ranks``.
 
-    ``room``: the bytes that a rank can have ``where`` the walk is, if known; ``fits``: they are enough.
+    ``room``: the bytes that a rank can have ``where`` the walk is, if known; ``fits``: they are enough. The model
+    writes ``num_written`` windows first, which takes ``writing`` bytes there beside the weights.
     """
 
     model: Path
@@ -50,6 +52,8 @@ class PlannedWalk:
     where: str
     room: int | None
     fits: bool
+    num_written: int
+    writing: int
 
 
 def run_plan_job(
@@ -72,26 +76,33 @@ def run_plan_job(
     with together(comm):
         model, _ = build_on_meta(directory, job.dtype)
         shape = shape_of(model)
-    num_samples = job.samples
-    if num_samples is None:
+    num_text = job.samples or 0
+    if job.samples is None and job.calibration != SELF:
         with together(comm):
             tokenizer = load_tokenizer(path)
         length, seed = job.sequence_length, job.seed
         samples = load_samples(
             tokenizer, job.calibration, model, num_samples=None, sequence_length=length, seed=seed, group=comm
         )
-        num_samples = len(samples)
+        num_text = len(samples)
     num_here = num_on_machine(comm)
     with together(comm):
         on_device = job.device_memory is not None or device.type != "cpu"
         room = job.device_memory or available_bytes(device)
         if room is not None and not on_device and job.ranks is None:
             room //= num_here
-        asked = job.of_walk(job.ranks or comm.size, num_samples, on_device=on_device)
+        words_file = job.own_words_file
+        num_in_file = None if words_file is None else len(read_words(Path(words_file))[0])
+        counts = job.counts(num_text, num_in_file)
+        asked = job.of_walk(job.ranks or comm.size, counts.total, on_device=on_device)
+        num_written = 0 if words_file is not None else counts.continuing + counts.own
+        at_once = max(counts.continuing, counts.own) if num_written else 0
+        writing = writing_bytes(model, at_once, job.sequence_length, asked.num_ranks) if at_once else 0
         where = "a device" if on_device else "the host"
 
         def fits(plan: MemoryPlan) -> bool:
-            return room is None or plan.most.device + (0.0 if on_device else plan.most.host) <= room
+            walking = plan.most.device + (0.0 if on_device else plan.most.host)
+            return room is None or max(walking, plan.most.device - plan.beyond_weights + writing) <= room
 
         fitting, plan = fitted(shape, asked, fits)
-    return PlannedWalk(path, fitting, plan, where, room, fits(plan))
+    return PlannedWalk(path, fitting, plan, where, room, fits(plan), num_written, writing)

@@ -22,7 +22,11 @@ class PruneJob(PruningJob):
 
     has_picture: ClassVar[bool] = False
 
-    method: Literal["magnitude", "random"] = ask("How weights are chosen.", default="magnitude")
+    method: Literal["magnitude", "random"] = ask(
+        "How weights are chosen. admm, sparsegpt, wanda: block by block, by the inputs of each layer, on text that the "
+        "model writes if there is no --calibration.",
+        default="magnitude",
+    )
     scope: Scope | None = ask("global: all weights compete (the default). tensor: those of each tensor.", default=None)
     include: tuple[str, ...] = ask(
         "Prune the parameters that match, instead of the default ones. Repeatable.", default=(), metavar="NAMES"

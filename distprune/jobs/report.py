@@ -23,12 +23,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Walked:
-    """A walk through the decoder blocks. ``blocks`` are as the journal has them, with those of earlier starts."""
+    """A walk through the decoder blocks. ``blocks`` are as the journal has them, with those of earlier starts.
+
+    ``windows``: how many are of the ``text``, were written ``continuing`` it, or are the model's ``own`` altogether.
+    """
 
     walk: OneShotReport
     pattern: str
     blocks: Sequence[Mapping[str, Any]]
     resumed_at: int
+    windows: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
@@ -37,7 +41,7 @@ class Walked:
 
 @dataclass(frozen=True)
 class PrunedBlocks(Walked):
-    """Pruned with calibration text."""
+    """Pruned block by block."""
 
     allocation: Allocation
 

@@ -75,9 +75,7 @@ class Run:
             self.inputs: list[str | Path] = [*job.inputs(), path]
             self._draws = job.has_picture and can_draw(self.reporter.say)
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
-            self._mesh: DeviceMesh | None = None
-            if (ranks := group or dist.group.WORLD) is not None and self.comm.size > 1:
-                self._mesh = DeviceMesh.from_group(ranks, self.device.type, mesh_dim_names=("shard",))
+            self._mesh = mesh_of(group, self.comm.size, self.device)
         agree(self.comm, seen)
         self.read |= seen
         self.note_files("model", self.directory)
@@ -176,6 +174,13 @@ class Run:
             self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
         path.write_bytes(content)
+
+
+def mesh_of(group: dist.ProcessGroup | None, num_ranks: int, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh over which a job shards its model, ``None`` on one rank. Local."""
+    if num_ranks == 1 or (ranks := group or dist.group.WORLD) is None:
+        return None
+    return DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("shard",))
 
 
 @contextmanager

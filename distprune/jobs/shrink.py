@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -124,13 +124,16 @@ def run_shrink_job(
     """
     run = Run(job, group, device, watcher)
     with locking(run.comm, run.output):
-        model, samples = load_calibrated(run, job)
+        calibrated = load_calibrated(run, job)
+        counts = calibrated.windows.counts
         with together(run.comm):
-            job.sizes.check(model)
-            budget = find_budget(model, samples, job.sizes)
+            job.sizes.check(calibrated.model)
+            budget = find_budget(calibrated.model, calibrated.windows.stand_in(), job.sizes)
         with open_unfinished(run, job) as unfinished:
-            shrunk, before, after = _Shrinking(job, run, model, samples, unfinished).shrink(budget)
-            del model, samples
+            samples = calibrated.samples(run, job, unfinished)
+            shrinking = _Shrinking(job, run, calibrated.model, samples, vars(counts), unfinished)
+            shrunk, before, after = shrinking.shrink(budget)
+            del calibrated, shrinking, samples
             if job.speed:
                 shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
             return run.report(unfinished.result, before, after, shrunk)
@@ -144,6 +147,7 @@ class _Shrinking:
     run: Run
     model: nn.Module
     samples: torch.Tensor
+    windows: Mapping[str, int]
     unfinished: Unfinished
 
     def shrink(self, budget: Budget | None) -> tuple[SmallerModel, dict[str, Any], dict[str, Any]]:
@@ -276,4 +280,4 @@ class _Shrinking:
             kept = kept_of(
                 {of["name"]: [units for units in of["kept"] if units["kind"] != "experts"] for of in entries}
             )
-        return Walked(removal.report, str(sizes), entries, journal.resumed_at), kept
+        return Walked(removal.report, str(sizes), entries, journal.resumed_at, self.windows), kept

@@ -26,10 +26,20 @@ from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
+from distprune.jobs.words_file import partial_of
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
+WORDS_NAME = "own_words.tokens"  # what the model wrote; by its name no weights
 _STATE_NAME = re.compile(r"state-\d+")
-_OWN_NAMES = {JOURNAL_NAME, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
+_OWN_NAMES = {
+    JOURNAL_NAME,
+    WORDS_NAME,
+    partial_of(Path(WORDS_NAME)).name,
+    INDEX_NAME,
+    REPORT_NAME,
+    PICTURE_NAME,
+    CARD_NAME,
+}
 _AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 
 
@@ -206,4 +216,5 @@ def _tidy(target: Path) -> None:
         if Journal(own, {}).is_begun or own.stat().st_size == 0:  # the disk may have lost what nothing waited for
             if not beside.exists() or beside.read_bytes() == own.read_bytes():  # else the folder is another job's
                 _remove(beside.parent)
+            (target / WORDS_NAME).unlink(missing_ok=True)
             own.unlink()

@@ -44,7 +44,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = make_model(folder / "model", num_hidden_layers=NUM_BLOCKS)
     make_tokenizer(model)
     (folder / "text.txt").write_text(TEXT * 8)
-    line = "--pattern unstructured --sparsity 0.5 --samples 60 --sequence-length 64 --timeout 20"
+    line = "--pattern unstructured --sparsity 0.5 --samples 60 --own-words 0 --sequence-length 64 --timeout 20"
     text = str(folder / "text.txt")
     more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
     return ["prune", str(model), *line.split(), *more]
@@ -215,6 +215,7 @@ def test_killed_again_and_again_and_resumed(
 def test_shrinking_killed_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
     text = arguments[arguments.index("--calibration") + 1]
     line = "--mlp 0.5 --layer-criterion influence --samples 30 --sequence-length 64 --no-speed --timeout 20"
+    line += " --own-words 0"
     shrinking = ["shrink", arguments[1], "--calibration", text, "--layers", str(NUM_BLOCKS - 1), *line.split()]
     first = Job([*shrinking, "--output", str(tmp_path / "out")], tmp_path)
     first.until(lambda: any(tmp_path.glob(".out.partial-*")))

@@ -111,7 +111,7 @@ def test_a_rank_that_never_comes(pair: Pair) -> None:
     assert "not all 2 ranks came within 5 seconds" in pair.said(0)
 
 
-CALIBRATED = ["--calibration", "{text}", "--samples", "2", "--sequence-length", "16"]
+CALIBRATED = ["--calibration", "{text}", "--samples", "2", "--own-words", "0", "--sequence-length", "16"]
 EVALUATED = ["--eval", "{text}", "--eval-tokens", "64", "--eval-length", "16"]
 TUNED = ["finetune", "{pruned}", "--data", "{text}", "--steps", "2", "--batch-size", "2", "--sequence-length", "16"]
 # By what fails: the command, and whether both ranks come to know why.
@@ -292,7 +292,7 @@ def test_a_lost_terminal_does_not_change_the_work(
 ) -> None:
     line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--sparsity", "0.3"]
     if calibrated:
-        line += ["--calibration", str(text_file), "--samples", "3", "--sequence-length", "16"]
+        line += ["--calibration", str(text_file), "--samples", "3", "--own-words", "0", "--sequence-length", "16"]
     process = CONTEXT.Process(target=on_a_lost_terminal, args=(kind, line))
     process.start()
     process.join(SECONDS)

@@ -355,6 +355,7 @@ def test_what_is_said_of_speed() -> None:
         pattern="kv_groups 2",
         blocks=[{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
         resumed_at=0,
+        windows={"text": 4, "continuing": 0, "own": 0},
         trials=None,
         layers=[0, 1, 2],
         num_layers_before=3,

@@ -1,0 +1,105 @@
+"""The job that has a model write windows into a file, to calibrate with as often as one likes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from distprune.calibration import TOP_K, own_words
+from distprune.checkpoint import load_model, load_tokenizer, name_of_model, open_together, resolve_model
+from distprune.collectives import agree, communicator, together
+from distprune.jobs.fit_memory import fit_writing
+from distprune.jobs.options import DTYPES, MOST, BareJob, ask, asked
+from distprune.jobs.run import Device, mesh_of
+from distprune.jobs.watcher import Reporter, Watcher
+from distprune.jobs.words_file import write_words
+
+
+@asked
+class SampleJob(BareJob):
+    """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does."""
+
+    output: str = ask("File to write (safetensors). It must not exist.", is_file=True)
+    windows: int = ask("How many to write.", default=128, least=1, most=MOST)
+    sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST)
+    temperature: float = ask("Divides the logits.", default=1.0, above=0)
+    top_k: int = ask("Draw from as many of the likeliest tokens.", default=TOP_K, least=1, most=MOST)
+    dtype: torch.dtype | None = ask("Of the weights in memory. auto: as they are stored.", default=None, choices=DTYPES)
+    overwrite: bool = ask("Replace the file.", default=False)
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        if not Path(self.output).name:
+            raise ValueError(f"{self.output!r} names no file")
+
+    def check(self) -> None:
+        """Raise what can be known to be wrong before anything is read. Local."""
+        self.check_asked()
+        path = Path(self.output)
+        if path.exists() and not (path.is_file() and self.overwrite):
+            raise FileExistsError(f"{path} is there; with overwrite (--overwrite) a file is replaced")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory {path.parent}")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was written: so many windows, of so many tokens each, into ``path``; ``seconds``: writing alone."""
+
+    path: Path
+    num_windows: int
+    length: int
+    seconds: float
+
+
+def run_sample_job(
+    job: SampleJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
+) -> Sampled:
+    """Run the job and return what was written. The file is written whole, or not at all.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job; several
+    ranks hold the model sharded by FSDP2, and write different windows. The first one writes the file.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or the
+            model; the message says which.
+    """
+    comm = communicator(group)
+    reporter = Reporter(watcher or Watcher(), comm)
+    with together(comm):
+        job.check()
+        device = torch.device(device)
+    agree(comm, {**job.flags(), "device": device.type})
+    path = resolve_model(job.model, group=comm, log=reporter.say)
+    directory = open_together(comm, path)
+    with together(comm):
+        tokenizer = load_tokenizer(path)
+        mesh = mesh_of(group, comm.size, device)
+    with reporter.stage("loading", "bytes") as progress:
+        model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
+    fit_writing(comm, model, [job.windows], job.sequence_length, device)
+    started = time.perf_counter()
+    with reporter.stage("writing own words", "tokens") as progress:
+        words = own_words(
+            model,
+            job.windows,
+            job.sequence_length,
+            temperature=job.temperature,
+            top_k=job.top_k,
+            seed=job.seed,
+            tokenizer=tokenizer,
+            group=comm,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - started
+    with together(comm):
+        if comm.rank == 0:
+            about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
+            write_words(Path(job.output), words, {"model": name_of_model(path), **about})
+    return Sampled(Path(job.output), len(words), job.sequence_length, seconds)

@@ -1,0 +1,63 @@
+"""A file of windows that a model has written: safetensors, with what they were written with in its metadata."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from distprune.checkpoint import import_extra
+
+_TOKENS = "token_ids"
+_FORMAT = {"format": "distprune own words"}
+
+
+def partial_of(path: Path) -> Path:
+    """Return where the file ``path`` is written, before it is whole. Local."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object], *, sync: bool = True) -> None:
+    """Write ``token_ids`` (windows, tokens) into the file ``path``, whole or not at all. Local; for one rank.
+
+    ``about`` goes into its metadata, with versions; ``sync``: wait for the disk.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    save = import_extra("safetensors.torch", "hf").save
+    versions = {name: version(name) for name in ("distprune", "torch", "transformers")}
+    metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
+    beside = partial_of(path)
+    with beside.open("wb") as file:
+        file.write(save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata))
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:
+    """Return the windows in the file ``path``, int64, and its metadata. Nothing is unpickled. Local.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not of :func:`write_words`, or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of own words {path}")
+    safetensors = import_extra("safetensors", "hf")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            metadata, names = dict(file.metadata() or {}), list(file.keys())
+            token_ids = file.get_tensor(_TOKENS) if names == [_TOKENS] else None
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is no file of own words, or damaged: {error}") from error
+    if token_ids is None or not metadata.items() >= _FORMAT.items():
+        raise ValueError(f"{path} holds no windows of `distprune sample`")
+    if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.ndim != 2 or not token_ids.numel():
+        raise ValueError(f"{path} holds {token_ids.dtype} {tuple(token_ids.shape)}, not token ids by window")
+    return token_ids.to(torch.int64), metadata

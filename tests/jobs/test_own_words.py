@@ -1,0 +1,282 @@
+"""Jobs calibrate with what the model writes, beside a text or without one, and keep it until they are done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distprune import own_words
+from distprune.calibration import WindowBatches, load_samples
+from distprune.checkpoint import load_model, load_tokenizer
+from distprune.jobs import (
+    FinetuneJob,
+    OneShotJob,
+    PlanJob,
+    PruneJob,
+    SampleJob,
+    ShrinkJob,
+    own_words as words_of_jobs,
+    run_finetune_job,
+    run_one_shot_job,
+    run_plan_job,
+    run_prune_job,
+    run_sample_job,
+    run_shrink_job,
+)
+from distprune.jobs.own_words import WindowCounts, counts_of, mixed
+from distprune.jobs.unfinished import WORDS_NAME
+from distprune.jobs.words_file import read_words, write_words
+from tests.jobs.test_one_shot import Killed, run_on_rank
+from tests.jobs.test_prune import Heard, contents
+from tests.worlds import ProcessPool
+
+
+@pytest.fixture
+def job(job: OneShotJob) -> OneShotJob:
+    """A job without a text."""
+    return dataclasses.replace(job, method="wanda", calibration="self", own_words=None, samples=3, sequence_length=12)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "num_samples", "for_each", "num_in_file", "wanted"),
+    [
+        ("self", 5, None, None, WindowCounts(own=5)),
+        ("self", 5, None, 7, WindowCounts(own=5)),
+        ("self", None, None, 7, WindowCounts(own=7)),
+        ("text", None, None, None, WindowCounts(4, 12, 12)),
+        ("text", 4, 1, None, WindowCounts(4, 2, 2)),
+        ("text", 4, 0, None, WindowCounts(4)),
+        ("text", 4, None, 7, WindowCounts(4, own=7)),
+        ("text", 4, 1, 7, WindowCounts(4, own=4)),
+        ("self", 9, None, 7, "9 own windows are wanted, and the file holds 7"),
+        ("text", 4, 2, 7, "8 own windows are wanted, and the file holds 7"),
+        ("self", None, None, None, "say how many"),
+    ],
+)
+def test_how_many_windows_of_each_kind(
+    calibration: str, num_samples: int | None, for_each: int | None, num_in_file: int | None, wanted: Any
+) -> None:
+    def found() -> WindowCounts:
+        return counts_of(calibration, num_samples, for_each, num_text=4, num_in_file=num_in_file)
+
+    if isinstance(wanted, WindowCounts):
+        assert found() == wanted
+        return
+    with pytest.raises(ValueError, match=wanted):
+        found()
+
+
+def test_kinds_are_evenly_mixed() -> None:
+    kinds = [torch.full((num, 2), num) for num in (4, 12, 8)]
+    order = mixed(kinds)[:, 0].tolist()
+    assert all(sorted(order[start : start + 6]) == [4, 8, 8, 12, 12, 12] for start in range(0, 24, 6))
+    assert torch.equal(mixed(kinds[:1]), kinds[0])
+
+
+def calibrated_with(patch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[torch.Tensor]:
+    """Return the kinds of windows that a job mixes."""
+    found: list[torch.Tensor] = []
+
+    def spy(kinds: list[torch.Tensor]) -> torch.Tensor:
+        found.extend(kinds)
+        return mixed(kinds)
+
+    with patch.context() as context:
+        context.setattr(words_of_jobs, "mixed", spy)
+        run()
+    return found
+
+
+def test_a_text_is_continued_and_left(
+    job: OneShotJob, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copyfile(text_file, tmp_path / "speeches.txt")
+    job = dataclasses.replace(job, calibration=str(path), own_words=3, evaluate_on=(str(path),))
+    text, continuing, own = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
+    model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
+    pieces = load_samples(tokenizer, path, model, num_samples=4, sequence_length=3)
+    assert torch.equal(text, load_samples(tokenizer, path, model, num_samples=3, sequence_length=12))
+    assert torch.equal(continuing, own_words(model, 4, 12, prompts=pieces, seed=-1))
+    assert torch.equal(own, own_words(model, 5, 12, tokenizer=tokenizer))
+    report = json.loads((Path(job.output) / "report.json").read_text())
+    assert report["pruning"]["windows"] == {"text": 3, "continuing": 4, "own": 5}
+    assert report["pruning"]["num_samples"] == 12
+    assert report["stage_seconds"]["write words"] > 0
+    said = "3 windows of 12 tokens of speeches.txt, and 9 that the model wrote, 4 of them continuing it"
+    assert f"| calibration | {said} |" in (Path(job.output) / "README.md").read_text()
+    assert not list(Path(job.output).glob("*.tokens"))
+
+
+def test_no_first_token_is_special_or_beyond_the_tokenizer(job: OneShotJob) -> None:
+    model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
+    first = own_words(model, 300, 2, tokenizer=tokenizer)[:, 0]
+    assert set(first.tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
+
+
+@pytest.mark.parametrize("damage", [False, True])
+@pytest.mark.sampled(1)
+def test_killed_and_resumed_it_ends_with_the_same_bytes(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, damage: bool
+) -> None:
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
+    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
+    assert len(read_words(kept)[0]) == 3
+    if damage:
+        kept.write_bytes(kept.read_bytes()[:-8])
+    again = dataclasses.replace(job, resume=True)
+    for error in pool.run(2, run_on_rank, dataclasses.replace(again, samples=4), None):
+        assert "cannot be resumed" in error
+    assert pool.run(2, run_on_rank, again, None) == ["", ""]
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    assert json.loads((Path(job.output) / "report.json").read_text())["pruning"]["resumed_at"] == 1
+    assert "3 windows of 12 tokens that the model wrote; no text" in (Path(job.output) / "README.md").read_text()
+
+
+WRITTEN, NAMED = "distprune.calibration.token_choice.TokenChoice.check", "distprune.jobs.words_file.Path.replace"
+PUBLISHED = "distprune.jobs.unfinished.publish"
+
+
+def run_until(name: str, job: OneShotJob) -> None:
+    """Run the job until it calls what has this ``name``, and is killed."""
+
+    def be_killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name, be_killed)
+        with pytest.raises(Killed):
+            run_one_shot_job(job)
+
+
+def test_killed_while_it_writes_it_ends_with_the_same_bytes(job: OneShotJob, tmp_path: Path) -> None:
+    job = dataclasses.replace(job, samples=2)
+    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
+    again = dataclasses.replace(job, resume=True)
+    run_until(WRITTEN, job)
+    run_until(NAMED, again)
+    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
+    assert not kept.exists()
+    run_until(PUBLISHED, again)
+    kept.write_bytes(kept.read_bytes()[:-8])
+    run_until(NAMED, again)  # now there is a journal, and half a file
+    assert run_one_shot_job(again).work.windows == {"text": 0, "continuing": 0, "own": 2}
+    assert contents(Path(job.output)) == contents(tmp_path / "whole")
+
+
+def test_other_words_than_were_kept_are_pruned_by_anew(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_until(PUBLISHED, job)
+    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
+    write_words(kept, torch.full((3, 12), 5), {})
+    monkeypatch.setattr(words_of_jobs, "own_words", lambda *_, **__: torch.full((3, 12), 6))
+    heard = Heard()
+    report = run_one_shot_job(dataclasses.replace(job, resume=True), watcher=heard)
+    assert report.work.resumed_at == 0
+    assert f"{WORDS_NAME} is not on the disk as it was written: the model writes again" in heard.said
+
+
+def sampled_on_rank(_: int, job: SampleJob) -> None:
+    run_sample_job(job)
+
+
+def test_a_file_of_own_words(
+    pool: ProcessPool, job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SampleJob(model=job.model, output=str(tmp_path / "words"), windows=3, sequence_length=14)
+    pool.run(2, sampled_on_rank, sampling)
+    found, about = read_words(tmp_path / "words")
+    model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
+    assert torch.equal(found, own_words(model, 3, 14, tokenizer=tokenizer))
+    assert about.items() >= {"model": "model", "seed": "0", "temperature": "1.0", "top_k": "1000"}.items()
+    assert {"distprune", "torch", "transformers"} <= about.keys()
+    with pytest.raises(FileExistsError, match="is there"):
+        run_sample_job(sampling)
+    one = run_sample_job(dataclasses.replace(sampling, overwrite=True, windows=1))
+    assert (one.num_windows, one.length) == (1, 14)
+    assert torch.equal(read_words(tmp_path / "words")[0], found[:1])
+    job = dataclasses.replace(job, own_words_file=str(tmp_path / "words"), samples=None)
+    (used,) = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
+    assert torch.equal(used, found[:1, :12])
+    planned = PlanJob(**{**vars(job), "output": str(tmp_path / "none")})
+    assert run_plan_job(planned).asked.num_samples == 1
+    assert run_plan_job(dataclasses.replace(planned, own_words_file=None, samples=9)).asked.num_samples == 9
+    job = dataclasses.replace(job, overwrite=True)
+    for changed, message in (
+        (dataclasses.replace(job, sequence_length=15), "holds windows of 14 tokens, and 15 are wanted"),
+        (dataclasses.replace(job, samples=2), "2 own windows are wanted, and the file holds 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_one_shot_job(changed)
+    write_words(tmp_path / "words", torch.full((1, 14), 67), {})
+    with pytest.raises(ValueError, match="token id 67 is outside the model's vocabulary of 67"):
+        run_one_shot_job(job)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "or damaged"),
+        (lambda path: path.write_bytes(b"text"), "or damaged"),
+        (lambda path: save_file({"token_ids": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
+        (lambda path: save_file({"other": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
+        (lambda path: write_words(path, torch.ones(0, 3), {}), r"int32 \(0, 3\), not token ids"),
+        (lambda path: path.unlink(), "no file of own words"),
+    ],
+)
+def test_what_is_no_file_of_own_words(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    path = tmp_path / "words"
+    write_words(path, torch.ones(2, 3), {})
+    assert torch.equal(read_words(path)[0], torch.ones(2, 3, dtype=torch.int64))
+    damage(path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_words(path)
+
+
+def test_a_smaller_model(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = ShrinkJob(model=job.model, output=job.output, samples=2, sequence_length=8, parameters=0.9, speed=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("distprune.jobs.fit_memory.available_bytes", lambda _: 1000)
+        with pytest.raises(ValueError, match=r"writing own words takes .* GiB of .* free on cpu"):
+            run_shrink_job(smaller)
+        with pytest.raises(ValueError, match="writing own words takes"):
+            run_sample_job(SampleJob(model=job.model, output=f"{job.output}.words", windows=9, sequence_length=8))
+    assert run_shrink_job(smaller).work.windows == {"text": 0, "continuing": 0, "own": 2}
+
+
+def test_recovered_with_what_the_teacher_writes(
+    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_prune_job(PruneJob(model=job.model, output=str(tmp_path / "pruned"), sparsity=0.5))
+    tuning = FinetuneJob(
+        model=str(tmp_path / "pruned"),
+        output=str(tmp_path / "tuned"),
+        teacher=job.model,
+        steps=2,
+        samples=3,
+        batch_size=2,
+        sequence_length=8,
+        compute_dtype=torch.float32,
+    )
+    (written,) = calibrated_with(monkeypatch, lambda: run_finetune_job(tuning))
+    tokenizer = load_tokenizer(Path(job.model))
+    assert torch.equal(written, own_words(load_model(Path(job.model)), 3, 8, tokenizer=tokenizer))
+    assert "of 8 tokens of what the teacher wrote; no text |" in (tmp_path / "tuned" / "README.md").read_text()
+
+
+def test_each_window_once_before_any_comes_again() -> None:
+    windows = torch.arange(5)[:, None].expand(5, 3)
+    batches = WindowBatches(windows, batch_size=4, seed=7)
+    drawn = torch.cat([batches[step] for step in range(5)])[:, 0].tolist()
+    turns = [drawn[start : start + 5] for start in range(0, 20, 5)]
+    assert all(sorted(turn) == list(range(5)) for turn in turns)
+    assert turns[0] != turns[1]
+    assert torch.equal(batches[3], WindowBatches(windows, batch_size=4, seed=7)[3])
