@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["keep_highest", "random_scores"]
+__all__ = ["keep_highest", "random_scores", "random_scores_at"]
 
 _MASK32 = 0xFFFFFFFF
 
@@ -22,20 +22,33 @@ def keep_highest(scores: Sequence[torch.Tensor], eligible: Sequence[torch.Tensor
 
 
 def random_scores(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Return the hash scores of a whole parameter, in Python integers."""
-    import hashlib
+    """Return the hash scores of a whole parameter."""
     import math
 
+    return random_scores_at(name, range(math.prod(shape)), seed).view(tuple(shape))
+
+
+def random_scores_at(name: str, indices: Iterable[int], seed: int) -> torch.Tensor:
+    """Return the hash scores at flat indices, in Python integers."""
+    import hashlib
+
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4)]
+    first, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
     values = []
-    for index in range(math.prod(shape)):
-        mixed = _finalize((index & _MASK32) ^ keys[0])
-        values.append(_finalize((mixed + keys[1]) & _MASK32) & 0x7FFFFFFF)
-    return torch.tensor(values, dtype=torch.int64).view(tuple(shape))
+    for index in indices:
+        state = first
+        for digit in (index >> 36, index >> 24 & 4095, index >> 12 & 4095, index & 4095):
+            mixed = _finalize(digit + 1) ^ state
+            for factor in ((state + second) | 1, 0x21F0AAAD, 0xD35A2D97):
+                mixed = mixed * factor & _MASK32
+                mixed ^= mixed >> 16
+            state = mixed
+        values.append(state & 0x7FFFFFFF)
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _finalize(h: int) -> int:
+    """Return MurmurHash3's fmix32 of ``h``."""
     h ^= h >> 16
     h = h * 0x85EBCA6B & _MASK32
     h ^= h >> 13
