@@ -15,6 +15,7 @@ from distprune.shards.device import (
     is_small,
     is_zero,
     on_host,
+    row_chunks,
     sent,
     sent_together,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "ranks_along",
     "reset_forward",
     "resize",
+    "row_chunks",
     "runs_of",
     "runs_of_splits",
     "send_in_turn",

@@ -25,6 +25,14 @@ def chunk_size(device: torch.device) -> int:
     return _HOST_CHUNK if on_host(device) else _DEVICE_CHUNK
 
 
+def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of the same rows of all ``tensors``, of one shape and not 0-D; of about a chunk's elements."""
+    first = tensors[0]
+    if first.numel():
+        num_rows = max(1, chunk_size(first.device) * len(first) // first.numel())
+        yield from zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
+
+
 def is_small(numel: int, device: torch.device) -> bool:
     """Return whether so many elements are worked on together with those of other shards: few, on the host."""
     return on_host(device) and numel <= SMALL

@@ -26,7 +26,7 @@ from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.fitting import fitted
 from distprune.pruning.prune_model import choose_masks
 from distprune.scores import LocalScores, Magnitude, Score
-from distprune.shards import LocalShard, chunk_size, fetched, gradients_of, private, ranges_of
+from distprune.shards import LocalShard, fetched, gradients_of, private, ranges_of, row_chunks
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.optimizers import (
@@ -366,9 +366,6 @@ def _layout_of(shards: Sequence[LocalShard]) -> dict[str, object]:
 
 def _add(gradient: torch.Tensor, values: torch.Tensor, by: float | torch.Tensor) -> None:
     """Add ``values`` times ``by``, rounded before the sum, so that no layout has a fused sum. Chunk by chunk."""
-    if gradient.numel() == 0:
-        return
     gradient, values = (each[None] if each.ndim == 0 else each for each in (gradient, values))
-    num_rows = max(1, chunk_size(gradient.device) * len(gradient) // gradient.numel())
-    for into, some in zip(torch.split(gradient, num_rows), torch.split(values, num_rows), strict=True):
+    for into, some in row_chunks(gradient, values):
         into.add_(some * by)
