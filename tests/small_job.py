@@ -12,7 +12,7 @@ from distprune.jobs import FinetuneJob, OneShotJob, ShrinkJob
 
 __all__ = ["STAGES", "block_entry", "small_finetune_job", "small_job", "small_shrink_job"]
 
-STAGES = ["forward", "reduce", "target", "factor", "sweep", "write"]
+STAGES = ["forward", "reduce", "target", "factor", "sweep", "fit", "write"]
 
 
 def small_job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:

@@ -17,6 +17,7 @@ from distprune.calibration.text import first_tokens
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk, with_hidden
+from distprune.calibration.window_gradients import Measured, WindowGradients
 
 __all__ = [
     "EXPERT_MEMORY",
@@ -26,6 +27,7 @@ __all__ = [
     "Batches",
     "BlockOrder",
     "InputStatistics",
+    "Measured",
     "Moments",
     "MomentsOf",
     "SampleGroup",
@@ -35,6 +37,7 @@ __all__ = [
     "Visitor",
     "Walk",
     "WindowBatches",
+    "WindowGradients",
     "available_bytes",
     "catch_inputs",
     "check_fit",

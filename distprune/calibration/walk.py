@@ -99,12 +99,15 @@ class Walk:
                 self.dense.append(hidden.clone())
 
     @contextmanager
-    def block(self, index: int, *, dense: bool = False) -> Iterator[Callable[[int], torch.Tensor]]:
+    def block(
+        self, index: int, *, dense: bool = False, gradients: bool = False
+    ) -> Iterator[Callable[[int], torch.Tensor]]:
         """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
 
         The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
         runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards; outside of a
-        forward it gathers on the stream that wrote into them, so nobody waits for a device. No gradients.
+        forward it gathers on the stream that wrote into them, so nobody waits for a device. With ``gradients``,
+        autograd records runs: of the block's parameters as they are meanwhile, nothing is reduced over ranks.
         """
         name, block = self.blocks[index]
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
@@ -113,14 +116,14 @@ class Walk:
         def run(sample: int) -> torch.Tensor:
             self.given = stream[sample].to(device)
             self.num_runs += 1
-            with torch.no_grad(), self.sample_group.passing():
+            with torch.set_grad_enabled(gradients), self.sample_group.passing():
                 return self.calls[sample][index].run(block, self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:
             outer.unshard()
         try:
-            with kept_gathered(block):
+            with kept_gathered(block, gradients=gradients):
                 yield run
         finally:
             self.given = None
@@ -157,16 +160,26 @@ class Walk:
                     end(sample, stream[sample], output)
                     if checks:
                         finite.append(are_finite(output))
-                    # In place if it fits: elsewhere it would lie among what the next block needs.
-                    own = stream[sample]
-                    is_like = own.shape == output.shape and own.dtype == output.dtype
-                    stream[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
+                    _put(stream, sample, output)
             self._memory.give_back()
             if bad := [sample for sample, is_finite in enumerate(fetched(finite)) if not is_finite]:
                 raise ValueError(
                     f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} for "
                     f"{len(bad)} of this rank's {self.num_samples} samples, the first of them number {bad[0]}"
                 )
+
+    def go_on(self, outputs: list[torch.Tensor]) -> None:
+        """Take ``outputs``, of all samples, for the inputs of the next block. Local."""
+        for sample, output in enumerate(outputs):
+            _put(self.hidden, sample, output)
+        self._memory.give_back()
+
+
+def _put(stream: list[torch.Tensor], sample: int, output: torch.Tensor) -> None:
+    """Write ``output`` in place if it fits: elsewhere it would lie among what the next block needs."""
+    own = stream[sample]
+    is_like = own.shape == output.shape and own.dtype == output.dtype
+    stream[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from distprune.collectives.tensors import (
     gather_features,
     gather_pairwise,
     lookup_rows,
+    placed_like,
     whole_tensor,
 )
 
@@ -67,6 +68,7 @@ __all__ = [
     "natural_order",
     "new_word",
     "out_of_step",
+    "placed_like",
     "roster_of_all",
     "roster_of_one",
     "same_everywhere",

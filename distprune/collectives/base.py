@@ -69,8 +69,9 @@ class Communicator(ABC):
     def sum_to(self, values: torch.Tensor, rank: int | None) -> None:
         """Sum ``values`` over ranks in place, on rank ``rank`` alone, or on all (one round, the tensor's bytes).
 
-        For what is large: contiguous, of the same shape and dtype (int64 or float64) on every rank, it stays on its
-        device where the backend works there. What other ranks than ``rank`` are left with may be anything.
+        For what is large: contiguous, of the same shape and dtype (int64, float64, or float32 whose sums are exact) on
+        every rank, it stays on its device where the backend works there. What other ranks than ``rank`` are left with
+        may be anything.
         """
         self._count(values.nbytes)
         if values.numel():
@@ -79,6 +80,17 @@ class Communicator(ABC):
                     self._reduce_in_place(values, "sum")
                 else:
                     self._sum_in_place(values, rank)
+
+    @final
+    def max_in_place(self, values: torch.Tensor) -> None:
+        """Take the elementwise maximum over ranks in place, on every rank (one round, the tensor's bytes).
+
+        Contiguous, of the same shape and dtype on every rank, it stays on its device where the backend works there.
+        """
+        self._count(values.nbytes)
+        if values.numel():
+            with communicating():
+                self._reduce_in_place(values, "max")
 
     def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
         if values.dtype not in (torch.int64, torch.float64):

@@ -165,3 +165,14 @@ def _swap(
     with communicating():
         dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
     return received
+
+
+def placed_like(values: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Return ``values``, a gradient of ``like``, with its placements: it may still be a sum over the ranks of a mesh.
+
+    For the backward pass of a model, whose own communication it belongs to: it is not counted. Only of a ``DTensor``
+    does it communicate; every rank of its mesh must call it then.
+    """
+    if isinstance(values, DTensor) and isinstance(like, DTensor):
+        return values.redistribute(placements=like.placements)
+    return values

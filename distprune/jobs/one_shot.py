@@ -21,6 +21,7 @@ from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.oneshot import (
     Allocation,
+    BlockRefit,
     OneShotMethod,
     Sequential,
     WalkRequest,
@@ -28,6 +29,7 @@ from distprune.oneshot import (
     default_sequential,
     default_targets,
     prune_blocks,
+    refit_of,
     shape_of,
     share_of_targets,
     updates_weights,
@@ -52,9 +54,15 @@ class OneShotJob(PruningJob, CalibratedJob):
         default=None,
     )
 
+    refit: BlockRefit | None = ask(
+        "Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.",
+        default=None,
+    )
+
     @override
     def check_asked(self) -> None:
         super().check_asked()
+        refit_of(self.refit, self.method, self.targets)
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
@@ -70,6 +78,7 @@ class OneShotJob(PruningJob, CalibratedJob):
             by_row=pattern.by_row().is_by_row,
             by_layer=(self.sequential or default_sequential(self.method)) == "layer",
             has_targets=targets == "dense",
+            fits=refit_of(self.refit, self.method, self.targets) == "block",
             offload=self.offload,
             speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
             tries=on_device,
@@ -140,6 +149,7 @@ def run_one_shot_job(
                     sequential=job.sequential,
                     targets=job.targets,
                     target_share=job.target_share,
+                    refit=job.refit,
                     offload=job.offload,
                     expert_memory=expert_memory,
                     finished=journal.finished,

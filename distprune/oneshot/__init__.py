@@ -5,11 +5,13 @@ from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.memory_plan import MemoryPlan, fitted, plan_walk
 from distprune.oneshot.model_shape import shape_of
 from distprune.oneshot.plan import (
+    BlockRefit,
     OneShotMethod,
     Sequential,
     TargetsOf,
     default_sequential,
     default_targets,
+    refit_of,
     share_of_targets,
     updates_weights,
 )
@@ -22,6 +24,7 @@ from distprune.oneshot.walk_costs import WalkRequest
 __all__ = [
     "ADMM",
     "Allocation",
+    "BlockRefit",
     "BlockReport",
     "MemoryPlan",
     "OneShotMethod",
@@ -40,6 +43,7 @@ __all__ = [
     "fitted",
     "plan_walk",
     "prune_blocks",
+    "refit_of",
     "shape_of",
     "share_of_targets",
     "updates_weights",

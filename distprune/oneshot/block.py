@@ -29,6 +29,7 @@ from distprune.calibration import (
 )
 from distprune.collectives import Communicator, cannot_meet, max_together, together
 from distprune.models import LinearLayer, linear_layers
+from distprune.oneshot.block_fit import BlockFit, fit_block
 from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import BlockTrial, Outcome
@@ -59,6 +60,8 @@ class WalkOptions:
     towards_own: Set[str] = frozenset()
     skipped: Set[int] = frozenset()
     healed: Mapping[int, str] = field(default_factory=dict)
+    fits: bool = False  # each block as a whole, behind its layers; there must be targets
+    seed: int = 0  # of the fit
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
     tries: bool = False  # a block on a device: by a trial
 
@@ -103,7 +106,8 @@ def run_blocks(
     calls_back, here = map(bool, max_together(comm, (2,), tell))
     owned = {shard.name: shard.owned for shard in shards}
     with walking(comm, sample_group, model, samples, offload=offload, has_dense=options.has_targets) as walk:
-        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, tries=options.tries and not here)
+        tries = options.tries and not here
+        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, len(samples), tries=tries)
         for index in range(len(walk.blocks)):
             if index in options.skipped:
                 continue
@@ -119,6 +123,7 @@ def run_blocks(
     return OneShotReport(
         sequential="layer" if options.by_layer else "block",
         target_share=options.target_share,
+        refit="block" if options.fits else "none",
         num_samples=len(samples),
         blocks=tuple(reports),
         **about,
@@ -148,6 +153,7 @@ class _BlockPruner:
     linears: Sequence[BlockLayers]
     owned: Mapping[str, bool]
     prune_rows: PruneRows
+    num_windows: int  # over all ranks
     tries: bool
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
@@ -156,7 +162,7 @@ class _BlockPruner:
         """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
         comm, walk, options = self.comm, self.walk, self.options
         traffic = comm.traffic.copy()
-        seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep"), 0.0)
+        seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep", "fit"), 0.0)
         clock = partial(_clock, seconds)
         name, linears = walk.blocks[index][0], self.linears[index].linears
         with clock("forward"):
@@ -165,7 +171,11 @@ class _BlockPruner:
         prune_stages = partial(self._prune_stages, index, order, targets, clock)
         done = (self._tried(index, prune_stages) if self.tries else None) or prune_stages(None)
         del targets, prune_stages
-        if self._next(index) < len(walk.blocks):
+        fit, advances = None, self._next(index) < len(walk.blocks)
+        if options.fits:
+            with clock("fit"):
+                fit = self._fit(index, done.dense, advances)
+        elif advances:
             with clock("forward"):
                 walk.advance(index, comm)
         used = comm.traffic - traffic
@@ -179,7 +189,13 @@ class _BlockPruner:
         residual = tuple(
             f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
         )
-        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes)
+        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes, fit)
+
+    def _fit(self, index: int, dense: Mapping[str, str], advances: bool) -> BlockFit | None:
+        """Fit block ``index`` as a whole, but not matrices ``dense``. Every rank must call it: see ``fit_block``."""
+        linears = linear_layers(self.walk.blocks[index][1]).values()
+        matrices = {linear.parameter_path for linear in linears} - dense.keys()
+        return fit_block(self.comm, self.walk, index, matrices, self.num_windows, self.options.seed, advances)
 
     def _prune_stages(
         self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: BlockTrial | None

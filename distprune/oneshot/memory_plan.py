@@ -24,6 +24,7 @@ from distprune.oneshot.walk_costs import (
     PartCost,
     WalkRequest,
     factor_bytes,
+    fit_cost,
     moment_bytes,
     num_products,
     num_sweep,
@@ -38,9 +39,10 @@ BEFORE = "a block's shard, as it was"
 STREAMS, DENSE, FORWARD = "hidden streams", "dense stream of a block", "one sample's run"
 TOKENS, SUMS, MESSAGES, WAVES = "tokens of experts", "sums", "sums and tokens on their way", "sums of a wave of experts"
 MOMENTS, FACTORS, ROWS, PYTHON = "moments at an owner", "factors", "rows at an owner", "Python"
+FIT = "fit of a block"
 PARTS = (
     *(WEIGHTS, BLOCK, GATHER, BEFORE, STREAMS, DENSE, FORWARD),
-    *(TOKENS, SUMS, MESSAGES, WAVES, MOMENTS, FACTORS, ROWS, PYTHON),
+    *(TOKENS, SUMS, MESSAGES, WAVES, MOMENTS, FACTORS, ROWS, FIT, PYTHON),
 )
 
 # Measured: seconds of Python a linear layer on one of 1,024 ranks (scale_epyc-2core_2026-11-25.md).
@@ -102,6 +104,8 @@ def _at_a_time(always: Parts, stage: Parts) -> Iterator[Parts]:
     tokens = {name: stage[name] for name in (TOKENS,) if name in stage}
     yield kept | {name: always[name] for name in (BLOCK, GATHER)}
     yield kept | tokens | {name: of for name, of in (always | stage).items() if name in (BLOCK, FORWARD, SUMS)}
+    if FIT in always:  # what the dense stream leaves of the block is gone
+        yield {name: of for name, of in always.items() if name in (WEIGHTS, STREAMS, BLOCK, FIT)}
     for together in ((SUMS, WAVES, MESSAGES), (MESSAGES, MOMENTS), (MOMENTS, FACTORS, ROWS)):
         yield kept | tokens | {name: stage[name] for name in together if name in stage}
 
@@ -137,6 +141,9 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
     }
     if asked.tries:
         parts[BEFORE] = PartCost(device=block.num_bytes * asked.held)
+    if asked.fits:
+        once = 2 * active / asked.num_sharing * asked.own_tokens / asked.speeds.forward
+        parts[FIT] = fit_cost(block, model.hidden, model.itemsize, parts[FORWARD].device, once, asked)
     if asked.has_targets:
         own = 1 / asked.num_sharing  # of the features of an input
         features = sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_for
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]
+BlockRefit = Literal["block", "none"]
 
 _TARGET_SHARE = 0.5  # of the way to dense targets
 
@@ -77,6 +79,7 @@ def make_plan(
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     expert_memory: int = EXPERT_MEMORY,
+    refit: BlockRefit | None = None,
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
@@ -107,7 +110,16 @@ def make_plan(
     if sequential not in get_args(Sequential):
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
     share = share_of_targets(targets or default_targets(method), target_share)
-    options = WalkOptions(solver.needs, sequential == "layer", share, expert_memory=expert_memory, tries=True)
+    refit = refit_of(refit, method, targets)
+    options = WalkOptions(
+        solver.needs,
+        sequential == "layer",
+        share,
+        expert_memory=expert_memory,
+        fits=refit == "block",
+        seed=seed or 0,
+        tries=True,
+    )
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
@@ -115,9 +127,39 @@ def make_plan(
         "samples": token_digest(samples),
         "sequential": sequential,
         "target_share": repr(share),
+        "refit": refit,
         "expert_memory": repr(expert_memory),
     }
     return OneShotPlan(solver, pattern, options, of_blocks, list(shards.values()), shared_axis(model), facts)
+
+
+def refit_of(
+    refit: BlockRefit | None, method: OneShotMethod | Score | Solver[Any], targets: TargetsOf | None
+) -> BlockRefit:
+    """Return whether blocks are fitted as a whole; by default they are where targets are dense. Local.
+
+    Raises:
+        ValueError: no such fit; one without a dense stream, or in torch's inference mode, which knows no gradients.
+    """
+    targets = targets or default_targets(method)
+    if refit is None and targets == "dense":
+        if not torch.is_inference_mode_enabled():
+            return "block"
+        warnings.warn("blocks are not fitted as a whole (refit='none'): in inference mode nothing can be", stacklevel=2)
+    refit = refit or "none"
+    if refit not in get_args(BlockRefit):
+        raise ValueError(f"{refit=} is none of {', '.join(get_args(BlockRefit))}")
+    if refit == "block":
+        check_can_fit(targets)
+    return refit
+
+
+def check_can_fit(targets: TargetsOf) -> None:
+    """Raise a ValueError unless blocks can be fitted as a whole. Local."""
+    if targets != "dense":
+        raise ValueError(f"refit='block' fits blocks to the dense model's: it needs targets='dense', not {targets!r}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("refit='block' needs gradients: call it outside of torch.inference_mode()")
 
 
 def updates_weights(method: OneShotMethod, targets: TargetsOf | None) -> bool:

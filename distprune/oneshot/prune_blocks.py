@@ -14,7 +14,7 @@ from distprune.collectives import Group, communicator
 from distprune.models import Found, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
+from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
@@ -36,6 +36,7 @@ def prune_blocks(
     sequential: Sequential | None = None,
     targets: TargetsOf | None = None,
     target_share: float | None = None,
+    refit: BlockRefit | None = None,
     offload: bool = False,
     expert_memory: int = EXPERT_MEMORY,
     finished: Finished | None = None,
@@ -45,10 +46,11 @@ def prune_blocks(
 
     Block by block, as the papers do: the calibration samples run through the block, the statistics of
     what each layer is given are summed over the ranks, the block is pruned, and what it then puts out is what
-    the next one is given. Embeddings, the output head, norms and biases stay. Each rank runs its part of
-    the samples; N ranks come to what one rank with all samples comes to: to the same statistics bit by bit,
-    so to the same weights by Wanda, magnitude and random as long as the activations are the same bits, and
-    but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row, and ADMM.
+    the next one is given. Embeddings and the output head stay; norms and biases, too, unless blocks are refitted.
+    Each rank runs its part of the samples; N ranks come to what one rank with all samples comes to: to the same
+    statistics bit by bit, so to the same weights by Wanda, magnitude and random as long as the activations are the same
+    bits, and but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row,
+    and ADMM.
     Tensor parallelism adds up a layer's outputs in another order, so activations differ in their last bits.
     A layer that the pattern does not fit (2:4 of the 2 inputs of a small Mamba's ``dt_proj``), or that no token reaches
     and is no expert, stays dense: the report names it with the reason, and a warning does.
@@ -75,6 +77,9 @@ def prune_blocks(
             what the model before pruning put out, to which the weights are moved part of the way before any goes
             (see ``oneshot.retarget``). Default: ``"dense"`` for ``"admm"``, ``"own"`` for the others.
         target_share: how much of that way, above 0 and at most 1; half of it by default.
+        refit: ``"block"``: each block is fitted as a whole once its layers are pruned, over the weights that stay and
+            its 1-D parameters, norms and biases, to what the dense model puts out there (see ``oneshot.block_fit``);
+            experts with the rest. Or ``"none"``. Default: ``"block"`` with dense targets.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM
             and dense targets need them: the tokens of each expert then go to a rank that holds it, which sums them,
@@ -97,8 +102,8 @@ def prune_blocks(
     Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and those
     of ``RootParameters`` under FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of
     block, to learn in which order it runs its layers, where that is asked for; for a block 1, with dense targets 2,
-    with ``on_block`` 1 more, on a device 2 more; and for the layers that are pruned at once those of
-    ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
+    with ``on_block`` 1 more, on a device 2 more; with ``refit`` those of ``fit_block``; and for the layers that are
+    pruned at once those of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
     Under tensor parallelism inputs of row-wise layers are gathered, one round a sample each, but for what Wanda needs.
 
     Raises:
@@ -123,7 +128,7 @@ def prune_blocks(
 
     def look() -> tuple[Found, Facts, Score, OneShotPlan]:
         plan = make_plan(
-            model, samples, method, pattern, sparsity, seed, sequential, targets, target_share, expert_memory
+            model, samples, method, pattern, sparsity, seed, sequential, targets, target_share, expert_memory, refit
         )
         facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
         return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan

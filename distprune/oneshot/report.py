@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distprune.collectives import Communicator, sum_together
+from distprune.oneshot.block_fit import BlockFit
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class BlockReport:
     """One decoder block: the same on every rank, but for ``seconds``, which are this rank's by stage.
 
     Stages: ``forward`` (all runs of the block), ``reduce`` (statistics over ranks), ``target`` (moving weights to their
-    targets), ``factor`` (Cholesky, and handing factors around), ``sweep`` (scores, selection, new weights).
+    targets), ``factor`` (Cholesky, and handing factors around), ``sweep`` (scores, selection, new weights), ``fit``
+    (the block as a whole).
     """
 
     index: int
@@ -52,6 +54,7 @@ class BlockReport:
     seconds: dict[str, float]
     num_rounds: int
     num_bytes: int
+    fit: BlockFit | None = None  # as a whole; None: it was not asked for, or there was nothing to fit
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -77,6 +80,7 @@ class OneShotReport:
     pattern: str
     sequential: str
     target_share: float  # of the way to dense targets; 0: each layer's own output is its target
+    refit: str  # "block": each was fitted as a whole behind its layers; "none"
     seed: int | None
     num_samples: int
     blocks: tuple[BlockReport, ...]

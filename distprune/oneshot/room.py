@@ -48,6 +48,7 @@ def check_room(model: nn.Module, samples: torch.Tensor, plan: OneShotPlan, num_r
         has_targets=options.has_targets,
         offload=offload,
         expert_memory=options.expert_memory,
+        fits=options.fits,
         tries=options.tries,
         num_sharing=1 if plan.axis is None else len(plan.axis.ranks),
         num_parts=_num_parts(plan.shards),
@@ -77,6 +78,7 @@ def ways_out(asked: WalkRequest, plan: MemoryPlan, *, is_host: bool) -> str:
     """Say what to ask for instead."""
     ways = ["fewer samples (--samples)", "more ranks"]
     ways += [] if asked.offload or is_host else ["offload=True (--offload)"]
+    ways += ["refit='none' (--refit none)"] if asked.fits else []
     ways += ["targets='own' (--targets own)"] if asked.has_targets else []
     ways += ["less expert_memory"] if WAVES in plan.parts and asked.expert_memory > 1 else []
     return f"Ways out: {', '.join(ways)}; --plan shows what each takes"

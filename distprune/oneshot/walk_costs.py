@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.triangle import triangle_shape
 from distprune.oneshot.admm import CHUNK, NUM_STEPS
+from distprune.oneshot.block_fit import BATCH, num_steps
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
+_HEAD = 64  # features of a head of attention, at least
+_ADAM_OPERATIONS = 600  # as many products in float32 take as long as one weight's step, which waits for memory
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class WalkRequest:
     def is_gathered(self) -> bool:
         """Whether a block is gathered before it runs."""
         return (self.num_parts or self.num_ranks) > self.num_sharing
+
+    fits: bool = False  # each block as a whole
 
     @property
     def num_tokens(self) -> int:
@@ -210,3 +215,27 @@ def num_sweep(asked: WalkRequest) -> float:
     """Return the operations that a weight takes for each input of its row."""
     solver = {"admm": 2 * (NUM_STEPS + 2), "sparsegpt": 1}.get(asked.method, 0)
     return solver + 2 * asked.pairs + 4 * asked.has_targets
+
+
+def fit_cost(block: BlockShape, hidden: int, itemsize: int, run: float, forward: float, asked: WalkRequest) -> PartCost:
+    """Return the cost of fitting a block as a whole.
+
+    ``hidden``: features of hidden states; ``run``: bytes of one sample's run, without a graph; ``forward``: seconds of
+    all of this rank's runs. A graph keeps what all layers are given and put out, and on a device the scores of
+    attention. A pass backward takes two forwards. Two more measure errors, the second of which the walk takes
+    anyway. More ranks than a batch has windows wait for each other.
+    """
+    numel, own = block.num_bytes / itemsize, block.num_bytes * asked.held
+    adam = own * (1 + 12 / itemsize)  # values and two averages in float32, and what was there before
+    features = sum(of.num_active / of.num_out + of.num_active / of.num_in for of in block.inputs)
+    graph = run + asked.length * (itemsize * features + 8.0 * asked.tries * asked.length * hidden / _HEAD)
+    gradients = block.num_bytes / asked.num_sharing + 4 * numel  # of a window, and of a batch in float32
+    steps = num_steps(asked.num_samples)
+    moved = (steps + 2) * block.num_bytes * asked.is_gathered + 4 * steps * numel
+    moved *= asked.num_ranks > 1
+    update = steps * _ADAM_OPERATIONS * numel * asked.held / asked.speeds.float32
+    num_own = -(-BATCH // (asked.num_ranks // asked.num_sharing))  # windows of a batch
+    runs = 3 * steps * num_own * asked.length / asked.own_tokens + 1
+    seconds = runs * forward + update + moved / asked.speeds.network
+    outputs = asked.kept(asked.own_tokens * hidden * itemsize)
+    return outputs.beside(PartCost(device=adam + gradients + graph, sent=moved, arriving=moved, seconds=seconds))

@@ -47,7 +47,7 @@ from distprune.shards.local_shard import (
     flat_chunks,
 )
 from distprune.shards.matrix import LocalMatrix, Matrix
-from distprune.shards.own_settings import own_settings
+from distprune.shards.own_settings import own_settings, plain_attention
 from distprune.shards.parameter_range import ParameterRange, gradients_of, ranges_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 from distprune.shards.staged import fetch_in_turn, send_in_turn
@@ -107,6 +107,7 @@ __all__ = [
     "own_params",
     "own_settings",
     "pieces_of",
+    "plain_attention",
     "private",
     "ranges_of",
     "ranks_along",

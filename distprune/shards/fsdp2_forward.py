@@ -57,8 +57,10 @@ def reset_forward(model: nn.Module) -> None:
 
 
 @contextmanager
-def kept_gathered(module: nn.Module) -> Iterator[None]:
+def kept_gathered(module: nn.Module, *, gradients: bool = False) -> Iterator[None]:
     """Let what FSDP2 gathers for forwards of ``module`` stay so from one to the next; reshard it at the end.
+
+    With ``gradients``, passes backward may follow, for gradients of what is gathered: FSDP2 reduces none of them.
 
     FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
     once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
@@ -69,6 +71,8 @@ def kept_gathered(module: nn.Module) -> Iterator[None]:
         for group in groups:
             group.post_forward_mesh_info = None  # reshard_after_forward=False
         gather(module)
+        for state in _states_in(module) if gradients else ():
+            state._training_state = _TrainingState.PRE_BACKWARD  # in which its hooks only cast
         yield
     finally:
         for group, mesh_info in zip(groups, before, strict=True):

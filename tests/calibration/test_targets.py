@@ -97,7 +97,10 @@ def test_sums_that_no_function_shows(closing: str, dtype: torch.dtype) -> None:
     assert found.unseen == {"self_attn.o_proj"} | ({"mlp.down_proj"} if closing == "fused" else set())
     assert dataclasses.replace(found, unseen=frozenset()) == wanted
     if dtype == torch.float32:
-        reports = [prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5)) for model in (plain, other)]
+        how: dict[str, Any] = {"method": "admm", "pattern": Unstructured(0.5)}
+        reports = [prune_blocks(model, TOKENS, **how, refit="none") for model in (plain, other)]
+        with pytest.raises(NotImplementedError, match=r"refit='none'.*no autograd formula"):
+            prune_blocks(other, TOKENS, **how)
         for block in (*reports[0].blocks, *reports[1].blocks):
             assert block.residual == (f"{block.name}.self_attn.o_proj", f"{block.name}.mlp.down_proj")
         for name, one in plain.state_dict().items():
@@ -135,7 +138,7 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
     for name, module in model.named_modules():
         if (kind := name.rpartition(".")[2]) in num_runs and ".0." in name:
             module.register_forward_hook(lambda *_, kind=kind: num_runs.update({kind: num_runs[kind] + 1}))
-    prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5))
+    prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5), refit="none")
     learning = 2  # how blocks are called, and in which order
     # The dense run, the four stages (the first one until v_proj is given its input), and the run of the pruned block.
     assert num_runs["q_proj"] == learning + 6 * len(TOKENS)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from distprune import NByM, PerRow, Unstructured
+from distprune.calibration import WindowGradients
 from distprune.checkpoint import ModelWriter, hf_save, inspect_directory
 from distprune.cli import main
 from distprune.jobs import OneShotJob, run_one_shot_job
@@ -37,16 +38,25 @@ class Killed(BaseException):
 
 
 def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
-    """Run this rank's job; return the error as text, or nothing. It may die while it writes a block, or after all."""
-    write = ModelWriter.write
+    """Run this rank's job; return the error as text, or nothing.
+
+    It may die while it writes a block, or after all; if it fits blocks, in the middle of that.
+    """
+    write, add_up = ModelWriter.write, WindowGradients.add_up
 
     def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
         if prefixes == ([f"model.layers.{dies_in_block}"] if dies_in_block != NUM_BLOCKS else None):
             raise Killed
         write(self, prefixes, **more)
 
+    def dying_in_fit(self: WindowGradients, *arguments: Any) -> None:
+        if self._block_name == f"model.layers.{dies_in_block}" and self._windows:
+            raise Killed
+        add_up(self, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelWriter, "write", dying)
+        patch.setattr(WindowGradients, "add_up", dying_in_fit)
         try:
             run_one_shot_job(job)
         except Killed:
@@ -106,7 +116,7 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
 
 
-@pytest.mark.parametrize(("method", "dies_in_block", "world_size"), pairs_first(["wanda", "sparsegpt"], [0, 1], [2, 1]))
+@pytest.mark.parametrize(("method", "dies_in_block", "world_size"), pairs_first(["wanda", "admm"], [0, 1], [2, 1]))
 @pytest.mark.sampled(1)
 def test_a_killed_job_goes_on_to_the_same_bytes(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int

@@ -351,7 +351,7 @@ def test_what_is_said_of_speed() -> None:
         return {"forward": kind, "generation": kind, "memory": size << 20, "file_bytes": size << 20}
 
     removal = SmallerModel(
-        walk=OneShotReport("obs", "", "layer", 0.5, None, 8, (), (), 1.0, 0, 0, ()),
+        walk=OneShotReport("obs", "", "layer", 0.5, "none", None, 8, (), (), 1.0, 0, 0, ()),
         pattern="kv_groups 2",
         blocks=[{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
         resumed_at=0,

@@ -133,7 +133,7 @@ def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: 
 def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Pruned:
     """Prune ``model`` and return its weights, whole. Every rank must call it."""
     method, pattern = case
-    report = prune_blocks(model, tokens, **options(method), pattern=pattern, seed=3)
+    report = prune_blocks(model, tokens, **options(method), pattern=pattern, refit="none", seed=3)
     return {name: whole(p) for name, p in model.named_parameters()}, report
 
 
@@ -160,7 +160,7 @@ def check_ranks(
     """
     for index, (method, pattern) in enumerate(cases):
         alone = make()
-        report = prune_blocks(alone, tokens, **options(method), pattern=pattern, seed=3)
+        report = prune_blocks(alone, tokens, **options(method), pattern=pattern, refit="none", seed=3)
         check_counts(alone, report, method, pattern)
         weights, of_ranks = everywhere[0][index]
         together: Any = make()

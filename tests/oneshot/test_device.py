@@ -40,7 +40,8 @@ def test_a_model_is_pruned_to_the_same_bits(method: Any, pattern: str) -> None:
     sparsity = None if pattern == "2:4" else 0.5
     for model, where in ((here, nullcontext()), (there, as_on_a_device())):
         with where:
-            prune_blocks(model, samples(2), method=method, pattern=pattern, sparsity=sparsity, group=Alone())
+            how: dict[str, Any] = {"method": method, "pattern": pattern, "sparsity": sparsity, "refit": "none"}
+            prune_blocks(model, samples(2), **how, group=Alone())
     for name, weight in matrices(here).items():
         assert torch.equal(matrices(there)[name], weight), name
 
@@ -112,7 +113,8 @@ def spoiled_walk(patch: pytest.MonkeyPatch, method: Any, value: float) -> tuple[
     model = tiny_model("llama", num_hidden_layers=2)
     told: Any
     try:
-        told = prune_blocks(model, samples(2), method=method, pattern="2:4", sequential="layer", group=Alone())
+        how: dict[str, Any] = {"method": method, "pattern": "2:4", "sequential": "layer", "refit": "none"}
+        told = prune_blocks(model, samples(2), **how, group=Alone())
         told = [of.layers for of in told.blocks]
     except ValueError as error:
         told = str(error)
@@ -135,7 +137,7 @@ def test_a_block_in_which_something_is_wrong_is_pruned_again(name: str, value: f
 
 def sharded_and_pruned(_: int) -> torch.Tensor:
     model = sharded(tiny_model("llama", num_hidden_layers=1))
-    prune_blocks(model, samples(4), method="admm", pattern="2:4")
+    prune_blocks(model, samples(4), method="admm", pattern="2:4", refit="none")
     return torch.cat([local_of(parameter.detach()).flatten() for parameter in model.parameters()])
 
 

@@ -132,6 +132,10 @@ def check_account(seen: Seen, model: nn.Module, report: OneShotReport, said: lis
             if any(words in reason for words in WARNED):
                 assert any(reason in text for text in said), name
         pruned |= of_block.keys()
+        if block.fit is not None:
+            pruned |= {
+                name for name, p in model.named_parameters() if p.ndim == 1 and name.startswith(f"{block.name}.")
+            }
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and re.search(r"\.\d+\.", name) and f"{name}.weight" not in seen.weights:
             assert name.startswith(tuple(f"{other}." for other in report.other_blocks)), name

@@ -139,7 +139,8 @@ def test_a_plan_is_what_a_walk_takes(
     def on_rank(_: int) -> tuple[Seen, int]:
         model = sharded(mixture())
         memory = question.expert_memory
-        report = prune_blocks(model, samples(4, LENGTH), method=method, pattern="2:4", expert_memory=memory)
+        how: dict[str, Any] = {"method": method, "pattern": "2:4", "refit": "none"}
+        report = prune_blocks(model, samples(4, LENGTH), **how, expert_memory=memory)
         return seen(None), report.blocks[0].num_bytes
 
     found = run_threads(num_ranks, on_rank)

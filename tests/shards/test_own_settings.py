@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.shards import own_settings
+from distprune.shards import own_settings, plain_attention
 
 BACKENDS: Any = torch.backends
 OURS = ("ieee", "ieee", torch.float32)
@@ -19,6 +20,12 @@ OURS = ("ieee", "ieee", torch.float32)
 
 def settings() -> tuple[object, ...]:
     return BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision, torch.get_default_dtype()
+
+
+def fused() -> tuple[bool, ...]:
+    """Return which fused kernels of attention may run."""
+    cuda = BACKENDS.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
 
 def older() -> str:
@@ -93,25 +100,35 @@ def test_what_follows_a_general_setting_goes_on_to() -> None:
     assert settings() == ("none", "none", torch.float32)
 
 
-def test_last_thread_puts_back_what_belongs_to_the_process() -> None:
+@pytest.mark.parametrize(
+    ("within", "look", "ours"),
+    [
+        pytest.param(own_settings, settings, OURS, id="precision"),
+        pytest.param(lambda: plain_attention(torch.device("meta")), fused, (False, False, False), id="attention"),
+    ],
+)
+def test_last_thread_puts_back_what_belongs_to_the_process(
+    within: Callable[[], AbstractContextManager[None]], look: Callable[[], tuple[object, ...]], ours: tuple[object, ...]
+) -> None:
     torch.set_float32_matmul_precision("medium")
-    before, steps, seen = settings(), [threading.Event() for _ in range(2)], []
+    before, steps, seen = look(), [threading.Event() for _ in range(2)], []
+    assert before != ours
 
     def first() -> None:
-        with own_settings():
+        with within():
             steps[0].set()
             steps[1].wait(10)
-        seen.append(settings())  # the other one is within
+        seen.append(look())  # the other one is within
 
     thread = threading.Thread(target=first)
     thread.start()
     steps[0].wait(10)
-    with own_settings():
+    with within():
         steps[1].set()
         thread.join(10)
-        seen.append(settings())
-    assert seen == [OURS, OURS]
-    assert settings() == before
+        seen.append(look())
+    assert seen == [ours, ours]
+    assert look() == before
 
 
 def test_autocast_forgets_weights_that_were_written_to() -> None:
