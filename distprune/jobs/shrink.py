@@ -85,7 +85,8 @@ class ShrinkJob(CalibratedJob):
         needs=("experts",),
     )
     refit: Refit = ask(
-        "What becomes of the layers that read what goes: fitted anew, their bias alone, or none.",
+        "What becomes of the layers that read what goes: fitted anew (block: then each block as a whole), their bias "
+        "alone, or none.",
         default="least_squares",
     )
     speed: bool = ask(

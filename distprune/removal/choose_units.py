@@ -16,7 +16,7 @@ from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import BlockTrial, Outcome
-from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_samples, share_of_targets
+from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_can_fit, check_samples, share_of_targets
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
@@ -36,7 +36,7 @@ OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
 def default_targets_of(refit: Refit) -> TargetsOf:
     """Return what layers are to put out where nothing is said. Local."""
-    return "dense" if refit == "least_squares" else "own"
+    return "dense" if refit in ("block", "least_squares") else "own"
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ def choose_units(
             layer of the layer before a gap is fitted to what the dense model is behind the gap.
         criterion: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"`` (Minitron), ``"magnitude"``, or
             a :class:`Criterion` of one's own.
-        refit: ``"least_squares"``; ``"bias"``, where linear layers have biases: those alone make up for the mean of
-            what goes (FLAP); or ``"none"``.
+        refit: ``"least_squares"``; ``"block"``: then each block is fitted as a whole to what the dense model puts out
+            behind it, all its linear layers, norms and biases (see ``oneshot.block_fit``); ``"bias"``, where linear
+            layers have biases: those alone make up for the mean of what goes (FLAP); or ``"none"``.
         targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and without
             ``"least_squares"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
             first token's large activations, by which a model tells that there is nothing to attend to: SmolLM2-135M
@@ -114,12 +115,15 @@ def choose_units(
                 why = "has no one linear layer that could make up for the layers that go behind it"
                 warnings.warn(f"block {name!r} {why}", stacklevel=2)
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
-        if targets is None and heads == plan.asked.keys():
+        if refit == "block":
+            check_can_fit(targets or default_targets_of(refit))
+        elif targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
         if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed)
+        fits = refit == "block"
+        options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed, fits=fits)
         facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),

@@ -23,7 +23,7 @@ from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns import Pattern
 from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
-Refit = Literal["least_squares", "bias", "none"]
+Refit = Literal["least_squares", "block", "bias", "none"]  # "block": least squares, then each block as a whole
 DAMPING = 0.1  # of X^T X, of its diagonal
 _NUM_STEPS = 16  # in which units go, by criteria that are rescored
 _CHUNK = 1 << 20  # weights that are refitted at a time
@@ -105,7 +105,7 @@ class UnitRemover(Solver[Fitted]):
         a = evidence.products
         between, of_other = a[other[:, None], own], a[other[:, None], other]
         coefficients = torch.zeros_like(between)  # (gone, kept)
-        if self.refit == "least_squares" and len(other):
+        if self.refit in ("block", "least_squares") and len(other):
             lower = damped_cholesky(a[own[:, None], own], DAMPING, name)
             coefficients = torch.cholesky_solve(between.t(), lower).t()
         lost = of_other - coefficients @ between.t()

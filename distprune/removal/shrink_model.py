@@ -76,8 +76,9 @@ def shrink_model(
             (Minitron), ``"magnitude"``, or a criterion of one's own.
         layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``order_layers``.
         expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
-        refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"bias"`` alone, where
-            it has one; or ``"none"``.
+        refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``: then each
+            block as a whole to what the dense model puts out behind it, also in trials of ``parameters``; ``"bias"``
+            alone, where it has one; or ``"none"``.
         targets, target_share: as of :func:`choose_units`.
         group, offload: as of :func:`distprune.prune_blocks`.
 

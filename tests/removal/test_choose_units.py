@@ -183,6 +183,21 @@ def test_a_users_criterion() -> None:
     assert all(len(units) == 30 for units in kept.values())
 
 
+def test_blocks_are_fitted() -> None:
+    """What goes is what goes without; zeroed inputs of the layer that read it stay zero."""
+    plain, model = make("llama"), make("llama")
+    kept, _ = chosen(plain, ("llama", {"mlp": 30}, {}))
+    removal = choose_units(model, TOKENS, {"mlp": 30}, refit="block")
+    fits = [of for block in removal.report.blocks if (of := block.fit) is not None]
+    assert len(fits) == len(removal.report.blocks)
+    assert any(of.after < of.before for of in fits)
+    first, *_ = removal.kept
+    assert removal.kept[first].tolist() == kept[first]
+    for (block, *_), units in removal.kept.items():
+        left = model.get_parameter(f"{block}.mlp.down_proj.weight").detach().any(dim=0)
+        assert left.nonzero()[:, 0].tolist() == units.tolist()
+
+
 class Norms(Criterion):
     """Keeps what it is shown."""
 
