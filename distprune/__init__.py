@@ -66,6 +66,7 @@ from distprune.training import (
     one_shot,
     stepwise,
 )
+from distprune.version import __version__
 
 __all__ = [
     "ADMM",
@@ -108,6 +109,7 @@ __all__ = [
     "TrainingReport",
     "Unstructured",
     "Wanda",
+    "__version__",
     "allocate",
     "compute_masks",
     "constant",

@@ -10,8 +10,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 
 LEVEL = {
+    "brief": 0,
     "collectives": 0,
     "host_loops": 0,
+    "version": 0,
     "shards": 1,
     "models": 2,
     "scores": 3,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from distprune.brief import count, one_line, share, worst
 from distprune.checkpoint.hf_directory import TensorEntry, open_directory
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
 from distprune.shards import local_shard
@@ -32,6 +34,10 @@ class TensorReport:
     def sparsity(self) -> float:
         return self.num_zeros / max(self.num_elements, 1)
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
+
 
 @dataclass(frozen=True)
 class InspectReport:
@@ -51,6 +57,17 @@ class InspectReport:
     @property
     def sparsity(self) -> float:
         return self.num_zeros / max(self.num_elements, 1)
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.path}")
+
+    @override
+    def __str__(self) -> str:
+        """Return the totals and the five sparsest tensors; all of them are in :meth:`to_dict`."""
+        total = f"{share(self.sparsity)} of {count(self.num_elements)} weights are zero"
+        found = worst("highest sparsities", self.tensors, lambda of: of.name, lambda of: of.sparsity, share)
+        return "\n".join([f"{self.path}: {total}, {len(self.tensors)} tensors", *found])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, sparsities included, as JSON carries it."""

@@ -43,12 +43,13 @@ from distprune.jobs import (
     run_shrink_job,
     run_streamed_job,
 )
+from distprune.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Prune sharded PyTorch models in the layout they are already in.",
+    invoke_without_command=True,
 )
 
 _RUN: dict[type[BareJob], Callable[..., JobReport[Work] | PlannedWalk | Sampled]] = {
@@ -91,6 +92,16 @@ add_command(
     "Have MODEL write windows of tokens into the file --output, for --own-words-file. Start it as prune.",
     {"": SampleJob},
 )
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Prune sharded PyTorch models in the layout they are already in."""
+    if version:
+        typer.echo(f"distprune {__version__}")
+        raise typer.Exit
 
 
 @app.command()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
+from distprune.brief import one_line
 from distprune.calibration import SELF, available_bytes, load_samples, writing_bytes
 from distprune.checkpoint import load_tokenizer, open_together, resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
@@ -54,6 +56,12 @@ class PlannedWalk:
     fits: bool
     num_written: int
     writing: int
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(
+            self, f"{self.model.name} on {self.asked.num_ranks} ranks {'fits' if self.fits else 'does not fit'}"
+        )
 
 
 def run_plan_job(

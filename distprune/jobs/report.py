@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from typing_extensions import override
+
+from distprune.brief import count, one_line, share
 from distprune.jobs.options import Job
 from distprune.oneshot import Allocation, OneShotReport
 from distprune.pruning import PruneReport
@@ -34,19 +37,27 @@ class Walked:
     resumed_at: int
     windows: Mapping[str, int]
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{len(self.blocks)} blocks by {self.walk.method}")
+
+    @override
+    def __str__(self) -> str:
+        return str(self.walk)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
         return {**self.walk.to_dict(), **{key: value for key, value in vars(self).items() if key != "walk"}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PrunedBlocks(Walked):
     """Pruned block by block."""
 
     allocation: Allocation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SmallerModel(Walked):
     """Made smaller. ``layers`` are those that stay; ``speed`` is of :func:`compare_speed`."""
 
@@ -56,6 +67,11 @@ class SmallerModel(Walked):
     num_parameters_before: int
     num_parameters: int
     speed: Mapping[str, Any] | None = None
+
+    @override
+    def __str__(self) -> str:
+        left = f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left"
+        return f"{left}, {len(self.layers)} of {self.num_layers_before} layers\n{super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,11 @@ class Trained:
     num_zeros: int
     num_elements: int
     resumed_at: int
+
+    @override
+    def __repr__(self) -> str:
+        of_all = f"{share(self.num_zeros / max(self.num_elements, 1))} of {count(self.num_elements)} weights zero"
+        return one_line(self, f"{of_all}, {self.num_steps:,} steps of {self.method}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
@@ -95,6 +116,22 @@ class JobReport(Generic[_Work]):
     after: Evaluation
     seconds: Mapping[str, float]  # by stage
     work: _Work
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.model.name}, {self.work!r}")
+
+    @override
+    def __str__(self) -> str:
+        """Return what was done, in at most 15 lines; all of it is in :meth:`to_dict`."""
+        before, after = self.before.perplexity, self.after.perplexity
+        ran = f"{self.num_ranks} ranks on {self.device}, {self.seconds.get('total', 0.0):.1f} s"
+        lines = [
+            f"{self.model.name}, written to {self.job.output}: {ran}",
+            *(f"  perplexity on {Path(file).name}: {before[file]:.2f} -> {after[file]:.2f}" for file in [*after][:2]),
+            *(f"  {line}" for line in str(self.work).splitlines()),
+        ]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``report.json`` has."""

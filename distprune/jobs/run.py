@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,6 +34,7 @@ from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
+from distprune.version import __version__
 
 REPORT_NAME = "report.json"
 Device: TypeAlias = torch.device | str
@@ -145,7 +145,7 @@ class Run:
         """
         self.seconds["total"] = time.perf_counter() - self._started
         with together(self.comm):
-            versions = {"distprune": version("distprune"), "torch": torch.__version__}
+            versions = {"distprune": str(__version__), "torch": torch.__version__}
             versions["python"] = platform.python_version()
             report = JobReport(
                 job=self.job,

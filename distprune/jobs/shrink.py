@@ -24,7 +24,7 @@ from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.speed import compare_speed
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.models import decoder_blocks
+from distprune.models import count_parameters, decoder_blocks
 from distprune.oneshot import BlockReport, share_of_targets
 from distprune.removal import (
     Budget,
@@ -39,7 +39,6 @@ from distprune.removal import (
     Trial,
     choose_experts,
     choose_units,
-    count_parameters,
     cut_model,
     default_targets_of,
     divide_budget,

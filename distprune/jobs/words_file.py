@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from distprune.checkpoint import import_extra
+from distprune.version import __version__
 
 _TOKENS = "token_ids"
 _FORMAT = {"format": "distprune own words"}
@@ -29,7 +30,7 @@ def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object]
         OSError: the disk is full or not writable.
     """
     save = import_extra("safetensors.torch", "hf").save
-    versions = {name: version(name) for name in ("distprune", "torch", "transformers")}
+    versions = {"distprune": str(__version__), **{name: version(name) for name in ("torch", "transformers")}}
     metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
     beside = partial_of(path)
     with beside.open("wb") as file:

@@ -4,7 +4,7 @@ from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights, replacing_forwards
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs, expert_matrix
-from distprune.models.find_shards import Found, NamePattern, bare_model, find_shards, is_sharded
+from distprune.models.find_shards import Found, NamePattern, bare_model, count_parameters, find_shards, is_sharded
 from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, expert_place, linear_layers
 from distprune.models.named_model import model_of_names
 from distprune.models.units import UNIT_KINDS, Cut, UnitKind, Units, find_all_units, find_units, head_dim
@@ -22,6 +22,7 @@ __all__ = [
     "bare_model",
     "check_experts",
     "check_one_stack",
+    "count_parameters",
     "cross_entropy",
     "decoder_blocks",
     "dense_weights",

@@ -6,6 +6,7 @@ checkpointing, torch.compile) is left out of it, so that a parameter has one nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -34,13 +35,15 @@ class Found:
     ``patterns``: the name patterns of ``include``, then of ``exclude``, each with the number of parameters that it
     matched on this rank. ``by_default``: ``include`` was empty. The default follows from the whole model: if any rank
     of the group has decoder blocks (``has_blocks``), ranks without (pipeline stages of an embedding, or of a norm and
-    the head) prune nothing. The caller applies that.
+    the head) prune nothing. The caller applies that. ``num_parameters``: how many elements all parameters of this
+    rank's model have, those included that other ranks hold; tied ones count once.
     """
 
     shards: list[LocalShard]
     patterns: list[tuple[NamePattern, int]]
     by_default: bool
     has_blocks: bool
+    num_parameters: int | None = None
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -106,7 +109,16 @@ def find_shards(
                 if isinstance(held, LocalShard)
                 else local_shard(name, held, module, attribute)
             )
-    return Found(shards, list(zip(patterns, num_matches, strict=True)), not include, bool(blocks))
+    num_parameters = sum(math.prod(held.shape) for held in names)
+    return Found(shards, list(zip(patterns, num_matches, strict=True)), not include, bool(blocks), num_parameters)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many elements the parameters of ``model`` have, over all ranks; tied ones count once. Local.
+
+    Of FSDP1, which keeps its shards otherwise, those of this rank.
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:

@@ -90,6 +90,7 @@ def run_blocks(
     offload: bool,
     finished: Finished | None,
     on_block: OnBlock | None,
+    num_parameters: int | None = None,
     **about: Any,
 ) -> OneShotReport:
     """Run ``samples`` through the blocks of ``model`` and prune ``linears`` of each, but of those that are skipped.
@@ -113,6 +114,7 @@ def run_blocks(
                 continue
             if finished is not None:
                 if pruner.pass_by(index, partial(finished, index)):
+                    num_parameters = None
                     continue
                 finished = None
             reports.append(pruner.prune(index))
@@ -126,6 +128,7 @@ def run_blocks(
         refit="block" if options.fits else "none",
         num_samples=len(samples),
         blocks=tuple(reports),
+        num_parameters=num_parameters,
         **about,
         **meter.read(),
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from distprune.calibration import EXPERT_MEMORY, find_sample_group, samples_of
 from distprune.collectives import Group, communicator
-from distprune.models import Found, other_blocks
+from distprune.models import Found, count_parameters, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
@@ -131,7 +131,8 @@ def prune_blocks(
             model, samples, method, pattern, sparsity, seed, sequential, targets, target_share, expert_memory, refit
         )
         facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
-        return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan
+        found = Found(plan.shards, [], False, True, count_parameters(model))
+        return found, facts, plan.solver.score, plan
 
     agreed, plan = agree_on(comm, look)
     shards = agreed.shards()
@@ -153,6 +154,7 @@ def prune_blocks(
         offload=offload,
         finished=finished,
         on_block=on_block,
+        num_parameters=agreed.num_parameters,
         method=plan.facts["method"],
         pattern=plan.facts["pattern"],
         seed=agreed.score.seed if isinstance(agreed.score, Random) else None,

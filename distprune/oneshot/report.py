@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
+from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.collectives import Communicator, sum_together
 from distprune.oneshot.block_fit import BlockFit
 
@@ -36,6 +39,10 @@ class LayerReport:
     def sparsity(self) -> float:
         return self.num_zeros / self.num_elements
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
+
 
 @dataclass(frozen=True)
 class BlockReport:
@@ -61,6 +68,10 @@ class BlockReport:
         """The layers that no token reached: pruned as if their inputs were white."""
         return tuple(of_layer.name for of_layer in self.layers if of_layer.num_tokens == 0)
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{len(self.layers)} layers of {self.name}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
         layers = [{**dataclasses.asdict(of_layer), "sparsity": of_layer.sparsity} for of_layer in self.layers]
@@ -73,7 +84,7 @@ class OneShotReport:
 
     ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
     is the highest resident size of each rank's process so far, in bytes (0 on Windows). ``other_blocks`` are lists of
-    blocks that were left as they are, such as an encoder.
+    blocks that were left as they are, such as an encoder. ``num_parameters``: elements of the whole model.
     """
 
     method: str
@@ -89,6 +100,48 @@ class OneShotReport:
     num_rounds: int
     num_bytes: int
     peak_memory: tuple[int, ...]
+    num_parameters: int | None = None  # None: blocks are missing here that were restored, or not asked for
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """All layers, in the order of the blocks."""
+        return tuple(of_layer for block in self.blocks for of_layer in block.layers)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(of_layer.num_elements for of_layer in self.layers)
+
+    @property
+    def num_zeros(self) -> int:
+        return sum(of_layer.num_zeros for of_layer in self.layers)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros of the layers that were pruned."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero by {self.method}")
+
+    @override
+    def __str__(self) -> str:
+        """Return what was done, in at most 11 lines; all of it is in :meth:`to_dict`."""
+        layers, dense = self.layers, [name for block in self.blocks for name in block.dense]
+        left = [f"  left dense: {len(dense)} weights, such as {cut(dense[0], 60)}"] if dense else []
+        walked = f"{len(self.blocks)} blocks, {len(layers)} layers, {self.num_samples} samples"
+        memory = f"at most {count(max(self.peak_memory, default=0) / 2**20)} MiB in a process"
+        lines = [
+            cut(f"{self.method}, {self.pattern}"),
+            f"  {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
+            f"  {walked}",
+            *left,
+            *worst(
+                "highest relative errors", layers, lambda of: of.name, lambda of: of.relative_error, "{:.4f}".format
+            ),
+            f"  {took(self.seconds, self.num_rounds, self.num_bytes)}, {memory}",
+        ]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""

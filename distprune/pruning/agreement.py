@@ -32,12 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks agreed on. ``patterns``: name patterns, each with its number of matches over all ranks."""
+    """What the ranks agreed on. ``patterns``: name patterns, each with its number of matches over all ranks.
+
+    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter.
+    """
 
     comm: Communicator
     roster: Roster
     patterns: list[tuple[NamePattern, int]]
     score: Score
+    num_parameters: int | None
     _shards: Sequence[LocalShard]
 
     def check_found(self) -> None:
@@ -86,7 +90,8 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         found, facts, score, _ = looked
         members = [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in found.shards]
         described = [[each.name, each.global_shape, each.dtype, each.layout and each.layout.name] for each in members]
-        key = digest_of([comm.size, [num for _, num in found.patterns], _lacks_blocks(found), described])
+        counts = [*(num for _, num in found.patterns), found.num_parameters]
+        key = digest_of([comm.size, counts, _lacks_blocks(found), described])
         stated, settled = _settled.look_up(comm, key)
         statement = [facts, stated]
         drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
@@ -99,11 +104,17 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         agree(comm, facts)
         settled = _settle(comm, found, members)
     elif settled is None:
-        settled = key, _Settled(roster_of_one(comm, members), [num for _, num in found.patterns])
+        settled = (
+            key,
+            _Settled(
+                roster_of_one(comm, members), [num for _, num in found.patterns], num_parameters=found.num_parameters
+            ),
+        )
     of_all = _settled.keep(comm, key, settled)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, of_all.num_matches, strict=True)]
     seeded = score.seeded(drawn) if score.needs_seed else score
-    return Agreed(comm, of_all.roster, patterns, seeded, [] if of_all.leaves_out else found.shards), rest
+    shards = [] if of_all.leaves_out else found.shards
+    return Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards), rest
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class _Settled:
     roster: Roster
     num_matches: list[int]
     leaves_out: bool = False
+    num_parameters: int | None = None
 
 
 _settled: Known[_Settled] = Known(16)  # models and arguments; a roster takes some 200 bytes a parameter

@@ -254,7 +254,7 @@ class Choosing:
 
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()
-        self.score = agreed.score
+        self.score, self._num_parameters = agreed.score, agreed.num_parameters
         self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=shard_of is None)
         self.choice = self.ranked.choose(self.pattern)
 
@@ -278,6 +278,7 @@ class Choosing:
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,
+            self._num_parameters,
             masks,
         )
 

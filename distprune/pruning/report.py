@@ -10,9 +10,8 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.pruning.masks import Masks
-
-_NUM_SHOWN = 8  # parameters; the others are in ``parameters``
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,10 @@ class ParameterReport:
         """The share of zeros."""
         return self.num_zeros / max(self.num_elements, 1)
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
+
 
 @dataclass(frozen=True)
 class PruneReport:
@@ -46,6 +49,7 @@ class PruneReport:
     num_rounds: int  # of communication, this call
     num_bytes: int  # of messages per rank, this call
     seconds: float
+    num_parameters: int | None  # elements of the whole model; None: only shards are known, or stages of a pipeline
     _masks: Callable[[], Masks] = field(repr=False, compare=False)
 
     @cached_property
@@ -82,14 +86,19 @@ class PruneReport:
         return self.num_zeros / max(self.num_elements, 1)
 
     @override
+    def __repr__(self) -> str:
+        of_all = f"{share(self.sparsity)} of {count(self.num_elements)} weights zero"
+        return one_line(self, f"{of_all} by {self.score}, {cut(self.pattern, 40)}")
+
+    @override
     def __str__(self) -> str:
-        width = max(len(parameter.name) for parameter in self.parameters)
-        lines = [f"{self.pattern} by {self.score}: {self.num_zeros:,} of {self.num_elements:,} weights are zero"]
-        lines[0] += f" ({self.sparsity:.2%}), {self.num_pruned:,} of them new, in {self.seconds:.2f} s"
-        for parameter in self.parameters[:_NUM_SHOWN]:
-            lines.append(f"  {parameter.name:<{width}}  {parameter.sparsity:7.2%} of {parameter.num_elements:,}")
-        if len(self.parameters) > _NUM_SHOWN:
-            lines.append(f"  and {len(self.parameters) - _NUM_SHOWN} more")
+        """Return what was done, in at most 9 lines; all of it is in :meth:`to_dict`."""
+        lines = [
+            cut(f"{self.pattern} by {self.score}"),
+            f"  {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
+            *worst("highest sparsities", self.parameters, lambda of: of.name, lambda of: of.sparsity, share),
+            f"  {count(self.num_pruned)} weights newly pruned in {took(self.seconds, self.num_rounds, self.num_bytes)}",
+        ]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

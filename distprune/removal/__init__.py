@@ -17,7 +17,7 @@ from distprune.removal.layers import LayerCriterion, order_layers, skipping
 from distprune.removal.plan import Kept, plan_units
 from distprune.removal.rebuild import check_layers, remove_layers, remove_units
 from distprune.removal.remover import Refit
-from distprune.removal.shrink_model import Shrunk, count_parameters, cut_model, shrink_model
+from distprune.removal.shrink_model import Shrunk, cut_model, shrink_model
 from distprune.removal.sizes import Sizes
 from distprune.removal.trials import Division, Trial, divide_budget, find_budget
 
@@ -44,7 +44,6 @@ __all__ = [
     "check_layers",
     "choose_experts",
     "choose_units",
-    "count_parameters",
     "cut_model",
     "default_targets_of",
     "divide_budget",

@@ -9,10 +9,12 @@ from typing import Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from distprune.brief import count, one_line
 from distprune.calibration import samples_of
 from distprune.collectives import Group, communicator, together
-from distprune.models import UnitKind, decoder_blocks
+from distprune.models import UnitKind, count_parameters, decoder_blocks
 from distprune.oneshot import OneShotReport, TargetsOf
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, CriterionName
@@ -36,8 +38,27 @@ class Shrunk:
     kept: Kept
     layers: tuple[int, ...]
     num_parameters: int
+    num_parameters_before: int
     report: OneShotReport
     division: Division | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters left")
+
+    @override
+    def __str__(self) -> str:
+        """Return what is left, and the report of the walk, in at most 15 lines."""
+        sizes: dict[UnitKind, set[int]] = {}
+        for (_, kind, _), stays in self.kept.items():
+            sizes.setdefault(kind, set()).add(len(stays))
+        left = [f"{len(self.layers)} layers", *(f"{kind.replace('_', ' ')} {_range(of)}" for kind, of in sizes.items())]
+        lines = [
+            f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left",
+            f"  {', '.join(left)}",
+            *(f"  {line}" for line in str(self.report).splitlines()),
+        ]
+        return "\n".join(lines)
 
 
 def shrink_model(
@@ -98,7 +119,7 @@ def shrink_model(
     samples = samples_of(comm, model, samples)
     with together(comm):
         budget = find_budget(model, samples, sizes)
-        num_all = len(decoder_blocks(model))
+        num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     if experts is not None:  # which cannot be zeroed
         kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm, offload=offload)
@@ -131,7 +152,13 @@ def shrink_model(
     kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
     cut_model(model, removal.kept, left, group=comm)
     num_parameters = count_parameters(model)
-    return Shrunk(kept | dict(removal.kept), removal.layers, num_parameters, removal.report, division)
+    units = kept | dict(removal.kept)
+    return Shrunk(units, removal.layers, num_parameters, num_parameters_before, removal.report, division)
+
+
+def _range(sizes: set[int]) -> str:
+    """Return one size, or the least and the most."""
+    return f"{min(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}"
 
 
 def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Group = None) -> None:
@@ -146,8 +173,3 @@ def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Gro
     names = dict(zip((before[index] for index in layers), (name for name, _ in decoder_blocks(model)), strict=True))
     if renamed := {(names[block], kind, place): index for (block, kind, place), index in kept.items()}:
         remove_units(model, renamed, group=group)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Return how many elements the parameters of ``model`` have, over all ranks; tied ones count once. Local."""
-    return sum(parameter.numel() for parameter in model.parameters())

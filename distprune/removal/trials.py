@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distprune.brief import one_line
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.evaluation import Continuation, log_likelihoods
 from distprune.models import decoder_blocks
@@ -67,6 +68,10 @@ class Division:
     sizes: Sizes
     trials: tuple[Trial, ...] = ()
     layers_gone: tuple[int, ...] = ()
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.sizes}; {len(self.trials)} trials, {len(self.layers_gone)} layers gone")
 
 
 OnTrial = Callable[[Division], None]

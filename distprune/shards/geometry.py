@@ -19,7 +19,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
+from distprune.brief import one_line
 from distprune.shards.device import sent
 
 Runs = tuple[tuple[int, int], ...]
@@ -103,6 +105,10 @@ class Geometry:
 
     global_shape: tuple[int, ...]
     dim_runs: tuple[Runs, ...]
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.local_shape} of {self.global_shape}")
 
     @staticmethod
     def rows(global_shape: Sequence[int], start: int, stop: int) -> Geometry:

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from typing_extensions import override
 
+from distprune.brief import count, one_line
 from distprune.collectives import Layout
 from distprune.shards.device import chunk_size, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
@@ -37,6 +39,11 @@ class Ownership:
     num_replicas: int = 1
     mesh_ranks: frozenset[int] | None = None
     layout: Layout | None = None
+
+    @override
+    def __repr__(self) -> str:
+        meant = "all ranks" if self.mesh_ranks is None else f"{len(self.mesh_ranks)} ranks of a mesh"
+        return one_line(self, f"{'owned' if self.owned else 'not owned'}, {self.num_replicas} replicas, of {meant}")
 
     def over(self, first_holder: int, num_holders: int) -> Ownership:
         """Return it for all ``num_holders`` ranks that hold a part, of which ``first_holder`` is the lowest. Local.
@@ -95,6 +102,10 @@ class LocalShard:
         if self.ownership is None:
             return _WHOLE
         return None if self.tensor is None else self.ownership.layout
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{count(self.local.numel())} elements of {tuple(self.shape)} here, {self.name}")
 
     def as_matrix(self) -> Matrix:
         """Return how the parameter is a matrix."""

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from distprune.brief import one_line
 from distprune.collectives import Communicator, Group, communicator, sum_together, together
 from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
@@ -75,8 +76,7 @@ def hold_zeros(
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
         optimizer: one, several, a wrapper or a container of some (Accelerate, SAM, Lookahead, PostLocalSGD, torchtitan,
-            layer-wise GaLore). ``None``: whichever steps a parameter of the model. Parameters may be added to it, also
-            of layers that the model has got since.
+            layer-wise GaLore). ``None``: whichever steps a parameter of the model. It may be given new parameters.
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
@@ -129,6 +129,10 @@ class Hold:
         except Exception:
             self.remove()
             raise
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"zeros of {len(self._binding.held)} parameters{'' if self._handles else ', no more'}")
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from distprune.brief import count, one_line, share
 from distprune.checkpoint import import_extra
 from distprune.figure import new_figure
 
@@ -42,14 +43,21 @@ class TrainingReport:
         return self.updates[-1].sparsity if self.updates else 0.0
 
     @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} zeros after {self.num_steps:,} steps")
+
+    @override
     def __str__(self) -> str:
-        lines = [f"{self.num_steps:,} steps, {len(self.updates)} updates, {self.sparsity:.2%} of the weights are zero"]
+        """Return what was done, in at most 10 lines; all of it is in ``updates``."""
+        lines = [
+            f"{self.num_steps:,} steps, {len(self.updates)} updates, {share(self.sparsity)} of the weights are zero"
+        ]
         num_left_out = max(0, len(self.updates) - _NUM_SHOWN)
         if num_left_out:
             lines.append(f"  {num_left_out} updates before")
         for update in self.updates[num_left_out:]:
-            moved = f", {update.num_moved:,} moved" if update.num_moved else ""
-            lines.append(f"  step {update.step:>8,}  {update.sparsity:7.2%}{moved}")
+            moved = f", {count(update.num_moved)} moved" if update.num_moved else ""
+            lines.append(f"  step {update.step:>8,}  {share(update.sparsity):>7}{moved}")
         return "\n".join(lines)
 
     def draw(self, losses: Sequence[float] = ()) -> Any:

@@ -11,7 +11,9 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from distprune.brief import one_line, share
 from distprune.collectives import Group, agree, communicator, together
 from distprune.models import NamePattern
 from distprune.patterns import Pattern, Scope, says_how_much
@@ -150,6 +152,10 @@ class SparseTraining:
         self._level = _listed(self._asked(self.step - 1)) if self.step else []
         self.hold.expect_others()
 
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"step {self.step:,}, {share(self.report().sparsity)} zeros, {len(self.updates)} updates")
+
     def report(self) -> TrainingReport:
         """Return what was done so far by this object: it prints itself, and draws itself. Local."""
         return TrainingReport(tuple(self.updates), self.step)
@@ -158,9 +164,15 @@ class SparseTraining:
         """Prune and hold nothing any more. Local."""
         self.hold.remove()
 
-    def finish(self) -> None:
-        """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""
+    def finish(self) -> TrainingReport:
+        """Turn every -0.0 into 0.0, prune and hold nothing any more, and return :meth:`report`. Local.
+
+        >>> model = torch.nn.Linear(8, 8)
+        >>> SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=constant(0.5)).finish()
+        <TrainingReport: 0.0 % zeros after 0 steps>
+        """
         self.hold.finish()
+        return self.report()
 
     def _asked(self, step: int) -> float | dict[str, float]:
         if isinstance(self._schedule, Mapping):

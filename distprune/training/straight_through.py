@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from distprune.brief import cut, one_line
 from distprune.collectives import Communicator, Group, communicator, max_together, sum_together
 from distprune.masks import bring_back, set_aside
 from distprune.models import Found, NamePattern, find_shards
@@ -188,6 +189,10 @@ class StraightThrough:
         step = int(state_dict["step"])
         load_in_place(self._comm, self._laid_out(), state_dict["aside"], "weights set aside")
         self.step = step
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"step {self.step:,}, {cut(repr(self._pattern), 40)}")
 
     def finish(self) -> None:
         """Leave the model pruned as it is, drop what is set aside, and prune nothing any more. Local."""

@@ -55,6 +55,11 @@ def asked(line: str) -> list[JobCommand]:
     return requests
 
 
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == "distprune 0.1.0\n"
+
+
 def test_defaults() -> None:
     assert asked("prune m --output o --sparsity 0.5") == [
         JobCommand(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)

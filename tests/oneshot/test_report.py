@@ -11,7 +11,7 @@ import torch
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.collectives import known
-from distprune.models import decoder_blocks, linear_layers
+from distprune.models import count_parameters, decoder_blocks, linear_layers
 from distprune.oneshot import BlockReport, OneShotMethod, moved_rows, prune_blocks
 from distprune.oneshot.sparsegpt import DAMPING, factor
 from tests.architectures import samples, tiny_model
@@ -198,6 +198,7 @@ def test_going_on_after_a_block(method: OneShotMethod) -> None:
         return index == 0
 
     rest = prune_blocks(part, TOKENS, method=method, pattern=HALF, seed=5, finished=finished)
+    assert rest.num_parameters is None
     assert [block.layers for block in rest.blocks] == [block.layers for block in full.blocks[1:]]
     for name, value in part.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
@@ -312,6 +313,7 @@ def test_report_in_numbers() -> None:
     assert model.training
     assert report.seed is not None
     assert report.num_samples == 4
+    assert report.num_parameters == count_parameters(model)
     assert report.num_bytes >= sum(block.num_bytes for block in report.blocks) > 0
     assert report.num_rounds >= sum(block.num_rounds for block in report.blocks) > 0
     assert len(report.peak_memory) == 1

@@ -84,19 +84,23 @@ def test_the_report_counts_what_is_there() -> None:
 
 
 def test_a_report_shows_itself() -> None:
-    lines = str(prune_model(decoder(), 0.5)).splitlines()
-    assert re.fullmatch(
-        r"Unstructured\(sparsity=0.5, scope='global'\) by magnitude: 384 of 768 weights are zero \(50.00%\), 384 of "
-        r"them new, in \d+\.\d\d s",
-        lines[0],
-    )
-    assert [line.split()[0] for line in lines[1:]] == BLOCK_WEIGHTS
-    assert all(re.fullmatch(r"  \S+ +\d+\.\d\d% of 192", line) for line in lines[1:])
-    many = nn.ModuleList([nn.Linear(4, 4) for _ in range(10)])
-    lines = str(prune_model(many, 0.25, scope="tensor", include="*.weight")).splitlines()
-    assert len(lines) == 10
-    assert lines[1:3] == ["  0.weight   25.00% of 16", "  1.weight   25.00% of 16"]
-    assert lines[-1] == "  and 2 more"
+    model = decoder()
+    num_all = sum(parameter.numel() for parameter in model.parameters())
+    report = prune_model(model, 0.5)
+    title, zeros, what, *worst, took = str(report).splitlines()
+    assert title == "Unstructured(sparsity=0.5, scope='global') by magnitude"
+    assert zeros == f"  50.0 % of 768 prunable weights are zero, {384 / num_all * 100:.1f} % of all {num_all:,}"
+    assert what == "  highest sparsities:"
+    assert sorted(line.split()[-1] for line in worst) == sorted(BLOCK_WEIGHTS)
+    assert re.fullmatch(r"  384 weights newly pruned in \d+\.\d\d s, \d+ rounds and [\d,]+ bytes a rank", took)
+    assert report.to_dict()["num_parameters"] == num_all
+    shares = {f"{i}.weight": i / 10 for i in range(10)}
+    many = nn.ModuleList([nn.Linear(10, 1) for _ in range(10)])
+    report = prune_model(many, shares, include="*.weight")
+    title, _, _, *worst, _ = str(report).splitlines()
+    assert len(title) == 100
+    assert [line.split() for line in worst] == [[f"{i}0.0", "%", f"{i}.weight"] for i in (9, 8, 7, 6, 5)]
+    assert report.to_dict()["pattern"] == f"Unstructured(sparsity={shares}, scope='tensor')"
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.0])

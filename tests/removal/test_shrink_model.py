@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distprune import shrink_model
 from distprune.checkpoint import load_model
+from distprune.models import count_parameters
 from tests.architectures import samples, tiny_model
 from tests.hf_models import make_model
 from tests.worlds import run_threads
@@ -27,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shrink_on_rank(_: int, folder: Path, size: int, asked: dict[str, Any]) -> tuple[Any, ...]:
     """Shrink, and take a step; return what stays, the logits of the smaller model, and its size."""
     model: Any = load_model(folder, mesh=init_device_mesh("cpu", (size,)) if size > 1 else None)
+    num_before = count_parameters(model)
     shrunk = shrink_model(model, SAMPLES, **asked)
+    assert shrunk.num_parameters_before == num_before > shrunk.num_parameters == count_parameters(model)
     output = model(SAMPLES, labels=SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     output.loss.backward()

@@ -328,7 +328,7 @@ def test_report() -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = SparseTraining(model, optimizer, schedule=stepwise({1: 0.3, 4: 0.5}), regrow=Regrow(stop=7, every=5))
-    assert str(training.report()) == "0 steps, 0 updates, 0.00% of the weights are zero"
+    assert str(training.report()) == "0 steps, 0 updates, 0.0 % of the weights are zero"
     losses = []
     for _ in range(6):
         loss = model(torch.ones(2, 10)).square().sum()
@@ -339,10 +339,10 @@ def test_report() -> None:
     report = training.report()
     num_moved = report.updates[-1].num_moved
     assert str(report).splitlines() == [
-        "6 steps, 3 updates, 50.00% of the weights are zero",
-        "  step        1   30.00%",
-        "  step        4   50.00%",
-        f"  step        5   50.00%, {num_moved} moved",
+        "6 steps, 3 updates, 50.0 % of the weights are zero",
+        "  step        1   30.0 %",
+        "  step        4   50.0 %",
+        f"  step        5   50.0 %, {num_moved} moved",
     ]
     pytest.importorskip("matplotlib")
     sparsity, loss = report.draw(losses).axes

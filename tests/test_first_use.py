@@ -1,0 +1,82 @@
+"""What a user sees first: reports in a few lines, everything else in one."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import distprune
+from distprune import (
+    ADMM,
+    Block,
+    Geometry,
+    LocalShard,
+    Ownership,
+    Random,
+    Regrow,
+    Shrunk,
+    SparseGPT,
+    SparseTraining,
+    StraightThrough,
+    brief,
+    constant,
+    prune_model,
+)
+from distprune.jobs import PruneJob
+from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel
+from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
+from distprune.version import __version__
+from tests.worlds import run_threads
+
+
+def test_version() -> None:
+    assert distprune.__version__ == __version__ == "0.1.0"
+
+
+def test_examples_of_texts() -> None:
+    assert doctest.testmod(brief).failed == 0
+
+
+def test_who_knows_the_whole_model() -> None:
+    """All ranks that have parts of each parameter, and no stage of a pipeline."""
+
+    def on_rank(rank: int) -> tuple[int | None, int | None]:
+        whole, stage = nn.Linear(2, 2), nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+        nn.init.ones_(whole.weight)
+        return prune_model(whole, 0.5).num_parameters, prune_model(stage, 0.5).num_parameters
+
+    assert run_threads(2, on_rank, draws=True) == [(6, None)] * 2
+
+
+def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
+    layer = nn.Linear(16, 16)
+    pruning = prune_model(layer, {"weight": 0.5})
+    layers = tuple(LayerReport(f"{name}_proj" * 20, 100, 50, 50, 0.1, None, 8) for name in "qkvouxy")
+    blocks = tuple(BlockReport(i, f"layers.{i}", layers, {"gate": "a router"}, (), {}, 1, 1) for i in range(30))
+    one_shot = OneShotReport("wanda", "2:4" * 90, "block", 0.0, None, 8, blocks, (), 1.0, 9, 9, (1 << 30,), 1 << 28)
+    shrunk = Shrunk({("layers.0", "mlp", "mlp"): torch.arange(3)}, (0, 2), 88, 99, one_shot)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    training = SparseTraining(layer, optimizer, schedule=constant(0.5))
+    walked = PrunedBlocks(one_shot, "2:4", [], 0, {}, "uniform")
+    smaller = SmallerModel(one_shot, "", [], 0, {}, None, [0, 1], 3, 10, 8)
+    evaluation = Evaluation({f"file{i}": 1.0 for i in range(9)})
+    job = PruneJob(model="m", output="o", sparsity=0.5)
+    reports = [pruning, one_shot, shrunk, training.report(), walked, smaller]
+    reports += [
+        JobReport(job, Path("m"), {}, 1, "cpu", evaluation, evaluation, {}, work) for work in (pruning, smaller)
+    ]
+    for report in reports:
+        assert 1 <= len(str(report).splitlines()) <= 15
+        assert max(map(len, str(report).splitlines())) <= 120
+    geometry = Geometry.rows((16, 16), 0, 16)
+    shard = LocalShard("weight" * 20, torch.zeros(16, 16), geometry, Ownership(mesh_ranks=frozenset(range(50))))
+    shown = [*reports, *pruning.parameters, pruning.masks, training, training.hold, geometry, shard, shard.ownership]
+    shown += [*one_shot.blocks, *one_shot.layers, ADMM(), SparseGPT(), Block(16, 0.5), Random(), Regrow(stop=5)]
+    training.hold.remove()
+    for each in [*shown, StraightThrough(layer, optimizer)]:
+        assert len(repr(each)) <= 100
+        assert "\n" not in repr(each)
+    assert repr(training.finish()) == "<TrainingReport: 0.0 % zeros after 0 steps>"
