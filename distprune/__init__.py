@@ -10,6 +10,7 @@ from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, 
 from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
 from distprune.pruning import (
     Masks,
+    Overlap,
     ParameterReport,
     PruneReport,
     compute_masks,
@@ -88,6 +89,7 @@ __all__ = [
     "Movement",
     "NByM",
     "OneShotReport",
+    "Overlap",
     "Ownership",
     "ParameterReport",
     "Pattern",

@@ -20,7 +20,7 @@ from torch import nn
 
 from distprune.checkpoint import HfDirectory, open_together, sample_together
 from distprune.checkpoint.hf_load import slices_to_read
-from distprune.checkpoint.output_files import _header, planned
+from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
@@ -47,7 +47,7 @@ def _stored(num_parameters: int, shape: tuple[int, ...]) -> tuple[Path, list[tor
     for first in range(0, num_parameters, _OF_A_FILE):
         path = folder / f"model-{first}.safetensors"
         file = planned(path, [LocalShard(name, value, Geometry.whole(shape)) for name in names[first:][:_OF_A_FILE]])
-        path.write_bytes(_header(file.tensors))
+        path.write_bytes(header_of(file.tensors))
         os.truncate(path, file.tensors[-1].stop)
         weight_map |= {entry.name: path.name for entry in file.tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

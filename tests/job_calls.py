@@ -50,6 +50,19 @@ def writing(*_: object) -> Called:
     return model, lambda: prune.own_words(model, 3, 3)
 
 
+def masks_saved(_: int, folder: Path) -> Called:
+    model = nn.Linear(2, 2, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.ones_(model.weight)
+    masks = prune.compute_masks(model, 0.5)
+    return model, lambda: masks.save(folder / "masks")
+
+
+def masks_read(_: int, folder: Path) -> Called:
+    model, save = masks_saved(_, folder)
+    save()
+    return model, lambda: prune.Masks.load(folder / "masks", model)
+
+
 def begun(_: int, folder: Path) -> Called:
     job = PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5)
     return nn.Module(), lambda: Run(job, None, "cpu", None)
@@ -117,6 +130,8 @@ def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
 
 
 JOB_CALLS: dict[str, tuple[int, Make]] = {
+    "Masks.save": (2, masks_saved),
+    "Masks.load": (2, masks_read),
     "resolve_model": (2, resolved),
     "own_words": (2, writing),
     "Run": (2, begun),

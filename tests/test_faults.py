@@ -242,6 +242,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "Masks.of": (2, on_masks(lambda model, _: prune.Masks.of(model, include="*"))),
     "Masks.equal": (2, on_masks(lambda _, masks: masks.equal(masks))),
     "Masks &": (2, on_masks(lambda _, masks: masks & masks)),
+    "Masks.overlap": (2, on_masks(lambda _, masks: masks.overlap(masks))),
     "Masks.sparsity": (2, on_masks(lambda _, masks: masks.sparsity())),
     "Masks.apply_": (2, on_masks(lambda _, masks: masks.apply_())),
     "Masks.reparametrize": (2, on_masks(lambda _, masks: masks.reparametrize())),

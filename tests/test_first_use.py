@@ -76,6 +76,7 @@ def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
     shown = [*reports, *pruning.parameters, pruning.masks, training, training.hold, geometry, shard, shard.ownership]
     shown += [*one_shot.blocks, *one_shot.layers, ADMM(), SparseGPT(), Block(16, 0.5), Random(), Regrow(stop=5)]
     training.hold.remove()
+    shown += [pruning.masks.overlap(pruning.masks)]
     for each in [*shown, StraightThrough(layer, optimizer)]:
         assert len(repr(each)) <= 100
         assert "\n" not in repr(each)

@@ -29,7 +29,7 @@ SAID = (
     "80.0% of the weights are held\n",
     "saliency: 1,048,576 weights are zero\n",
     "33.9% of the weights are zero\n",
-    "torch.Size([2048, 512]) 65.0%\nTrue\nTrue\n",
+    "torch.Size([2048, 512]) 65.0%\nTrue\nTrue\n1.0\n",
     "True: 60.0% of the weights are masked\n",
     "2 blocks, 50.0% of the weights are zero\nTrue\n",
     "96 channels are left, and 82240 parameters\n",

@@ -1,11 +1,12 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
 from distprune.checkpoint.digest import digest_together, file_digest
-from distprune.checkpoint.hf_directory import HfDirectory, open_directory
+from distprune.checkpoint.hf_directory import HfDirectory, open_directory, read_weight_file
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
+from distprune.checkpoint.one_file import fill_from_file, write_together
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
 from distprune.checkpoint.output_lock import locking, remove_files
@@ -23,6 +24,7 @@ __all__ = [
     "check_shared",
     "digest_together",
     "file_digest",
+    "fill_from_file",
     "import_extra",
     "inspect_directory",
     "load_model",
@@ -33,9 +35,11 @@ __all__ = [
     "open_directory",
     "open_together",
     "publish",
+    "read_weight_file",
     "remove_files",
     "resolve_model",
     "sample_together",
     "save_model",
+    "write_together",
     "writing",
 ]

@@ -34,12 +34,12 @@ def planned(path: Path, shards: Iterable[LocalShard]) -> WeightFile:
         stop = position + shard.geometry.global_numel * shard.local.element_size()
         entries.append(TensorEntry(shard.name, shard.local.dtype, shard.geometry.global_shape, position, stop))
         position = stop
-    start = len(_header(entries))
+    start = len(header_of(entries))
     placed = tuple(replace(entry, start=start + entry.start, stop=start + entry.stop) for entry in entries)
     return WeightFile(path, placed)
 
 
-def _header(entries: Sequence[TensorEntry]) -> bytes:
+def header_of(entries: Sequence[TensorEntry]) -> bytes:
     """Return the safetensors header before ``entries``."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -66,7 +66,7 @@ def allocate_directory(
     Raises:
         OSError: the disk is full or not writable.
     """
-    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(_header([])) for _, file in files}
+    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(header_of([])) for _, file in files}
     needed = sum(sizes.values()) - sum(path.stat().st_size for path in sizes if path.exists())
     free = shutil.disk_usage(target).free
     if needed > free:
@@ -74,7 +74,7 @@ def allocate_directory(
     # Of weights that only their owner may read, the copy is such, too.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
     for read, file in files:
-        _write_file(file.path, _header(file.tensors), read.path, sizes[file.path])
+        _write_file(file.path, header_of(file.tensors), read.path, sizes[file.path])
     _write_small_files(source, [file for _, file in files], target, config, num_removed)
 
 

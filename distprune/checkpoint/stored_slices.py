@@ -61,8 +61,8 @@ def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:
     """Yield (rows of the local tensor, what is stored there), a bounded number of rows at a time."""
     if shard.local.numel() == 0:
         return
-    stored = file.get_tensor(entry.name)  # mapped
-    if not entry.shape:
+    stored = file.get_tensor(entry.name).reshape(shard.geometry.global_shape)  # mapped; flat, as FSDP1 has it
+    if not stored.ndim:
         yield shard.local, stored
         return
     step = max(1, _COPY_BYTES // (shard.local[0].numel() * entry.dtype.itemsize))

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from pathlib import Path
+from typing import Any, Literal, final, overload
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from distprune.checkpoint import fill_from_file, read_weight_file, write_together
 from distprune.collectives import Alone, Communicator, Group, Roster, communicator, max_together, sum_together, together
-from distprune.masks import mask_of, zero_where_pruned
+from distprune.masks import zero_where_pruned
 from distprune.models import NamePattern, is_sharded
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.overlap import Overlap, count_pruned
+from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards import (
     Fsdp2Params,
     LocalShard,
     count_zeros,
     dtensor_like,
-    flat_chunks,
     is_laid_out_like,
     local_of,
-    local_shard,
     own_settings,
 )
 
@@ -37,7 +40,12 @@ class Masks(Mapping[str, torch.Tensor]):
 
     A mask has its parameter's layout. It is a DTensor if the parameter is one; on FSDP1 and for rows spread by hand it
     is the local part alone. Later changes of the model do not change it. Every rank of the group that chose the masks
-    must call ``&``, ``==`` and the methods that say so.
+    must call ``&``, ``|``, ``^`` and the methods that say so.
+
+    >>> model = torch.nn.Linear(4, 4)
+    >>> masks = compute_masks(model, 0.5)
+    >>> (masks & ~masks).sparsity(), (masks | ~masks).sparsity(by="name")
+    (1.0, {'weight': 0.0})
     """
 
     def __init__(self, comm: Communicator, roster: Roster, shards: Sequence[LocalShard], local: Sequence[torch.Tensor]):
@@ -64,7 +72,7 @@ class Masks(Mapping[str, torch.Tensor]):
             NotImplementedError: on every rank: a ``Partial`` placement.
         """
         agreed = agree_on_model(communicator(group), model, include, exclude)
-        return cls._made(agreed.comm, agreed.roster, agreed.shards, _present)
+        return cls._made(agreed.comm, agreed.roster, agreed.shards, present)
 
     @classmethod
     def _made(
@@ -90,8 +98,8 @@ class Masks(Mapping[str, torch.Tensor]):
     def read(cls, comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> Masks:
         """Return the masks that the weights of ``shards`` have now, on which all ranks agreed before. Local."""
         fsdp2 = Fsdp2Params()
-        held = [dataclasses.replace(shard, local=_values_now(fsdp2, shard)) for shard in shards]
-        return cls(comm, roster, shards, [_present(shard) for shard in held])
+        held = [dataclasses.replace(shard, local=values_now(fsdp2, shard)) for shard in shards]
+        return cls(comm, roster, shards, [present(shard) for shard in held])
 
     @override
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -116,18 +124,66 @@ class Masks(Mapping[str, torch.Tensor]):
         Raises:
             ValueError: on every rank: masks of other parameters, or laid out otherwise.
         """
+        return self._combined(other, torch.bitwise_and)
 
-        def both(shard: LocalShard) -> torch.Tensor:
-            if not self._is_like(other, shard.name):
-                raise ValueError(f"the masks of {shard.name!r} are laid out differently and cannot be combined")
-            return self._local[shard.name] & other._local[shard.name]
+    def __or__(self, other: Masks) -> Masks:
+        """Return what at least one keeps. Every rank must call it: as ``&``."""
+        return self._combined(other, torch.bitwise_or)
 
+    def __xor__(self, other: Masks) -> Masks:
+        """Return what one alone keeps. Every rank must call it: as ``&``."""
+        return self._combined(other, torch.bitwise_xor)
+
+    def __invert__(self) -> Masks:
+        """Return what these prune. Local."""
+        return Masks(self._comm, self._roster, self._held(), [~mask for mask in self._local.values()])
+
+    def _combined(self, other: Masks, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Masks:
         def held() -> list[LocalShard]:
-            if other._whole_shapes != self._whole_shapes:
-                raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+            self._check_like(other)
             return self._held()
 
-        return self._made(self._comm, self._roster, held, both)
+        def combined(shard: LocalShard) -> torch.Tensor:
+            return combine(self._local[shard.name], other._local[shard.name])
+
+        return self._made(self._comm, self._roster, held, combined)
+
+    def _check_like(self, other: Masks) -> None:
+        """Raise a ValueError if ``other`` are masks of other parameters, or laid out otherwise. Local."""
+        if not isinstance(other, Masks):
+            raise TypeError(f"masks are combined with masks, not with a {type(other).__name__}")
+        if other._whole_shapes != self._whole_shapes:
+            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
+        for name in self._local:
+            if not self._is_like(other, name):
+                raise ValueError(f"the masks of {name!r} are laid out differently and cannot be combined")
+
+    def overlap(self, other: Masks) -> Overlap:
+        """Return how much of what these and ``other`` prune is the same, over all ranks.
+
+        >>> masks = compute_masks(torch.nn.Linear(4, 4), 0.5)
+        >>> masks.overlap(masks).total, masks.overlap(~masks).by_name
+        (1.0, {'weight': 0.0})
+
+        Every rank must call it: one round of 16 bytes a parameter. Where neither prunes anything it is 1.
+
+        Raises:
+            ValueError: on every rank: masks of other parameters, or laid out otherwise.
+        """
+
+        def fill(counts: torch.Tensor) -> None:
+            self._check_like(other)
+            place = self._roster.index()
+            for name, mask in self._local.items():
+                if self._shards[name].owned:
+                    counts[place[name]] = torch.tensor(
+                        count_pruned(mask, other._local[name]), dtype=torch.int64, device="cpu"
+                    )
+
+        counts = sum_together(self._comm, (len(self._roster.members), 2), fill)
+        return Overlap.of(
+            {member.name: pair for member, pair in zip(self._roster.members, counts.tolist(), strict=True)}
+        )
 
     def equal(self, other: Masks) -> bool:
         """Return whether both keep the same of the same parameters, laid out alike.
@@ -163,14 +219,34 @@ class Masks(Mapping[str, torch.Tensor]):
     def _is_like(self, other: Masks, name: str) -> bool:
         return name in other and self._shards[name].geometry == other._shards[name].geometry
 
-    def sparsity(self) -> float:
-        """Return the share of elements that are pruned, over all ranks. Every rank must call it: one round."""
+    @overload
+    def sparsity(self) -> float: ...
+
+    @overload
+    def sparsity(self, by: Literal["name"]) -> dict[str, float]: ...
+
+    def sparsity(self, by: Literal["name"] | None = None) -> float | dict[str, float]:
+        """Return the share of elements that are pruned, over all ranks, of all together or ``by="name"``.
+
+        Every rank must call it, with the same ``by``: one round of 8 bytes a parameter.
+
+        Raises:
+            ValueError: on every rank: another ``by``.
+        """
 
         def fill(num_pruned: torch.Tensor) -> None:
-            num_pruned[0] = sum(count_zeros([mask for name, mask in self._local.items() if self._shards[name].owned]))
+            if by not in (None, "name"):
+                raise ValueError(f"by={by!r} is neither 'name' nor None")
+            place = self._roster.index()
+            owned = {name: mask for name, mask in self._local.items() if self._shards[name].owned}
+            for name, num in zip(owned, count_zeros([*owned.values()]), strict=True):
+                num_pruned[place[name]] = num
 
-        num_elements = sum(math.prod(member.global_shape) for member in self._roster.members)
-        return int(sum_together(self._comm, (1,), fill)[0]) / max(num_elements, 1)
+        num_pruned: list[int] = sum_together(self._comm, (len(self._roster.members),), fill).tolist()
+        numels = {member.name: math.prod(member.global_shape) for member in self._roster.members}
+        if by is None:
+            return sum(num_pruned) / max(sum(numels.values()), 1)
+        return {name: num / max(numel, 1) for (name, numel), num in zip(numels.items(), num_pruned, strict=True)}
 
     @own_settings()
     def apply_(self) -> None:
@@ -183,7 +259,7 @@ class Masks(Mapping[str, torch.Tensor]):
         with together(self._comm):
             fsdp2 = Fsdp2Params()
             for shard, mask in zip(self._shards.values(), self._local.values(), strict=True):
-                weights = _values_now(fsdp2, shard)
+                weights = values_now(fsdp2, shard)
                 work.append((weights, mask.to(weights.device)))
         for weights, mask in work:
             zero_where_pruned(weights, mask)
@@ -198,6 +274,56 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: a parameter is laid out otherwise than its mask.
         """
         put_masks(self._comm, [*self._shards.values()], self._local)
+
+    def save(self, path: str | Path) -> None:
+        """Write the masks to one safetensors file: whole, bool, by name, and the same bytes in every layout.
+
+        >>> masks.save("masks.safetensors")  # doctest: +SKIP
+        >>> masks = Masks.load("masks.safetensors", model)  # doctest: +SKIP
+
+        Every rank must call it, and see ``path``: one round of 64 bytes, and those of
+        :func:`distprune.checkpoint.write_together`. The file is written beside ``path`` and renamed: what stands there
+        is whole.
+
+        Raises:
+            OSError: on every rank, nothing changed: ``path`` cannot be written.
+        """
+        with together(self._comm):
+            shapes = {member.name: member.global_shape for member in self._roster.members}
+            owned = {name: shard for name, shard in self._shards.items() if shard.owned}
+            parts = [dataclasses.replace(shard, local=self._local[name]) for name, shard in owned.items()]
+            target = Path(path)
+        write_together(self._comm, target, shapes, torch.bool, parts)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, *, group: Group = None) -> Masks:
+        """Return the masks in a file of :meth:`save`, in the layout that ``model`` has now, on any number of ranks.
+
+        Every rank of ``group`` must call it, and see ``path``; each reads its part. Nothing is unpickled. One round of
+        64 bytes, and those of :meth:`of`. The weights stay as they are: see :meth:`apply_`, :meth:`reparametrize`.
+
+        Raises:
+            FileNotFoundError: on every rank: no such file.
+            ValueError: on every rank: it is not such a file, or ``model`` has no such parameters.
+            ImportError: on every rank: the extra ``hf`` is not installed.
+        """
+        comm, loaded = communicator(group), dict[str, torch.Tensor]()
+        with together(comm, masks=str(path)):
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"there is no file of masks {path}")
+            file = read_weight_file(Path(path))
+            names = [glob.escape(entry.name) for entry in file.tensors]
+        agreed = agree_on_model(comm, model, names, (), lambda: file.tensors)
+
+        def read() -> Sequence[LocalShard]:
+            held = agreed.shards()
+            for shard in held:
+                shape, device = shard.geometry.local_shape, shard.local.device
+                loaded[shard.name] = torch.empty(shape, dtype=torch.bool, device=device)
+            fill_from_file(file, [dataclasses.replace(shard, local=loaded[shard.name]) for shard in held])
+            return held
+
+        return cls._made(comm, agreed.roster, read, lambda shard: loaded[shard.name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name: mask, as ``torch.distributed.checkpoint`` saves and loads it, at another world size too. Local.
@@ -251,29 +377,6 @@ def sparsity(
     """
     comm = Alone() if group is None and not is_sharded(model) else communicator(group)
     return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()
-
-
-def _present(shard: LocalShard) -> torch.Tensor:
-    """Return what is left of a shard, bool: its mask if it is reparametrized, else where it is not zero."""
-    mask = mask_of(shard)
-    if mask is not None:
-        return mask
-    present = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
-    for start, values in flat_chunks(shard.local):
-        torch.ne(values, 0, out=present.view(-1)[start : start + values.numel()])
-    return present
-
-
-def _values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
-    """Return the local part of the shard's parameter, which another may have replaced. What FSDP2 left whole is cut."""
-    if shard.module is None or shard.tensor is None:  # rows spread by hand, FSDP1
-        return shard.local
-    for name in (shard.attribute, f"{shard.attribute}_orig"):
-        fsdp2.release(shard.module, name)
-        tensor = shard.module._parameters.get(name)
-        if tensor is not None and (now := local_shard(shard.name, tensor)).geometry == shard.geometry:
-            return now.local
-    raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
 
 
 def _described(mask: object) -> str:

@@ -127,7 +127,8 @@ def _masks(place: Place) -> Any:
     both.load_state_dict(state | other.state_dict())
     assert both.equal(other)
     masks.apply_()
-    return {"share": masks.sparsity(), "masks": masks, "pruned": model}
+    alike = masks.overlap(other).total, (masks | ~other).sparsity(by="name")
+    return {"share": masks.sparsity(), "masks": masks, "pruned": model, "alike": alike}
 
 
 def _reparametrized(place: Place) -> Any:
@@ -328,7 +329,7 @@ CALLED: dict[str, Sequence[str]] = {
     "identity": ["Identity", "identity"],
     "random pattern": ["RandomPattern", "random_pattern"],
     "global": ["global_unstructured"],
-    "masks": ["Masks", "compute_masks"],
+    "masks": ["Masks", "Overlap", "compute_masks"],
     "reparametrized": ["dense_state_dict", "is_pruned"],
     "shards": ["Geometry", "LocalShard", "Ownership", "prune_shards"],
     "shared masks": ["remove", "shard_masks"],

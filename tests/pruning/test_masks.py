@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from distprune.collectives import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
 
+FILE = "masks.safetensors"
 TOKENS = torch.arange(6).view(1, 6)
 
 
@@ -81,7 +83,7 @@ def test_what_is_computed_is_what_pruning_does(make: Callable[[], Decoder]) -> N
     run_threads(3 if make is fsdp2 else 2, on_rank)
 
 
-def test_fsdp1_has_local_parts() -> None:
+def test_fsdp1_has_local_parts(tmp_path: Path) -> None:
     def on_rank(_: int) -> int:
         model = FullyShardedDataParallel(decoder(), use_orig_params=True, device_id=torch.device("cpu"))
         masks = prune.compute_masks(model, 0.5)
@@ -92,9 +94,12 @@ def test_fsdp1_has_local_parts() -> None:
             masks.reparametrize()
         masks.apply_()
         assert prune.Masks.of(model).equal(masks)
+        masks.save(tmp_path / "masks")
+        assert prune.Masks.load(tmp_path / "masks", model).equal(masks)
         return sum(int(mask.sum()) for mask in masks.values())
 
     assert sum(run_threads(2, on_rank)) == sum(int(mask.sum()) for mask in ALONE.values())
+    assert all(torch.equal(mask, ALONE[n]) for n, mask in prune.Masks.load(tmp_path / "masks", decoder()).items())
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
@@ -143,12 +148,14 @@ def stage(rank: int) -> Decoder:
     return model
 
 
-def test_pipeline_stages() -> None:
+def test_pipeline_stages(tmp_path: Path) -> None:
     def on_rank(rank: int) -> None:
         model = stage(rank)
         masks = prune.compute_masks(model, 0.5)
         assert list(masks) == BLOCK_WEIGHTS[2 * rank : 2 * rank + 2]
         assert masks.sparsity() == 0.5
+        masks.save(str(tmp_path / "masks"))
+        assert prune.Masks.load(str(tmp_path / "masks"), model).equal(masks)
         masks.reparametrize()
         assert all(torch.equal(weight(model, name) != 0, ALONE[name]) for name in masks)
         assert prune.Masks.of(model).equal(masks)
@@ -164,6 +171,24 @@ def test_together_and_alike() -> None:
         assert all(torch.equal(whole(both[n]), whole(first[n]) & whole(second[n])) for n in both)
         assert not first.equal(second)
         assert both.equal(second & first)
+        either, one = first | second, first ^ second
+        assert both.equal(~(~first | ~second))
+        assert one.equal(either & ~both)
+        by_name, overlap = first.sparsity(by="name"), first.overlap(second)
+        pairs = {n: (~whole(first[n]), ~whole(second[n])) for n in first}
+        assert by_name == {n: float(a.double().mean()) for n, (a, _) in pairs.items()}
+        assert overlap.by_name == {n: int((a & b).sum()) / int((a | b).sum()) for n, (a, b) in pairs.items()}
+        assert overlap.total == sum(int((a & b).sum()) for a, b in pairs.values()) / sum(
+            int((a | b).sum()) for a, b in pairs.values()
+        )
+        assert first.overlap(~first).total == 0
+        assert (first | ~first).overlap(first | ~first).total == 1
+        with pytest.raises(ValueError, match="by='layer' is neither"):
+            first.sparsity(by="layer")  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="different parameters"):
+            first.overlap(prune.compute_masks(model, 0.5, include="*.up.weight"))
+        with pytest.raises(TypeError, match="not with a float"):
+            first | 0.5  # type: ignore[operator]
         assert first.sparsity() < both.sparsity() < 1
         other = prune.compute_masks(model, 0.5, include="*.up.weight")
         assert not first.equal(other)
@@ -220,7 +245,9 @@ def test_the_sparsity_of_a_plain_model_can_be_asked_for_on_one_rank() -> None:
 
 
 def save(_: int, folder: Path) -> None:
-    state_dict_saver.save(prune.compute_masks(fsdp2(), 0.5).state_dict(), checkpoint_id=folder)
+    masks = prune.compute_masks(fsdp2(), 0.5)
+    state_dict_saver.save(masks.state_dict(), checkpoint_id=folder)
+    masks.save(folder / FILE)
 
 
 def load(_: int, folder: Path, sharded: bool) -> dict[str, torch.Tensor]:
@@ -230,6 +257,7 @@ def load(_: int, folder: Path, sharded: bool) -> dict[str, torch.Tensor]:
     state = masks.state_dict()
     state_dict_loader.load(state, checkpoint_id=folder)
     masks.load_state_dict(state)
+    assert prune.Masks.load(folder / FILE, model).equal(masks)
     masks.apply_()
     assert prune.sparsity(model) == 0.5
     return {name: whole(mask).clone() for name, mask in masks.items()}
@@ -241,6 +269,40 @@ def test_saved_and_loaded_at_another_world_size(pool: ProcessPool, tmp_path: Pat
         for loaded in pool.run(num_ranks, load, tmp_path, sharded):
             assert loaded.keys() == ALONE.keys()
             assert all(torch.equal(loaded[name], ALONE[name]) for name in ALONE)
+
+
+def with_other_name(path: Path) -> None:
+    save_file({"other": torch.ones(2, 2, dtype=torch.bool)}, path)
+
+
+def with_other_shape(path: Path) -> None:
+    save_file({BLOCK_WEIGHTS[0]: torch.ones(2, 2, dtype=torch.bool)}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (Path.unlink, FileNotFoundError, "there is no file of masks"),
+        (lambda path: path.write_bytes(b"\x80\x04K\x01."), ValueError, "corrupt or truncated"),  # a pickle
+        (with_other_name, ValueError, "'other' matches no parameter"),
+        (with_other_shape, ValueError, f"holds torch.bool \\(2, 2\\) under '{BLOCK_WEIGHTS[0]}'"),
+    ],
+)
+def test_files_that_are_not_masks(
+    spoil: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    masks = prune.compute_masks(decoder(), 0.5)
+    with pytest.raises(OSError, match="is a directory; name a file"):
+        masks.save(tmp_path)
+    masks.save(tmp_path / FILE)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    spoil(tmp_path / FILE)
+
+    def on_rank(_: int) -> None:
+        with pytest.raises(error, match=message):
+            prune.Masks.load(tmp_path / FILE, fsdp2())
+
+    run_threads(2, on_rank)
 
 
 def other_names(state: dict[str, Any]) -> None:

@@ -1,0 +1,45 @@
+"""How much of what two masks prune is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from distprune.brief import one_line, share
+from distprune.shards import count_true, fetched, flat_chunks
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of what two masks prune is the same: intersection over union, ``total`` and ``by_name``; 1: all."""
+
+    total: float
+    by_name: dict[str, float]
+
+    @staticmethod
+    def of(counts: Mapping[str, Sequence[int]]) -> Overlap:
+        """Return it from the number of elements of each parameter that both masks prune, and that at least one does.
+
+        >>> Overlap.of({"a": (1, 4), "b": (0, 0)}).by_name
+        {'a': 0.25, 'b': 1.0}
+        """
+        in_both, in_either = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+        return Overlap(_ratio(in_both, in_either), {name: _ratio(*pair) for name, pair in counts.items()})
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.total)} of what either prunes, {len(self.by_name)} parameters")
+
+
+def _ratio(num_in_both: int, num_in_either: int) -> float:
+    return num_in_both / num_in_either if num_in_either else 1.0
+
+
+def count_pruned(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+    """Return how many elements two masks of one shape prune both, and how many at least one prunes. Local."""
+    chunks = [(a, b) for (_, a), (_, b) in zip(flat_chunks(one), flat_chunks(other), strict=True)]
+    kept = fetched([count_true(op(a, b)) for op in (torch.logical_or, torch.logical_and) for a, b in chunks])
+    return [one.numel() - sum(map(int, kept[: len(chunks)])), one.numel() - sum(map(int, kept[len(chunks) :]))]

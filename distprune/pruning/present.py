@@ -1,0 +1,31 @@
+"""Which weights of a model are there now, read off its masks or its zeros. No communication."""
+
+from __future__ import annotations
+
+import torch
+
+from distprune.masks import mask_of
+from distprune.shards import Fsdp2Params, LocalShard, flat_chunks, local_shard
+
+
+def present(shard: LocalShard) -> torch.Tensor:
+    """Return what is left of a shard, bool: its mask if it is reparametrized, else where it is not zero."""
+    mask = mask_of(shard)
+    if mask is not None:
+        return mask
+    present = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
+    for start, values in flat_chunks(shard.local):
+        torch.ne(values, 0, out=present.view(-1)[start : start + values.numel()])
+    return present
+
+
+def values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
+    """Return the local part of the shard's parameter, which another may have replaced. What FSDP2 left whole is cut."""
+    if shard.module is None or shard.tensor is None:  # rows spread by hand, FSDP1
+        return shard.local
+    for name in (shard.attribute, f"{shard.attribute}_orig"):
+        fsdp2.release(shard.module, name)
+        tensor = shard.module._parameters.get(name)
+        if tensor is not None and (now := local_shard(shard.name, tensor)).geometry == shard.geometry:
+            return now.local
+    raise ValueError(f"{shard.name!r} is gone, or laid out otherwise than its mask; choose the masks anew")
