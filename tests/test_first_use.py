@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,8 +26,13 @@ from distprune import (
     SparseTraining,
     StraightThrough,
     brief,
+    compute_masks,
     constant,
+    hints,
+    prune_blocks,
     prune_model,
+    prune_shards,
+    shrink_model,
 )
 from distprune.jobs import PruneJob
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel
@@ -37,7 +46,26 @@ def test_version() -> None:
 
 
 def test_examples_of_texts() -> None:
-    assert doctest.testmod(brief).failed == 0
+    assert doctest.testmod(brief).failed == doctest.testmod(hints).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "keywords", "message"),
+    [
+        (prune_model, {"amount": 0.3}, r"takes no 'amount'; say sparsity=0.3: the share of zeros a call ends with"),
+        (compute_masks, {"method": "l1"}, r'takes no \'method\'; say score="magnitude"; methods .* of prune_blocks'),
+        (prune_shards, {"n": 2, "m": 4}, r'prune_shards\(\) takes no \'n\'; say pattern="2:4"'),
+        (prune_model, {"include_names": "*"}, r"takes no 'include_names'; did you mean 'include'\?"),
+        (prune_blocks, {"sparsity_ratio": 0.5}, "say sparsity=0.5"),
+        (prune_blocks, {"score": "wanda"}, r'say method="admm", "sparsegpt" or "wanda"'),
+        (shrink_model, {"prune_ratio": 0.5}, "say what stays: mlp=0.75"),
+    ],
+)
+def test_keywords_from_elsewhere(call: Callable[..., object], keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(nn.Linear(2, 2), **keywords)
+    assert isinstance(call, FunctionType)
+    assert not any(of.kind is inspect.Parameter.VAR_KEYWORD for of in inspect.signature(call).parameters.values())
 
 
 def test_who_knows_the_whole_model() -> None:

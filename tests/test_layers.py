@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LEVEL = {
     "brief": 0,
     "collectives": 0,
+    "hints": 0,
     "host_loops": 0,
     "version": 0,
     "shards": 1,

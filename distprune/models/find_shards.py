@@ -36,7 +36,7 @@ class Found:
     matched on this rank. ``by_default``: ``include`` was empty. The default follows from the whole model: if any rank
     of the group has decoder blocks (``has_blocks``), ranks without (pipeline stages of an embedding, or of a norm and
     the head) prune nothing. The caller applies that. ``num_parameters``: how many elements all parameters of this
-    rank's model have, those included that other ranks hold; tied ones count once.
+    rank's model have, those included that other ranks hold; tied ones count once. ``names``: of all parameters.
     """
 
     shards: list[LocalShard]
@@ -44,6 +44,7 @@ class Found:
     by_default: bool
     has_blocks: bool
     num_parameters: int | None = None
+    names: Sequence[str] = ()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -110,7 +111,8 @@ def find_shards(
                 else local_shard(name, held, module, attribute)
             )
     num_parameters = sum(math.prod(held.shape) for held in names)
-    return Found(shards, list(zip(patterns, num_matches, strict=True)), not include, bool(blocks), num_parameters)
+    found, all_names = list(zip(patterns, num_matches, strict=True)), [aliases[0] for aliases in names.values()]
+    return Found(shards, found, not include, bool(blocks), num_parameters, all_names)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from distprune.calibration import EXPERT_MEMORY, find_sample_group, samples_of
 from distprune.collectives import Group, communicator
+from distprune.hints import with_hints
 from distprune.models import Found, count_parameters, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
@@ -24,6 +25,7 @@ from distprune.scores import Random, Score
 from distprune.shards import LocalShard, fetched, flat_chunks
 
 
+@with_hints
 def prune_blocks(
     model: nn.Module,
     samples: torch.Tensor | Literal["self"],

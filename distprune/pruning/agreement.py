@@ -22,6 +22,7 @@ from distprune.collectives import (
     same_everywhere,
     sum_together,
 )
+from distprune.hints import near_names
 from distprune.models import Found, NamePattern, find_shards
 from distprune.scores import Magnitude, Score
 from distprune.shards import LocalShard
@@ -34,7 +35,8 @@ T = TypeVar("T")
 class Agreed:
     """What the ranks agreed on. ``patterns``: name patterns, each with its number of matches over all ranks.
 
-    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter.
+    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter. ``names``: of all
+    parameters of this rank's model.
     """
 
     comm: Communicator
@@ -43,6 +45,7 @@ class Agreed:
     score: Score
     num_parameters: int | None
     _shards: Sequence[LocalShard]
+    names: Sequence[str] = ()
 
     def check_found(self) -> None:
         """Check that every name pattern matches something, and that there is something to prune. Local.
@@ -52,7 +55,8 @@ class Agreed:
         """
         for pattern, num in self.patterns:
             if num == 0:
-                raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model")
+                near = f"; {near_names(pattern, self.names)}" if isinstance(pattern, str) and self.names else ""
+                raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model{near}")
         if not self.roster.members:
             raise ValueError("there is no parameter to prune; name some with include")
 
@@ -114,7 +118,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, of_all.num_matches, strict=True)]
     seeded = score.seeded(drawn) if score.needs_seed else score
     shards = [] if of_all.leaves_out else found.shards
-    return Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards), rest
+    return Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards, found.names), rest
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
+from distprune.hints import with_hints
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
@@ -51,6 +52,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@with_hints
 def prune_model(
     model: nn.Module,
     sparsity: float | Mapping[str, float] | None = None,
@@ -122,6 +124,7 @@ def prune_model(
     return prune_requested(group, request)
 
 
+@with_hints
 def prune_shards(
     shards: Sequence[LocalShard],
     sparsity: float | Mapping[str, float] | None = None,
@@ -144,6 +147,7 @@ def prune_shards(
     return prune_requested(group, request)
 
 
+@with_hints
 @_collector_paused()
 def compute_masks(
     model: nn.Module,

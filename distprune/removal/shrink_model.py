@@ -14,6 +14,7 @@ from typing_extensions import override
 from distprune.brief import count, one_line
 from distprune.calibration import samples_of
 from distprune.collectives import Group, communicator, together
+from distprune.hints import with_hints
 from distprune.models import UnitKind, count_parameters, decoder_blocks
 from distprune.oneshot import OneShotReport, TargetsOf
 from distprune.removal.choose_units import choose_units
@@ -61,6 +62,7 @@ class Shrunk:
         return "\n".join(lines)
 
 
+@with_hints
 def shrink_model(
     model: nn.Module,
     samples: torch.Tensor | Literal["self"],

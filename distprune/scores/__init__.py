@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from distprune.hints import WALK
 from distprune.scores.base import (
     Elements,
     ElementwiseScore,
@@ -68,7 +69,9 @@ def as_score(score: ScoreLike) -> Score:
         return score
     if isinstance(score, str):
         if score not in SCORES:
-            raise ValueError(f"score={score!r} is not known; use {', '.join(SCORES)}, a Score or a function of weights")
+            walk = f"; {WALK.format(score)}" if score in ("admm", "sparsegpt") else ""
+            known = f"use {', '.join(SCORES)}, a Score or a function of weights"
+            raise ValueError(f"score={score!r} is not known; {known}{walk}")
         return SCORES[score]()
     if callable(score) and not isinstance(score, type):
         return ElementwiseScore(score)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from typing_extensions import override
 
+from distprune.hints import WALK
 from distprune.shards import (
     LocalShard,
     as_array,
@@ -272,7 +273,8 @@ def local_scores(
         of_shard = (evidence or {}).get(shard.name, {})
         missing = [name for name in score.needs if name not in of_shard]
         if missing:
-            raise ValueError(f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given")
+            walk = f"; {WALK.format(score.name)}" if missing == ["input_norm"] else ""
+            raise ValueError(f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given{walk}")
         found.append(LocalScores(shard, score, of_shard, shard.local if in_place else None))
     return found
 
