@@ -85,7 +85,7 @@ def bits_per_byte(model: nn.Module, text: torch.Tensor) -> float:
 
 def training_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     schedules: dict[str, dict[str, Any]] = {
-        LATE: {"schedule": prune.one_shot(SPARSITY, step=num_steps // 2)},
+        LATE: {"schedule": prune.at_once(SPARSITY, step=num_steps // 2)},
         GRADUAL: {"schedule": prune.cubic(SPARSITY, start=num_steps // 10, stop=num_steps * 7 // 10, every=20)},
         STATIC: {},
         RIGL: {"regrow": prune.Regrow(stop=num_steps * 3 // 4, every=50, by="gradient")},

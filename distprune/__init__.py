@@ -60,11 +60,11 @@ from distprune.training import (
     SparseTraining,
     StraightThrough,
     TrainingReport,
+    at_once,
     constant,
     cubic,
     erk,
     hold_zeros,
-    one_shot,
     stepwise,
 )
 from distprune.version import __version__
@@ -113,6 +113,7 @@ __all__ = [
     "Wanda",
     "__version__",
     "allocate",
+    "at_once",
     "compute_masks",
     "constant",
     "cubic",
@@ -127,7 +128,6 @@ __all__ = [
     "l1_unstructured",
     "ln_structured",
     "merge_adapters",
-    "one_shot",
     "own_words",
     "perplexity",
     "prune_blocks",

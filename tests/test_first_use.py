@@ -38,6 +38,7 @@ from distprune.jobs import PruneJob
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel
 from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
 from distprune.version import __version__
+from tests.architectures import samples, tiny_model
 from tests.worlds import run_threads
 
 
@@ -45,7 +46,17 @@ def test_version() -> None:
     assert distprune.__version__ == __version__ == "0.1.0"
 
 
-def test_examples_of_texts() -> None:
+def test_examples() -> None:
+    """Of all that is public: ``llama`` and ``samples`` are a small model and its token ids."""
+    public = {name: getattr(distprune, name) for name in distprune.__all__}
+    finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner(verbose=False)
+    for name, of in public.items():
+        for example in finder.find(of, name, globs={**public, "torch": torch}):
+            if "(llama" in (example.docstring or ""):
+                example.globs.update(llama=tiny_model("llama"), samples=samples(4))
+            runner.run(example)
+    assert runner.tries > 35
+    assert runner.failures == 0
     assert doctest.testmod(brief).failed == doctest.testmod(hints).failed == 0
 
 

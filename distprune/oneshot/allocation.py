@@ -44,6 +44,11 @@ def allocate(
     """Return a sparsity for each linear layer in the decoder blocks of ``model``, ``sparsity`` over all of them
     together.
 
+    >>> shares = allocate(llama, samples, 0.6)
+    >>> report = prune_blocks(llama, samples, shares, pattern="row")
+    >>> round(report.sparsity, 1)
+    0.6
+
     To be given to :func:`distprune.prune_blocks` as ``sparsity``, before anything is pruned. Each share is a whole
     number of weights of each row. What it then prunes by rows is ``round(sparsity * all weights)``, to within half the
     rows of the smallest layer. A layer that no token reached (an expert that nothing was routed to) has ``sparsity``.

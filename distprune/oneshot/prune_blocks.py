@@ -29,10 +29,10 @@ from distprune.shards import LocalShard, fetched, flat_chunks
 def prune_blocks(
     model: nn.Module,
     samples: torch.Tensor | Literal["self"],
-    *,
-    method: OneShotMethod | Score | Solver[Any],
-    pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None = None,
+    *,
+    method: OneShotMethod | Score | Solver[Any] = "admm",
+    pattern: Pattern | str = "unstructured",
     group: Group = None,
     seed: int | None = None,
     sequential: Sequential | None = None,
@@ -45,6 +45,10 @@ def prune_blocks(
     on_block: OnBlock | None = None,
 ) -> OneShotReport:
     """Prune every linear layer in the decoder blocks of ``model`` in place, and return what was done.
+
+    >>> report = prune_blocks(llama, samples, 0.5)
+    >>> report.sparsity, sparsity(llama)
+    (0.5, 0.5)
 
     Block by block, as the papers do: the calibration samples run through the block, the statistics of
     what each layer is given are summed over the ranks, the block is pruned, and what it then puts out is what
@@ -63,13 +67,14 @@ def prune_blocks(
             same samples, which is read off the layout, and hidden states are whole on each between blocks.
         samples: token ids, (num_samples, length) int64, the same on every rank. Or ``"self"``: 128 windows that the
             model writes first, of 2,048 tokens or of all its positions, by :func:`distprune.own_words` with seed 0.
-        method: ``"wanda"`` (arXiv 2306.11695), ``"sparsegpt"`` (arXiv 2301.00774) and ``"admm"`` (arXiv 2401.02938),
-            which update the weights that stay, or ``"magnitude"`` and ``"random"`` by the same walk; or a score or a
+        sparsity: the share of zeros each layer ends with, or one for each layer by its name in the report, or by its
+            parameter's, as :func:`distprune.allocate` and :func:`distprune.erk` give them. ``None``: ``pattern`` says
+            it.
+        method: ``"admm"`` (arXiv 2401.02938) and ``"sparsegpt"`` (arXiv 2301.00774), which update the weights that
+            stay, ``"wanda"`` (arXiv 2306.11695), or ``"magnitude"`` and ``"random"`` by the same walk; or a score or a
             solver of one's own.
-        pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``, with ``sparsity``
-            where the text does not say how much goes; see there who competes. Each matrix is pruned by itself.
-        sparsity: a share, or one for each layer by its name in the report, or by its parameter's, as
-            :func:`distprune.erk` gives them.
+        pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``; see there who
+            competes. Each matrix is pruned by itself.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
         sequential: ``"block"``: all layers of a block are pruned at once, as Wanda and SparseGPT do; ``"layer"``: one

@@ -84,6 +84,10 @@ def shrink_model(
 ) -> Shrunk:
     """Make ``model`` smaller in place, in the layout it is in, and return what is left of it.
 
+    >>> shrunk = shrink_model(llama, samples, mlp=0.5)
+    >>> shrunk.num_parameters < shrunk.num_parameters_before
+    True
+
     Its class stays, its configuration says the new sizes, and ``forward`` and ``generate`` work. Parameters are new
     ones: make the optimizer afterwards.
 

@@ -3,7 +3,7 @@
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
-from distprune.training.schedules import Schedule, constant, cubic, one_shot, stepwise
+from distprune.training.schedules import Schedule, at_once, constant, cubic, stepwise
 from distprune.training.shares import erk
 from distprune.training.sparse_training import SparseTraining
 from distprune.training.straight_through import StraightThrough
@@ -16,10 +16,10 @@ __all__ = [
     "StraightThrough",
     "TrainingReport",
     "Update",
+    "at_once",
     "constant",
     "cubic",
     "erk",
     "hold_zeros",
-    "one_shot",
     "stepwise",
 ]

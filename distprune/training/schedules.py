@@ -21,13 +21,13 @@ def constant(sparsity: float) -> Schedule:
     >>> constant(0.5)(0)
     0.5
     """
-    return one_shot(sparsity, step=0)
+    return at_once(sparsity, step=0)
 
 
-def one_shot(sparsity: float, *, step: int) -> Schedule:
+def at_once(sparsity: float, *, step: int) -> Schedule:
     """Return a schedule that is 0 before ``step``, and ``sparsity`` from there on.
 
-    >>> [one_shot(0.5, step=2)(step) for step in range(4)]
+    >>> [at_once(0.5, step=2)(step) for step in range(4)]
     [0.0, 0.0, 0.5, 0.5]
     """
     return stepwise({step: sparsity})

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import distprune as prune
 from distprune.collectives import ProcessGroup
 from distprune.shards import local_of
-from distprune.training import Regrow, SparseTraining, constant, cubic, hold_zeros, one_shot, stepwise
+from distprune.training import Regrow, SparseTraining, at_once, constant, cubic, hold_zeros, stepwise
 from distprune.training.regrowth import Counts, GrowBy
 from tests.sampling import only_whole
 from tests.training.optimizers import INCLUDE, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer
@@ -34,8 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "fixed": {"schedule": constant(0.5)},
     "cubic": {"schedule": cubic(0.8, stop=4, every=2)},
     "taylor": {"schedule": cubic(0.8, stop=4, every=2), "score": "taylor"},
-    "movement": {"schedule": one_shot(0.5, step=4), "score": "movement", "scope": "tensor"},
-    "2:4": {"schedule": one_shot(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
+    "movement": {"schedule": at_once(0.5, step=4), "score": "movement", "scope": "tensor"},
+    "2:4": {"schedule": at_once(0.5, step=2), "pattern": "2:4", "exclude": "*.down.weight"},
     "rigl": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="gradient")},
     "set": {"schedule": constant(0.8), "regrow": Regrow(stop=6, every=2, by="random")},
 }
