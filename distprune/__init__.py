@@ -3,7 +3,7 @@
 ``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
 """
 
-from distprune.calibration import own_words
+from distprune.calibration import calibration_windows, own_words
 from distprune.evaluation import perplexity
 from distprune.masks import dense_state_dict, merge_adapters
 from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
@@ -114,6 +114,7 @@ __all__ = [
     "__version__",
     "allocate",
     "at_once",
+    "calibration_windows",
     "compute_masks",
     "constant",
     "cubic",

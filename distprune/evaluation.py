@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import check_fit, find_sample_group, first_tokens, shared_axis
+from distprune.calibration import TokenIds, as_line, as_windows, check_fit, find_sample_group, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, together
 from distprune.models import cross_entropy, evaluating, keeping_weights
 from distprune.shards import in_step, reset_forward
@@ -48,29 +48,43 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
 
 def perplexity(
     model: nn.Module,
-    token_ids: torch.Tensor,
+    token_ids: TokenIds,
     *,
-    sequence_length: int,
+    sequence_length: int | None = None,
     group: Group = None,
     progress: Progress = None,
     batch_tokens: int = _BATCH_TOKENS,
 ) -> float:
     """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
 
-    The windows follow each other without overlap, an incomplete last one is left out, and of each
-    every token but the first is predicted. Every rank of ``group`` must call it, with the same tokens: a round of 64
-    bytes, and those of :func:`log_likelihoods`, which says how the windows are run.
+    >>> perplexity(llama, samples) == perplexity(llama, samples.flatten(), sequence_length=samples.shape[1])
+    True
+
+    ``token_ids``: all forms that :func:`distprune.prune_blocks` takes, or one line of them; without
+    ``sequence_length`` their own windows. The windows follow each other without overlap, an incomplete last one is left
+    out, and of each every token but the first is predicted. Every rank of ``group`` must call it, with the same tokens:
+    two rounds of 64 bytes, and those of :func:`log_likelihoods`, which says how the windows are run.
 
     Raises:
+        TypeError: on every rank: something else than token ids, such as text.
         ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens, or what
             :func:`log_likelihoods` raises.
         NotImplementedError, RuntimeError, Exception: on every rank: what :func:`log_likelihoods` raises.
     """
+    comm = communicator(group)
+    with together(comm):
+        if sequence_length is None:
+            windows = as_windows(token_ids)
+            if windows.ndim != 2:
+                raise ValueError(f"token_ids of shape {tuple(windows.shape)} are no windows: say sequence_length")
+            line, sequence_length = windows.reshape(-1), windows.shape[1]
+        else:
+            line = as_line(token_ids)
     (found,) = perplexities(
         model,
-        [token_ids],
+        [line],
         sequence_length=sequence_length,
-        group=group,
+        group=comm,
         progress=progress,
         batch_tokens=batch_tokens,
     )

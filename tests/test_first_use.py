@@ -34,6 +34,7 @@ from distprune import (
     prune_shards,
     shrink_model,
 )
+from distprune.calibration import token_ids
 from distprune.jobs import PruneJob
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel
 from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
@@ -47,17 +48,18 @@ def test_version() -> None:
 
 
 def test_examples() -> None:
-    """Of all that is public: ``llama`` and ``samples`` are a small model and its token ids."""
+    """Of all that is public: ``llama``, ``samples`` and ``tokenizer`` are small."""
     public = {name: getattr(distprune, name) for name in distprune.__all__}
     finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner(verbose=False)
     for name, of in public.items():
         for example in finder.find(of, name, globs={**public, "torch": torch}):
             if "(llama" in (example.docstring or ""):
                 example.globs.update(llama=tiny_model("llama"), samples=samples(4))
+            example.globs["tokenizer"] = lambda text, **_: {"input_ids": [ord(character) for character in text]}
             runner.run(example)
     assert runner.tries > 35
     assert runner.failures == 0
-    assert doctest.testmod(brief).failed == doctest.testmod(hints).failed == 0
+    assert sum(doctest.testmod(module).failed for module in (brief, hints, token_ids)) == 0
 
 
 @pytest.mark.parametrize(

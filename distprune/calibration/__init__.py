@@ -3,7 +3,14 @@
 from distprune.calibration.available import available_bytes
 from distprune.calibration.batches import Batches, WindowBatches
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import check_fit, load_samples, own_samples, spread, token_digest
+from distprune.calibration.data import (
+    calibration_windows,
+    check_fit,
+    load_samples,
+    own_samples,
+    spread,
+    token_digest,
+)
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
@@ -14,6 +21,7 @@ from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics, StageDone
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
+from distprune.calibration.token_ids import TokenIds, as_line, as_windows
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.calibration.visit import Visitor, visit_blocks, walking
 from distprune.calibration.walk import Walk, with_hidden
@@ -34,11 +42,15 @@ __all__ = [
     "Sensitivity",
     "StageDone",
     "Targets",
+    "TokenIds",
     "Visitor",
     "Walk",
     "WindowBatches",
     "WindowGradients",
+    "as_line",
+    "as_windows",
     "available_bytes",
+    "calibration_windows",
     "catch_inputs",
     "check_fit",
     "find_sample_group",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from distprune.calibration.sample_group import SampleGroup
-from distprune.calibration.text import draw_windows
+from distprune.calibration.text import draw_windows, draw_windows_of_text
 from distprune.collectives import Group, agree, communicator, together
 
 
@@ -63,6 +65,48 @@ def load_samples(
         facts["calibration tokens"] = token_digest(token_ids)
     agree(comm, facts)
     return token_ids
+
+
+def calibration_windows(
+    text_or_files: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    samples: int | None = 128,
+    sequence_length: int = 2048,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Return windows of token ids, (samples, sequence_length) int64, drawn by ``seed`` from all over text or files.
+
+    >>> windows = calibration_windows("the quick brown fox jumps over the lazy dog", tokenizer, 2, 4)
+    >>> windows.shape
+    torch.Size([2, 4])
+
+    They are what ``distprune prune --calibration`` draws, for :func:`distprune.prune_blocks` and its like.
+
+    Args:
+        text_or_files: a text; a file, of text or of JSON lines (``.jsonl``) with a ``text`` each; or several files,
+            which give as many windows each. A ``str`` is a file if there is one of that name, and else a text.
+        tokenizer: of transformers.
+        samples: how many; ``None``: all there are.
+
+    Local: nothing is communicated, and all ranks that pass the same get the same.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be.
+    """
+    if (samples is not None and samples < 1) or sequence_length < 1:
+        raise ValueError(f"{samples=} of {sequence_length=}: one sample of one token is the least")
+    if isinstance(text_or_files, str) and not os.path.isfile(text_or_files):
+        return draw_windows_of_text(tokenizer, text_or_files, samples, sequence_length, seed)
+    files = [text_or_files] if isinstance(text_or_files, str | Path) else list(text_or_files)
+    if not files:
+        raise ValueError("there is no file to draw windows from")
+    drawn = []
+    for number, file in enumerate(files):
+        share = None if samples is None else samples // len(files) + (number < samples % len(files))
+        if share != 0:
+            drawn.append(draw_windows(tokenizer, Path(file), share, sequence_length, seed))
+    return torch.cat(drawn)
 
 
 def token_digest(token_ids: torch.Tensor) -> str:

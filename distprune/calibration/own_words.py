@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.token_choice import TokenChoice, first_tokens, text_config, vocabulary_of
+from distprune.calibration.token_ids import TokenIds
 from distprune.collectives import (
     Communicator,
     Group,
@@ -41,14 +42,14 @@ _LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transforme
 Progress = Callable[[int, int], None] | None
 
 
-def samples_of(comm: Communicator, model: nn.Module, samples: torch.Tensor | str) -> torch.Tensor:
+def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) -> TokenIds:
     """Return ``samples``, or if they are ``"self"``, 128 own windows of 2,048 tokens, or of all the model's positions.
 
-    Of a tensor nothing is communicated, and nothing checked. Else a round of 64 bytes, and as :func:`own_words`, which
+    Of token ids nothing is communicated, and nothing checked. Else a round of 64 bytes, and as :func:`own_words`, which
     raises.
 
     Raises:
-        ValueError: on every rank: another text, or a rank where ``samples`` are a tensor.
+        ValueError: on every rank: another text, or a rank where ``samples`` are token ids.
     """
     if not isinstance(samples, str):
         return samples
@@ -57,7 +58,8 @@ def samples_of(comm: Communicator, model: nn.Module, samples: torch.Tensor | str
         agree(comm, facts)
     with together(comm):
         if samples != SELF:
-            raise ValueError(f"{samples=} is neither a tensor of token ids nor {SELF!r}")
+            way_out = "distprune.calibration_windows(text, tokenizer) makes token ids of text"
+            raise ValueError(f"samples={samples[:40]!r} is neither token ids nor {SELF!r}; {way_out}")
         positions = getattr(text_config(model), "max_position_embeddings", None)
         length = min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
     return own_words(model, _NUM_WINDOWS, length, group=comm)

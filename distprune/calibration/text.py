@@ -28,12 +28,22 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
             starts = [i * stretch + begin for i, begin in enumerate(begins)]
             rows = [_window_at(tokenizer, path, file, start, length) for start in starts]
             return torch.tensor(rows, dtype=torch.int64, device="cpu")
-        ids = tokens_of(tokenizer, path, file)
+        return _cut(tokens_of(tokenizer, path, file), str(path), num_windows, length, generator)
+
+
+def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
+    """Return windows of a ``text`` in memory, as :func:`draw_windows` does of a file. Local."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _cut(ids, "the text", num_windows, length, torch.Generator().manual_seed(seed))
+
+
+def _cut(ids: list[int], source: str, num_windows: int | None, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Return ``num_windows`` of the windows without gaps of ``ids``, in their order; ``None``: all of them."""
     there = len(ids) // length
     wanted = there if num_windows is None else num_windows
     if wanted > there or not there:
         raise ValueError(
-            f"{path} holds {len(ids)} tokens; {max(wanted, 1)} samples of {length} tokens need "
+            f"{source} holds {len(ids)} tokens; {max(wanted, 1)} samples of {length} tokens need "
             f"{max(wanted, 1) * length}: give more text, or ask for at most {there} samples"
         )
     windows = torch.tensor(ids[: there * length], dtype=torch.int64, device="cpu").view(there, length)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, find_sample_group, measure_sensitivities, samples_of
+from distprune.calibration import Sensitivity, TokenIds, find_sample_group, measure_sensitivities, samples_of
 from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together
 from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
@@ -34,7 +34,7 @@ Bounds = tuple[int, int]  # the least and the most
 
 def allocate(
     model: nn.Module,
-    samples: torch.Tensor | Literal["self"],
+    samples: TokenIds | Literal["self"],
     sparsity: float,
     *,
     max_difference: float = 0.15,
@@ -77,8 +77,8 @@ def allocate(
         if not isinstance(sparsity, float):
             raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
         plan = make_plan(model, samples, "magnitude", PerRow(sparsity), None, None)
-        if samples.shape[1] < 2:
-            raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
+        if plan.samples.shape[1] < 2:
+            raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
         facts = {**plan.facts, "max_difference": repr(max_difference)}
@@ -88,7 +88,9 @@ def allocate(
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     sample_group = find_sample_group(comm, plan.axis)
-    found = measure_sensitivities(comm, sample_group, model, [of.linears for of in plan.linears], samples, progress)
+    found = measure_sensitivities(
+        comm, sample_group, model, [of.linears for of in plan.linears], plan.samples, progress
+    )
     by_parameter = {shard.name: shard for shard in shards}
     layers: dict[str, _Layer] = {}
     for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from distprune.calibration import EXPERT_MEMORY, Axis, check_fit, shared_axis, token_digest
+from distprune.calibration import EXPERT_MEMORY, Axis, TokenIds, as_windows, check_fit, shared_axis, token_digest
 from distprune.models import check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
@@ -35,6 +35,7 @@ _TARGET_SHARE = 0.5  # of the way to dense targets
 class OneShotPlan:
     """What a call comes to, before anything has changed or was communicated."""
 
+    samples: torch.Tensor  # (num_samples, length) int64
     solver: Solver[Any]
     pattern: Pattern
     options: WalkOptions
@@ -70,7 +71,7 @@ def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def make_plan(
     model: nn.Module,
-    samples: torch.Tensor,
+    samples: TokenIds,
     method: OneShotMethod | Score | Solver[Any],
     pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None,
@@ -90,7 +91,8 @@ def make_plan(
     solver = solver_of(method, seed)
     pattern = as_pattern(pattern, sparsity)
     pattern = pattern.within("tensor") if pattern.has_scope else pattern
-    check_samples(model, samples)
+    token_ids = as_windows(samples)
+    check_samples(model, token_ids)
     blocks = blocks_to_walk(model)
     of_blocks = find_layers(blocks, pattern)
     linears = {  # by name in the model, with the parameter's name
@@ -124,13 +126,14 @@ def make_plan(
         "method": method if isinstance(method, str) else type(method).__name__,
         "pattern": repr(pattern),
         "seed": repr(seed),
-        "samples": token_digest(samples),
+        "samples": token_digest(token_ids),
         "sequential": sequential,
         "target_share": repr(share),
         "refit": refit,
         "expert_memory": repr(expert_memory),
     }
-    return OneShotPlan(solver, pattern, options, of_blocks, list(shards.values()), shared_axis(model), facts)
+    axis = shared_axis(model)
+    return OneShotPlan(token_ids, solver, pattern, options, of_blocks, list(shards.values()), axis, facts)
 
 
 def refit_of(

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from distprune.calibration import EXPERT_MEMORY, find_sample_group, samples_of
+from distprune.calibration import EXPERT_MEMORY, TokenIds, find_sample_group, samples_of
 from distprune.collectives import Group, communicator
 from distprune.hints import with_hints
 from distprune.models import Found, count_parameters, other_blocks
@@ -28,7 +27,7 @@ from distprune.shards import LocalShard, fetched, flat_chunks
 @with_hints
 def prune_blocks(
     model: nn.Module,
-    samples: torch.Tensor | Literal["self"],
+    samples: TokenIds | Literal["self"],
     sparsity: float | Mapping[str, float] | None = None,
     *,
     method: OneShotMethod | Score | Solver[Any] = "admm",
@@ -65,8 +64,12 @@ def prune_blocks(
         model: plain, the same on all ranks; FSDP2 or HSDP (``fully_shard`` on each block and the root); tensor
             parallel (``parallelize_module``), alone or under FSDP2. Ranks of one tensor-parallel group run the
             same samples, which is read off the layout, and hidden states are whole on each between blocks.
-        samples: token ids, (num_samples, length) int64, the same on every rank. Or ``"self"``: 128 windows that the
-            model writes first, of 2,048 tokens or of all its positions, by :func:`distprune.own_words` with seed 0.
+        samples: token ids, the same on every rank: a tensor (num_samples, length), lists of ints, what a tokenizer
+            returns, or a ``DataLoader`` of these. Padding that an ``attention_mask`` leaves out is dropped, and samples
+            of unequal length are joined and cut into windows as long as the longest. Of text and files:
+            :func:`distprune.calibration_windows`.
+            Or ``"self"``: 128 windows that the model writes first, of 2,048 tokens or of all its positions, by
+            :func:`distprune.own_words` with seed 0.
         sparsity: the share of zeros each layer ends with, or one for each layer by its name in the report, or by its
             parameter's, as :func:`distprune.allocate` and :func:`distprune.erk` give them. ``None``: ``pattern`` says
             it.
@@ -145,7 +148,7 @@ def prune_blocks(
     shards = agreed.shards()
 
     def look_at() -> list[LocalShard]:
-        check_room(model, samples, plan, comm.size, offload=offload)
+        check_room(model, plan, comm.size, offload=offload)
         return without_nans(shards)
 
     check_parts(comm, agreed.roster, look_at)
@@ -153,7 +156,7 @@ def prune_blocks(
         meter,
         find_sample_group(comm, plan.axis),
         model,
-        samples,
+        plan.samples,
         plan.options,
         plan.linears,
         shards,

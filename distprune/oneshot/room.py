@@ -23,7 +23,7 @@ SURE = 0.75
 _NUM_NAMED = 3  # parts that an error names
 
 
-def check_room(model: nn.Module, samples: torch.Tensor, plan: OneShotPlan, num_ranks: int, *, offload: bool) -> None:
+def check_room(model: nn.Module, plan: OneShotPlan, num_ranks: int, *, offload: bool) -> None:
     """Refuse a walk for which this rank's device has no room by far more than a plan may be wrong by. Local.
 
     Of a model on the host nothing is said, nor where nobody knows how much memory there is.
@@ -36,11 +36,12 @@ def check_room(model: nn.Module, samples: torch.Tensor, plan: OneShotPlan, num_r
     if free is None:
         return
     options, solver = plan.options, plan.solver
+    num_samples, length = plan.samples.shape
     names: dict[type, str] = {ADMM: "admm", SparseGPT: "sparsegpt"}
     asked = WalkRequest(
         num_ranks,
-        len(samples),
-        samples.shape[1],
+        num_samples,
+        length,
         names.get(type(solver), "scored"),
         pairs=solver.needs == "pairs" or options.has_targets,
         by_row=plan.pattern.by_row().is_by_row,

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.brief import count, one_line
-from distprune.calibration import samples_of
+from distprune.calibration import TokenIds, as_windows, samples_of
 from distprune.collectives import Group, communicator, together
 from distprune.hints import with_hints
 from distprune.models import UnitKind, count_parameters, decoder_blocks
@@ -65,7 +65,7 @@ class Shrunk:
 @with_hints
 def shrink_model(
     model: nn.Module,
-    samples: torch.Tensor | Literal["self"],
+    samples: TokenIds | Literal["self"],
     *,
     mlp: int | float | None = None,
     heads: int | float | None = None,
@@ -124,11 +124,12 @@ def shrink_model(
         sizes.check(model)
     samples = samples_of(comm, model, samples)
     with together(comm):
-        budget = find_budget(model, samples, sizes)
+        token_ids = as_windows(samples)
+        budget = find_budget(model, token_ids, sizes)
         num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
     if experts is not None:  # which cannot be zeroed
-        kept |= choose_experts(model, samples, experts, criterion=expert_criterion, group=comm, offload=offload)
+        kept |= choose_experts(model, token_ids, experts, criterion=expert_criterion, group=comm, offload=offload)
         remove_units(model, kept, group=comm)
     choose = partial(
         choose_units,
@@ -143,17 +144,17 @@ def shrink_model(
     division = None
     if budget is not None:
         division = divide_budget(
-            model, samples, sizes, budget, choose, layer_criterion=layer_criterion, group=comm, offload=offload
+            model, token_ids, sizes, budget, choose, layer_criterion=layer_criterion, group=comm, offload=offload
         )
         sizes = division.sizes
     left = list(range(num_all))
     if (num_layers := sizes.num_layers(model)) < num_all:
         known = division.layers_gone if division else ()
         order = order_layers(
-            model, samples, num_layers, criterion=layer_criterion, known=known, group=comm, offload=offload
+            model, token_ids, num_layers, criterion=layer_criterion, known=known, group=comm, offload=offload
         )
         left = [layer for layer in left if layer not in order]
-    removal = choose(samples, sizes.in_walk, layers=left)
+    removal = choose(token_ids, sizes.in_walk, layers=left)
     blocks = decoder_blocks(model)
     kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
     cut_model(model, removal.kept, left, group=comm)

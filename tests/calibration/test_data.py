@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 from typing_extensions import override
 
-from distprune.calibration import Batches, load_samples, spread, text
+from distprune import calibration_windows
+from distprune.calibration import Batches, as_line, as_windows, load_samples, spread, text
 from distprune.collectives import communicator
 from tests.worlds import run_threads
 
@@ -54,6 +58,76 @@ def test_windows_are_drawn_from_all_over_the_text(tmp_path: Path) -> None:
     assert all(row in cut for row in drawn[0])
     with pytest.raises(ValueError, match=r"53 samples of 4 tokens need 212: .* at most 52 samples"):
         load(path, 53, 4)
+
+
+def test_windows_of_text_and_of_several_files(tmp_path: Path) -> None:
+    letters, one, other = Letters(), tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text(string.ascii_lowercase * 8)
+    other.write_text(string.ascii_lowercase[::-1] * 8)
+    of_one, of_other = load(one, 3, 4), load(other, 2, 4)
+    assert calibration_windows(one, letters, 3, 4).tolist() == of_one
+    assert calibration_windows(str(one), letters, 3, 4).tolist() == of_one
+    assert calibration_windows(one.read_text(), letters, 3, 4).tolist() == of_one
+    assert calibration_windows([one, str(other)], letters, 5, 4).tolist() == of_one + of_other
+    assert calibration_windows([one, other], letters, 1, 4, seed=3).tolist() == load(one, 1, 4, seed=3)
+    assert len(calibration_windows([one, other], letters, None, 4)) == 104
+    with pytest.raises(ValueError, match="the text holds 26 tokens; 128 samples of 2048 tokens"):
+        calibration_windows(string.ascii_lowercase, letters)
+    with pytest.raises(FileNotFoundError, match="there is no calibration file nothing"):
+        calibration_windows([Path("nothing")], letters)
+    with pytest.raises(ValueError, match="samples=0 of sequence_length=4"):
+        calibration_windows(one, letters, 0, 4)
+
+
+IDS = [[1, 2, 3], [4, 5, 6]]
+ROWS: Any = [{"input_ids": torch.tensor(row)} for row in IDS]
+PADDED = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (torch.tensor(IDS), IDS),
+        (torch.tensor(IDS, dtype=torch.int32), IDS),
+        (np.array(IDS), IDS),
+        (IDS, IDS),
+        (IDS[0], [IDS[0]]),
+        (map(tuple, IDS), IDS),
+        ({"input_ids": IDS}, IDS),
+        (BatchEncoding({"input_ids": IDS, "attention_mask": [[1] * 3] * 2}), IDS),
+        ([torch.tensor(row) for row in IDS], IDS),
+        ([{"input_ids": torch.tensor([row])} for row in IDS], IDS),
+        (DataLoader(ROWS, batch_size=2), IDS),
+        (PADDED, [[1, 2, 3]]),
+        ([[1], [2, 3], [4, 5, 6, 7], [8, 9, 10]], [[1, 2, 3, 4], [5, 6, 7, 8]]),
+    ],
+)
+def test_forms_of_samples(samples: Any, expected: list[list[int]]) -> None:
+    found = as_windows(samples)
+    assert found.dtype is torch.int64
+    assert found.tolist() == expected
+
+
+def test_one_line_of_tokens() -> None:
+    assert as_line(torch.tensor(IDS)).tolist() == as_line(IDS).tolist() == [1, 2, 3, 4, 5, 6]
+    assert as_line([PADDED, [9]]).tolist() == [1, 2, 3, 4, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        ("some text", TypeError, "samples are text: 'some text'; distprune.calibration_windows"),
+        (["some text"], TypeError, "samples are text"),
+        ([[1.5]], TypeError, "not a float"),
+        (torch.nn.Linear(2, 2), TypeError, "not a Linear"),
+        ({"labels": IDS}, TypeError, "a mapping without 'input_ids': it has labels"),
+        ([torch.ones(2, 2)], TypeError, r"not a tensor of torch.float32 \(2, 2\)"),
+        ([], ValueError, "samples hold no token id"),
+    ],
+)
+def test_what_are_no_samples(samples: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_windows(samples)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

@@ -52,6 +52,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target_share": "half"}, TypeError, "target_share must be a number, not 'half'"),
     ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
     ({"samples": TOKENS[0]}, ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
+    ({"samples": ["text"]}, TypeError, "samples are text: 'text'; distprune.calibration_windows"),
     ({"samples": TOKENS.float()}, TypeError, "samples must be a tensor of int64 token ids"),
     ({"samples": TOKENS + 100}, ValueError, "outside the model's vocabulary of 97"),
 ]
