@@ -4,6 +4,7 @@
 """
 
 from distprune.calibration import calibration_windows, own_words
+from distprune.checkpoint import load, save
 from distprune.evaluation import perplexity
 from distprune.masks import dense_state_dict, merge_adapters
 from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
@@ -128,6 +129,7 @@ __all__ = [
     "l1_pattern",
     "l1_unstructured",
     "ln_structured",
+    "load",
     "merge_adapters",
     "own_words",
     "perplexity",
@@ -139,6 +141,7 @@ __all__ = [
     "random_structured",
     "random_unstructured",
     "remove",
+    "save",
     "shard_masks",
     "shrink_model",
     "sparsity",

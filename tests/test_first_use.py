@@ -40,6 +40,7 @@ from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerMo
 from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
 from distprune.version import __version__
 from tests.architectures import samples, tiny_model
+from tests.hf_models import make_model
 from tests.worlds import run_threads
 
 
@@ -47,8 +48,8 @@ def test_version() -> None:
     assert distprune.__version__ == __version__ == "0.1.0"
 
 
-def test_examples() -> None:
-    """Of all that is public: ``llama``, ``samples`` and ``tokenizer`` are small."""
+def test_examples(tmp_path: Path) -> None:
+    """Of all that is public: ``llama``, ``samples``, ``tokenizer`` and what is in ``folder`` are small."""
     public = {name: getattr(distprune, name) for name in distprune.__all__}
     finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner(verbose=False)
     for name, of in public.items():
@@ -56,6 +57,9 @@ def test_examples() -> None:
             if "(llama" in (example.docstring or ""):
                 example.globs.update(llama=tiny_model("llama"), samples=samples(4))
             example.globs["tokenizer"] = lambda text, **_: {"input_ids": [ord(character) for character in text]}
+            if "folder" in (example.docstring or ""):
+                make_model(tmp_path / "model", num_hidden_layers=1)
+                example.globs["folder"] = tmp_path
             runner.run(example)
     assert runner.tries > 35
     assert runner.failures == 0
@@ -97,7 +101,8 @@ def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
     pruning = prune_model(layer, {"weight": 0.5})
     layers = tuple(LayerReport(f"{name}_proj" * 20, 100, 50, 50, 0.1, None, 8) for name in "qkvouxy")
     blocks = tuple(BlockReport(i, f"layers.{i}", layers, {"gate": "a router"}, (), {}, 1, 1) for i in range(30))
-    one_shot = OneShotReport("wanda", "2:4" * 90, "block", 0.0, None, 8, blocks, (), 1.0, 9, 9, (1 << 30,), 1 << 28)
+    counts = (1.0, 9, 9, (1 << 30,), 1 << 28)
+    one_shot = OneShotReport("wanda", "2:4" * 90, "block", 0.0, "none", None, 8, blocks, (), *counts)
     shrunk = Shrunk({("layers.0", "mlp", "mlp"): torch.arange(3)}, (0, 2), 88, 99, one_shot)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     training = SparseTraining(layer, optimizer, schedule=constant(0.5))

@@ -6,6 +6,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
+from distprune.checkpoint.load_save import load, save
 from distprune.checkpoint.one_file import fill_from_file, write_together
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
@@ -27,6 +28,7 @@ __all__ = [
     "fill_from_file",
     "import_extra",
     "inspect_directory",
+    "load",
     "load_model",
     "load_tokenizer",
     "locking",
@@ -39,6 +41,7 @@ __all__ = [
     "remove_files",
     "resolve_model",
     "sample_together",
+    "save",
     "save_model",
     "write_together",
     "writing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distprune import l1_unstructured, load, save, shrink_model
 from distprune.checkpoint import load_model
-from tests.hf_models import ARCHITECTURES, make_model
+from tests.architectures import samples
+from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
 from tests.worlds import ProcessPool, run_threads
 
 
 def reference_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
     with torch.no_grad():
         return torch.as_tensor(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits)
 
@@ -234,3 +236,48 @@ def test_mesh_of_three_axes(tmp_path: Path) -> None:
     for error in run_threads(2, load, catch=True):
         assert isinstance(error, ValueError)
         assert "not of 3" in str(error)
+
+
+def python_on_rank(rank: int, folder: Path) -> torch.Tensor:
+    model: Any = load(folder / "model", dtype=torch.float64)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, DTensor) == (torch.distributed.is_initialized())
+    assert weight.dtype is torch.float64
+    with torch.no_grad():
+        weight.mul_(2)  # a weight that is changed is what is saved
+    save(model, str(folder / f"out{rank}"), group=None)
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is loaded by transformers, too."""
+    make_model(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    alone = python_on_rank(9, tmp_path)
+    found = run_threads(2, lambda _: python_on_rank(0, tmp_path))
+    assert all(torch.equal(weight, alone) for weight in found)
+    (one, other) = (tmp_path / name / "model.safetensors" for name in ("out9", "out0"))
+    assert one.read_bytes() == other.read_bytes()
+    assert (tmp_path / "out9" / "tokenizer.json").exists()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out0")
+    assert torch.equal(theirs.model.layers[0].mlp.up_proj.weight, alone.to(theirs.dtype))
+    save(theirs, tmp_path / "theirs", AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert (tmp_path / "theirs" / "tokenizer.json").exists()
+    shrunk = shrink_model(theirs, samples(4) % 67, layers=1)
+    save(theirs, tmp_path / "theirs", layers=shrunk.layers, overwrite=True)
+    assert len(load(tmp_path / "theirs").model.layers) == 1  # type: ignore[arg-type, union-attr]
+    with pytest.raises(FileExistsError, match="not empty"):
+        save(theirs, tmp_path / "theirs", layers=shrunk.layers)
+    with pytest.raises(ValueError, match="lie inside each other"):
+        save(theirs, tmp_path / "out0", layers=shrunk.layers, overwrite=True)
+    with pytest.raises(ValueError, match="where this Linear was loaded from is not known: say source="):
+        save(torch.nn.Linear(2, 2), tmp_path / "linear")
+    l1_unstructured(theirs.model.layers[0].mlp.up_proj, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"up_proj\.weight_orig' has a mask beside it"):
+        save(theirs, tmp_path / "masked")
+    with pytest.raises(FileNotFoundError, match="there is no model directory"):
+        load(tmp_path / "nothing")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (lambda: load(tmp_path / "model"), lambda: save(theirs, tmp_path / "other")):
+        with pytest.raises(ImportError, match=r"pip install 'distprune\[hf\]'"):
+            call()

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import distprune as prune
-from distprune.checkpoint import load_model, open_directory, save_model
 from distprune.collectives import Alone, Communicator, communicator
 from tests.architectures import samples, tiny_model
 from tests.masks.test_adapters import PeftModel
@@ -239,12 +238,11 @@ def _checkpoint(place: Place) -> Any:
 def _files(place: Place) -> Any:
     """A directory of Hugging Face in, pruned, and out."""
     comm = place.comm()
-    mesh = init_device_mesh(place.device.type, (comm.size,)) if place.is_sharded else None
-    model = load_model(place.source, mesh=mesh, device=place.device, group=comm)
+    model = prune.load(place.source, device=place.device, group=comm)
     prune.prune_model(model, 0.5, group=comm)
     with place.folder() as folder:
-        save_model(model, open_directory(place.source), Path(folder), group=comm)
-        return load_model(Path(folder), group=Alone())
+        prune.save(model, Path(folder) / "out", group=comm)
+        return prune.load(Path(folder) / "out", group=Alone())
 
 
 def _decoder(place: Place, **changes: Any) -> Any:
@@ -343,6 +341,7 @@ CALLED: dict[str, Sequence[str]] = {
     "rigl": ["Regrow", "constant"],
     "straight through": ["StraightThrough"],
     "checkpoint": ["prune_each"],
+    "files": ["load", "save"],
     "perplexity": ["perplexity"],
     "allocated": ["allocate"],
     "blocks wanda unstructured": ["OneShotReport", "Solver", "Wanda", "prune_blocks"],

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
+from distprune.checkpoint import one_file
 from distprune.collectives import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
@@ -57,6 +58,7 @@ def weight(model: nn.Module, name: str) -> torch.Tensor:
     return whole(getattr(model.get_submodule(module), attribute)).detach()
 
 
+OVERLAP = prune.compute_masks(decoder(), 0.5, include="*").overlap(prune.compute_masks(decoder(), 0.25, include="*"))
 ALONE = {name: mask.clone() for name, mask in prune.compute_masks(decoder(), 0.5).items()}
 
 
@@ -79,6 +81,8 @@ def test_what_is_computed_is_what_pruning_does(make: Callable[[], Decoder]) -> N
                 assert (mask.placements, mask.device_mesh) == (parameter.placements, parameter.device_mesh)
             assert torch.equal(whole(mask), ALONE[name])
             assert torch.equal(weight(model, name) != 0, ALONE[name])
+        half, quarter = (prune.compute_masks(make(), share, include="*") for share in (0.5, 0.25))
+        assert half.overlap(quarter) == OVERLAP
 
     run_threads(3 if make is fsdp2 else 2, on_rank)
 
@@ -303,6 +307,20 @@ def test_files_that_are_not_masks(
             prune.Masks.load(tmp_path / FILE, fsdp2())
 
     run_threads(2, on_rank)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = prune.compute_masks(decoder(), 0.5)
+    masks.save(tmp_path / FILE)
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(one_file, "write_chunk", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        (~masks).save(tmp_path / FILE)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert prune.Masks.load(tmp_path / FILE, decoder()).equal(masks)
 
 
 def other_names(state: dict[str, Any]) -> None:
