@@ -260,6 +260,10 @@ def _perplexity(place: Place) -> Any:
     return round(prune.perplexity(_decoder(place), ids, sequence_length=16, group=place.comm()), 3)
 
 
+def _own_words(place: Place) -> Any:
+    return prune.own_words(_decoder(place), 2, 6, group=place.comm())
+
+
 def _allocated(place: Place) -> Any:
     return prune.allocate(_decoder(place), samples(4), sparsity=0.5, group=place.comm())
 
@@ -292,6 +296,7 @@ PUBLIC_CALLS: dict[str, Call] = {
     "files": _files,
     "perplexity": _perplexity,
     "allocated": _allocated,
+    "own words": _own_words,
     **{
         f"blocks {method} {pattern}": partial(_blocks, method, pattern)
         for method, pattern in (
@@ -344,6 +349,7 @@ CALLED: dict[str, Sequence[str]] = {
     "files": ["load", "save"],
     "perplexity": ["perplexity"],
     "allocated": ["allocate"],
+    "own words": ["own_words"],
     "blocks wanda unstructured": ["OneShotReport", "Solver", "Wanda", "prune_blocks"],
     "blocks sparsegpt 2:4": ["SparseGPT"],
     "blocks admm unstructured": ["ADMM"],
