@@ -34,10 +34,11 @@ REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
 METHODS = {
     "Wanda": "--method wanda --own-words 0",
     REFERENCE: "--method sparsegpt --own-words 0",
-    "ADMM": "--method admm --own-words 0",
-    "ADMM, uniform": "--method admm --own-words 0 --allocation uniform",
-    "ADMM, and own words": "--method admm",
-    "ADMM, own words alone": "--method admm --calibration self",
+    "ADMM": "--method admm --own-words 0 --refit none",
+    "ADMM, uniform": "--method admm --own-words 0 --refit none --allocation uniform",
+    "ADMM, blocks fitted": "--method admm --own-words 0",
+    "default": "--method admm",
+    "default, no text": "--method admm --calibration self",
 }
 PATTERNS = {
     "50 %": "--pattern unstructured --sparsity 0.5",
@@ -88,7 +89,7 @@ def asked(case: Case, texts: Path, output: str) -> OneShotJob:
 
 
 def run(_: int, job: OneShotJob, texts: Path) -> dict[str, Any]:
-    """Run the job on this rank; return the perplexity on each kind of text, and seconds of writing and pruning."""
+    """Run the job on this rank; return the perplexity on each kind of text, and seconds of pruning and of writing."""
     if dist.get_world_size() == 1:
         unpin()
     report = run_one_shot_job(job)
@@ -96,8 +97,8 @@ def run(_: int, job: OneShotJob, texts: Path) -> dict[str, Any]:
     def of(found: Evaluation) -> dict[str, float]:
         return by_kind(lambda path: found.perplexity[str(path)], texts)
 
-    seconds = report.seconds["prune"] + report.seconds.get("write words", 0.0)
-    return {"dense": of(report.before), "perplexity": of(report.after), "seconds": seconds}
+    seconds, writing = report.seconds["prune"], report.seconds.get("write words", 0.0)
+    return {"dense": of(report.before), "perplexity": of(report.after), "seconds": seconds, "writing": writing}
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:
@@ -147,7 +148,11 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:
                 for text in KINDS
                 for ranks in (1, 2)
             ),
-            *(spread([entry["seconds"] for entry in of(kind, ranks).values()], 1) for ranks in (1, 2)),
+            *(
+                spread([entry[what] for entry in of(kind, ranks).values()], 1)
+                for what in ("seconds", "writing")
+                for ranks in (1, 2)
+            ),
             faster(of(kind, 2), of(kind, 1)),
             faster(of((REFERENCE, *kind[1:]), 1), of(kind, 1)),
         )
@@ -177,9 +182,9 @@ def main() -> None:
     notes = (
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
         "drawn by the seed from every second State of the Union speech since 1990; with own words, the model writes 6 "
-        f"more for each, or all of them. {ABOUT} Dense: {dense}. Seconds of pruning, and of writing own words: of the "
-        "slower rank, from the loaded model to the last block on the disk; every rank has one thread. Medians "
-        "over the seeds, and the least and the greatest; factors are of runs with the same seed."
+        f"more for each, or all of them. {ABOUT} Dense: {dense}. Seconds of pruning: of the slower rank, from the "
+        "loaded model and the windows to the last block on the disk; every rank has one thread. Medians over the "
+        "seeds, and the least and the greatest; factors are of runs with the same seed."
     )
     columns = [
         "method",
@@ -187,7 +192,7 @@ def main() -> None:
         "windows",
         *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2")),
     ]
-    columns += ["s, 1 rank", "s, 2", "2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]
+    columns += ["s, 1 rank", "s, 2", "s of writing, 1", "2", "2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]
     text = heading("One-shot pruning of SmolLM2-135M", f"python -m benchmarks.bench_one_shot {arguments.results.name}")
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     text += "".join(f"- {name}: `{options}`\n" for name, options in (METHODS | PATTERNS).items())
