@@ -61,6 +61,7 @@ _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_gr
 # They work on what all ranks hold alike, sums over ranks of a few KiB and dtypes, and say which round comes next, so
 # they cannot stand inside one. What one rank cannot do there, none can.
 _AGREED = {
+    "oneshot/allocation.py": ("fill_budget", "whole_rows_of"),
     "selection/competition.py": (
         "Ranges.are_one",
         "Ranges.at",

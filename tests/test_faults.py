@@ -184,6 +184,11 @@ def streamed(rank: int, folder: Path) -> Called:
     return nn.Module(), call
 
 
+def allocated(*_: object) -> Called:
+    model = language()
+    return model, lambda: prune.allocate(model, TOKENS, 0.5)
+
+
 def evaluated(*_: object) -> Called:
     model = language()
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
@@ -270,6 +275,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
     "admm": (2, one_shot("admm", prune.NByM(2, 4))),
     "perplexity": (2, evaluated),
+    "allocate": (2, allocated),
     "load_model": (2, loaded),
     "save_model": (2, saved),
     "StretchWriter": (2, streamed),
@@ -346,6 +352,7 @@ ALIKE = (
     "prune_each random rows",
     "prune_each pattern",
     "compute_masks",
+    "allocate",
     "wanda",
     "sparsegpt",
     "remove_units",

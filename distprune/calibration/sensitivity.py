@@ -98,15 +98,17 @@ def measure_sensitivities(
                 listener.check(loss, number)
             if progress is not None:
                 progress(index + 1, len(mine.batches))
-    found: dict[str, Sensitivity] = {}
+    sums: dict[str, list[torch.Tensor]] = {}
     for of_block in by_block:
-        found |= _summed(comm, listener, of_block)
-    return found
+        sums |= _summed(comm, listener, of_block)
+    with together(comm):
+        return {name: Sensitivity(*(total.float() for total in of)) for name, of in sums.items()}
 
 
 def _summed(
     comm: Communicator, listener: _BackwardListener, linears: Mapping[str, LinearLayer]
-) -> dict[str, Sensitivity]:
+) -> dict[str, list[torch.Tensor]]:
+    """Return of each layer the sums of its inputs and of its outputs over all ranks, float64."""
     sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
 
     def fill(words: torch.Tensor) -> None:
@@ -118,7 +120,7 @@ def _summed(
                 whole[start:stop] = own
 
     parts = iter(torch.split(sum_together(comm, (sum(sizes),), fill, torch.float64), sizes))
-    return {name: Sensitivity(next(parts).float(), next(parts).float()) for name in linears}
+    return {name: [next(parts), next(parts)] for name in linears}
 
 
 class _BackwardListener:

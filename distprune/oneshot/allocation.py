@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import Sensitivity, TokenIds, find_sample_group, measure_sensitivities, samples_of
-from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together
+from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
 from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
 from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
@@ -60,7 +60,7 @@ def allocate(
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one sample
-    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 4
+    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 6
     (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its layers,
     and a choice by :class:`distprune.Unstructured` over all layers, with 1 round of 8 bytes a layer, until no share is
     out of bounds: 3 or 4 times as a rule.
@@ -91,18 +91,19 @@ def allocate(
     found = measure_sensitivities(
         comm, sample_group, model, [of.linears for of in plan.linears], plan.samples, progress
     )
-    by_parameter = {shard.name: shard for shard in shards}
-    layers: dict[str, _Layer] = {}
-    for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):
-        for linear in of_block.linears.values():
-            name, own = f"{prefix}.{linear.name}", by_parameter[f"{prefix}.{linear.parameter_path}"]
-            layers[name] = _Layer(name, linear, own, found[name])
-    num_out = {name: of.linear.num_out for name, of in layers.items()}
-    bounds = {
-        name: _bounds(of.linear.num_in, sparsity, max_difference if of.found.inputs.any() else 0.0)
-        for name, of in layers.items()
-    }
-    budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in layers.values()))
+    with together(comm):
+        by_parameter = {shard.name: shard for shard in shards}
+        layers: dict[str, _Layer] = {}
+        for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):
+            for linear in of_block.linears.values():
+                name, own = f"{prefix}.{linear.name}", by_parameter[f"{prefix}.{linear.parameter_path}"]
+                layers[name] = _Layer(name, linear, own, found[name])
+        num_out = {name: of.linear.num_out for name, of in layers.items()}
+        bounds = {
+            name: _bounds(of.linear.num_in, sparsity, max_difference if of.found.inputs.any() else 0.0)
+            for name, of in layers.items()
+        }
+        budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in layers.values()))
     counts = fill_budget(
         {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()},
         budget,
