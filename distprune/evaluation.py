@@ -63,13 +63,13 @@ def perplexity(
     ``token_ids``: all forms that :func:`distprune.prune_blocks` takes, or one line of them; without
     ``sequence_length`` their own windows. The windows follow each other without overlap, an incomplete last one is left
     out, and of each every token but the first is predicted. Every rank of ``group`` must call it, with the same tokens:
-    two rounds of 64 bytes, and those of :func:`log_likelihoods`, which says how the windows are run.
+    two rounds of 64 bytes, and those of ``log_likelihoods``, which says how the windows are run.
 
     Raises:
         TypeError: on every rank: something else than token ids, such as text.
         ValueError: on every rank: fewer tokens than one window, a window of fewer than two tokens, or what
-            :func:`log_likelihoods` raises.
-        NotImplementedError, RuntimeError, Exception: on every rank: what :func:`log_likelihoods` raises.
+            ``log_likelihoods`` raises.
+        NotImplementedError, RuntimeError, Exception: on every rank: what ``log_likelihoods`` raises.
     """
     comm = communicator(group)
     with together(comm):

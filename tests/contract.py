@@ -1,4 +1,4 @@
-"""What is promised: which methods work in which layouts. Contract tests run the list, the README's table shows it.
+"""What is promised: which methods work in which layouts. Contract tests run the list, the support matrix shows it.
 
 Nouns: a *script* is a sequence of pruning calls on one model, each on top of the last; a *step* is one
 of them, with the oracle's answer beside it.
@@ -22,7 +22,7 @@ from distprune.scores import Elements, LocalScores
 from tests.oracle import keep_highest, random_scores
 from tests.pattern_oracle import keep_in_pattern
 
-__all__ = ["COLUMNS", "ROWS", "SCRIPTS", "SEED", "Script", "Step", "readme_table"]
+__all__ = ["COLUMNS", "ROWS", "SCRIPTS", "SEED", "Script", "Step", "support_table"]
 
 SEED = 17
 
@@ -247,7 +247,7 @@ SCRIPTS = (
     ),
 )
 
-# Columns of the README's table, and what stands for them among the synthetic layouts (tests/layouts.py).
+# Columns of the table, and what stands for them among the synthetic layouts (tests/layouts.py).
 COLUMNS = {
     "plain": ("plain",),
     "DDP": ("plain",),
@@ -321,8 +321,8 @@ def own_cases() -> list[dict[str, Any]]:
     return [{"score": OwnScore(), "pattern": pattern} for pattern in patterns] + [{"pattern": Below(0.6)}]
 
 
-def readme_table() -> str:
-    """Return the table methods x layouts as the README shows it."""
+def support_table() -> str:
+    """Return the table methods x layouts as docs/reference/support.md shows it."""
     lines = [
         "| | " + " | ".join(COLUMNS).replace(" x ", " \N{MULTIPLICATION SIGN} ") + " |",
         "|---" * (len(COLUMNS) + 1) + "|",

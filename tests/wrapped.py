@@ -186,7 +186,7 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 6 == 0 else None
 
 
-# By column of the README's table, then by name; each with its numbers of ranks.
+# By column of the support matrix, then by name; each with its numbers of ranks.
 WRAPPERS: dict[str, dict[str, tuple[Callable[[Transformer], Wrapped], tuple[int, ...]]]] = {
     "plain": {"plain": (lambda model: Wrapped(model, 0, 1), (1,))},
     "DDP": {"ddp": (_ddp, (2,))},

@@ -98,8 +98,8 @@ def own_words(
         progress: called with (tokens written on all ranks, all tokens to write).
 
     Windows are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
-    beyond those of the model: 2 of 64 bytes, those of :func:`find_sample_group`, one of all windows, and for each token
-    of a window those of :func:`in_step`.
+    beyond those of the model: 2 of 64 bytes, those of ``find_sample_group``, one of all windows, and for each token
+    of a window those of ``in_step``.
 
     Raises:
         ValueError, TypeError: on every rank: arguments out of range or unequal on two ranks, a window longer than the
@@ -108,7 +108,7 @@ def own_words(
             or logits that are cut.
         RuntimeError: on every rank: a forward that changes the model's own weights.
         Exception: on every rank: what a forward, or ``progress``, raised on one; but for those of which
-            :func:`in_step` says that the others cannot be told.
+            ``in_step`` says that the others cannot be told.
     """
     comm, bare = communicator(group), bare_model(model)
     with together(comm):

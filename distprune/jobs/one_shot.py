@@ -113,7 +113,7 @@ def run_one_shot_job(
     block, on as many ranks, and ends with the same bytes. If nothing was recorded, ``resume`` starts at the beginning
     and says so: the same call serves for every start. The number of ranks decides in which order activations are
     summed. The dense model's outputs of finished blocks are computed again, one forward a block; they are not stored.
-    Before the walk its memory is planned, see :func:`fit_memory`.
+    Before the walk its memory is planned, see ``fit_memory``.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.

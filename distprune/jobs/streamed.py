@@ -59,7 +59,7 @@ def run_streamed_job(
     """Run the job and return its report. The output is written whole, or not at all.
 
     The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
-    :class:`StreamedPruning` says, and then to prune and write. They are mapped, and each thread of a rank, of which it
+    ``StreamedPruning`` says, and then to prune and write. They are mapped, and each thread of a rank, of which it
     has as many as torch (at most 8), has a few pieces of the rank's share in memory. Where a rank has a gigabyte or
     more, loops are compiled by numba, if that is installed (the extra ``fast``); the bytes are the same without.
     Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does

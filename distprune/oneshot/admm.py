@@ -34,8 +34,10 @@ CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices are
 
 @dataclass(frozen=True)
 class ADMM(Solver["_Inputs"]):
-    """``damping`` is added to the diagonal of A (see ``damped_factor``). Arithmetic is float32; unstructured means of
-    each row.
+    """Refits the weights that stay while the mask closes, row by row (arXiv 2401.02938).
+
+    ``damping`` is added to the diagonal of A (see ``damped_factor``). Arithmetic is float32; unstructured means of each
+    row.
 
     Blocks of weights compete over all rows, by the sums of V^2, whenever the mask moves. Weights of inputs that were
     always 0 become 0. Zeros go first. The errors are those of X^T X, without the damping.

@@ -84,7 +84,9 @@ class Pruning(ABC):
 
 
 class Solver(ABC, Generic[Prepared]):
-    """Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
+    """Prunes rows of linear layers, from the statistics of their inputs.
+
+    Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
     ``Prepared`` is what is made once of the moments of an input, for all layers that share it. An input that is spread
     is prepared by its owner and, if the solver ``sends``, sent to the others; else every rank prepares all. What is

@@ -161,7 +161,7 @@ class Pattern(ABC):
 
     @property
     def width(self) -> int:
-        """Ranges of columns can be decided one by one if their width is a multiple of this; 0: they cannot."""
+        """Ranges of columns can be decided one by one if their width is a multiple of this; if 0, they cannot."""
         return 0
 
     def part(self, start: int, stop: int) -> Pattern:  # noqa: ARG002

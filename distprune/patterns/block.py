@@ -75,7 +75,7 @@ class Block(UnitPattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """As :meth:`UnitPattern.choose`; of scores that are summed alone."""
+        """As ``UnitPattern.choose``; of scores that are summed alone."""
         if ranked.score.combined_by != "sum":
             kind = ranked.score.combined_by
             raise NotImplementedError(f"blocks are ranked by sums; {ranked.score!r} takes a {kind}imum")

@@ -54,7 +54,7 @@ class PruneReport:
 
     @cached_property
     def masks(self) -> Masks:
-        """The masks, False where a weight is zero: read from the weights when first asked for. Local.
+        """Return the masks, False where a weight is zero, read from the weights when first asked for. Local.
 
         Raises:
             ValueError: the report was pickled, and the weights were not.

@@ -106,7 +106,8 @@ def shrink_model(
         refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``: then each
             block as a whole to what the dense model puts out behind it, also in trials of ``parameters``; ``"bias"``
             alone, where it has one; or ``"none"``.
-        targets, target_share: as of :func:`choose_units`.
+        targets, target_share: as of :func:`distprune.prune_blocks`. Default: ``"own"`` for query heads, and where
+            ``refit`` is ``"bias"`` or ``"none"``; else ``"dense"``.
         group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of

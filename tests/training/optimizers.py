@@ -1,4 +1,4 @@
-"""Every optimizer that is held to its zeros, the layouts in which torch itself can step it, and the README's table."""
+"""Every optimizer that is held to its zeros, the layouts in which torch itself can step it, and their table."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def check_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
 
 
 def optimizer_table() -> str:
-    """Return the README's table: where each optimizer is tested."""
+    """Return the table of docs/reference/support.md: where each optimizer is tested."""
     columns = {"plain": "plain", "ddp": "DDP", "fsdp1": "FSDP1", "fsdp1 flat": "FSDP1, flat", "fsdp2": "FSDP2"}
     columns |= {"hsdp": "HSDP", "tp": "TP", "fsdp-tp": "FSDP \N{MULTIPLICATION SIGN} TP", "pipeline": "pipeline"}
     lines = ["| | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]

@@ -40,7 +40,7 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
     """Base of all pruning methods; see ``torch.nn.utils.prune.BasePruningMethod``.
 
     A subclass sets ``PRUNING_TYPE`` (``"unstructured"``, ``"structured"`` or ``"global"``) and writes
-    :meth:`compute_mask`. On plain modules that is called as PyTorch calls it. On sharded ones ``t`` and
+    ``compute_mask``. On plain modules that is called as PyTorch calls it. On sharded ones ``t`` and
     ``default_mask`` are DTensors in the parameter's layout, and what is returned must be one too: work
     elementwise (``default_mask * (t.abs() >= 0.1)``). What ranks elements against each other belongs in
     the importance scores of :class:`distprune.L1Unstructured`.

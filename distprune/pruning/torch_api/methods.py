@@ -168,7 +168,7 @@ class L1Pattern(Selecting):
 
     Of a weight, dim 0 is the outputs (rows) and the other dims, flattened, are the inputs, along which groups and
     rows run; transformers' ``Conv1D`` and experts modules as they keep theirs. Importance scores count by their
-    magnitude, as in :class:`L1Unstructured`. A bare tensor, given to :meth:`prune` or :meth:`compute_mask`, is read as
+    magnitude, as in :class:`L1Unstructured`. A bare tensor, given to ``prune`` or ``compute_mask``, is read as
     (out, in).
 
     On top of earlier pruning, N:M keeps ``n`` of every ``m`` in all: what is pruned already counts as pruned,
