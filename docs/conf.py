@@ -22,6 +22,9 @@ autodoc_inherit_docstrings = False  # of torch, whose markup is not ours
 smartquotes = False  # of options, two hyphens are two hyphens
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(torch|nn|torch_prune|numpy|collections|pathlib)\..*"),  # no inventory of theirs is at hand offline
+    (
+        "py:class",
+        r"(torch|nn|torch_prune|numpy|collections|pathlib)\..*|Path|DeviceMesh",
+    ),  # no inventory of theirs is at hand offline
     ("py:class", r"(distprune\.[a-z_]+\.[\w.]+|optional)"),  # modules of ours below the public names
 ]

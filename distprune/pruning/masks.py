@@ -282,7 +282,7 @@ class Masks(Mapping[str, torch.Tensor]):
         >>> masks = Masks.load("masks.safetensors", model)  # doctest: +SKIP
 
         Every rank must call it, and see ``path``: one round of 64 bytes, and those of
-        :func:`distprune.checkpoint.write_together`. The file is written beside ``path`` and renamed: what stands there
+        ``write_together``. The file is written beside ``path`` and renamed: what stands there
         is whole.
 
         Raises:
