@@ -65,7 +65,7 @@ def measure_sensitivities(
 
     ``samples`` (num_samples, length) are the same on every rank. ``model`` is run in evaluation mode and left as is:
     weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: those of
-    :func:`in_step`, and 1 for each block, of 8 bytes for each input and output of its layers.
+    :func:`in_step`, 1 for each block, of 8 bytes for each input and output of its layers, and 1 of 64 bytes.
 
     Raises:
         ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the layer.
