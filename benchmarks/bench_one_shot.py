@@ -181,8 +181,8 @@ def main() -> None:
     dense = ", ".join(f"{' or '.join(found[kind])} on {kind}" for kind in KINDS)
     notes = (
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
-        "drawn by the seed from every second State of the Union speech since 1990; with own words, the model writes 6 "
-        f"more for each, or all of them. {ABOUT} Dense: {dense}. Seconds of pruning: of the slower rank, from the "
+        "drawn by the seed from every second State of the Union speech since 1990; by default, the model writes 96 "
+        f"more; without a text, all. {ABOUT} Dense: {dense}. Seconds of pruning: of the slower rank, from the "
         "loaded model and the windows to the last block on the disk; every rank has one thread. Medians over the "
         "seeds, and the least and the greatest; factors are of runs with the same seed."
     )

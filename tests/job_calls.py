@@ -152,7 +152,7 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
                 calibration="",
                 samples=2,
                 sequence_length=8,
-                own_words=1,
+                own_words=2,
                 speed=False,
             ),
             run_shrink_job,

@@ -50,8 +50,8 @@ class CalibratedJob(ResumableJob):
     )
     sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST)
     own_words: int | None = ask(
-        "Beside each window of the text, so many that the model writes: half continue pieces of the text, half begin "
-        f"with one random token ({OWN_WORDS}; with --own-words-file as many as it holds).",
+        "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with one "
+        f"random token ({OWN_WORDS}; with --own-words-file as many as it holds).",
         default=None,
         least=0,
         most=MOST,
@@ -71,8 +71,8 @@ class CalibratedJob(ResumableJob):
         super().check_asked()
         if self.calibration == SELF and self.own_words is not None:
             raise ValueError(
-                f"own_words={self.own_words} is for each window of a text; with calibration={SELF!r} the model writes "
-                "all, and samples says how many"
+                f"own_words={self.own_words} is beside a text; with calibration={SELF!r} the model writes all windows, "
+                "and samples says how many"
             )
         if self.calibration != SELF and self.own_words == 0 and self.own_words_file is not None:
             raise ValueError(f"own_words=0 takes none of {self.own_words_file}; leave one of them out")
@@ -121,7 +121,7 @@ def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
         calibration=job.calibration,
         words_file=job.own_words_file,
         num_samples=job.samples,
-        for_each=job.own_words,
+        num_own=job.own_words,
         length=job.sequence_length,
         seed=job.seed,
     )

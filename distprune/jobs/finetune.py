@@ -200,7 +200,7 @@ def _load_windows(job: FinetuneJob, run: Run, model: nn.Module, tokenizer: Any) 
         calibration=SELF,
         words_file=job.own_words_file,
         num_samples=_NUM_WINDOWS if is_written else job.samples,
-        for_each=None,
+        num_own=None,
         length=job.sequence_length,
         seed=job.seed,
     )

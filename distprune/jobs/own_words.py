@@ -22,7 +22,7 @@ from distprune.jobs.run import Run, clock
 from distprune.jobs.unfinished import WORDS_NAME, Unfinished
 from distprune.jobs.words_file import read_words, write_words
 
-OWN_WORDS = 6  # windows for each of a text, if nothing is said
+OWN_WORDS = 96  # windows beside those of a text, if nothing is said
 _WORDS = "own words"  # an item's kind
 _PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
@@ -41,20 +41,19 @@ class WindowCounts:
 
 
 def counts_of(
-    calibration: str, num_samples: int | None, for_each: int | None, *, num_text: int, num_in_file: int | None
+    calibration: str, num_samples: int | None, num_own: int | None, *, num_text: int, num_in_file: int | None
 ) -> WindowCounts:
     """Return how many windows a job has: ``num_samples`` of the text, or without a text in all. Local.
 
-    ``for_each`` of the text the model writes so many; ``None``: 6. ``num_text``: the windows of the text that are
-    there. ``num_in_file``: those that were written before; ``None``: none were.
+    ``num_own``: what the model writes beside a text; ``None``: 96 windows. ``num_text``: the windows of the text that
+    are there. ``num_in_file``: those that were written before; ``None``: none were.
 
     Raises:
         ValueError: more are wanted than there are, or it is not said how many.
     """
     has_text = calibration != SELF
     num_text = num_text if has_text else 0
-    of_text = None if for_each is None else for_each * num_text
-    wanted = of_text if has_text else num_samples
+    wanted = num_own if has_text else num_samples
     if num_in_file is not None:
         if wanted is not None and wanted > num_in_file:
             raise ValueError(f"{wanted} own windows are wanted, and the file holds {num_in_file}")
@@ -63,7 +62,7 @@ def counts_of(
         if wanted is None:
             raise ValueError("samples: a model has no end of windows to write; say how many, such as 128")
         return WindowCounts(own=wanted)
-    wanted = OWN_WORDS * num_text if wanted is None else wanted
+    wanted = OWN_WORDS if wanted is None else wanted
     return WindowCounts(num_text, wanted // 2, wanted - wanted // 2)
 
 
@@ -109,7 +108,7 @@ def load_windows(
     calibration: str,
     words_file: str | None,
     num_samples: int | None,
-    for_each: int | None,
+    num_own: int | None,
     length: int,
     seed: int,
 ) -> Windows:
@@ -126,7 +125,7 @@ def load_windows(
         if words_file is not None:
             own = _fitting(words_file, model, length)
         num_text, num_in_file = (None if of is None else len(of) for of in (text, own))
-        counts = counts_of(calibration, num_samples, for_each, num_text=num_text or 0, num_in_file=num_in_file)
+        counts = counts_of(calibration, num_samples, num_own, num_text=num_text or 0, num_in_file=num_in_file)
         own = None if own is None else own[: counts.own]
     if text is not None and counts.continuing:
         num_tokens = min(_PROMPT, max(length // 4, 1))

@@ -46,26 +46,26 @@ def job(job: OneShotJob) -> OneShotJob:
 
 
 @pytest.mark.parametrize(
-    ("calibration", "num_samples", "for_each", "num_in_file", "wanted"),
+    ("calibration", "num_samples", "num_own", "num_in_file", "wanted"),
     [
         ("self", 5, None, None, WindowCounts(own=5)),
         ("self", 5, None, 7, WindowCounts(own=5)),
         ("self", None, None, 7, WindowCounts(own=7)),
-        ("text", None, None, None, WindowCounts(4, 12, 12)),
-        ("text", 4, 1, None, WindowCounts(4, 2, 2)),
+        ("text", None, None, None, WindowCounts(4, 48, 48)),
+        ("text", 4, 5, None, WindowCounts(4, 2, 3)),
         ("text", 4, 0, None, WindowCounts(4)),
         ("text", 4, None, 7, WindowCounts(4, own=7)),
-        ("text", 4, 1, 7, WindowCounts(4, own=4)),
+        ("text", 4, 3, 7, WindowCounts(4, own=3)),
         ("self", 9, None, 7, "9 own windows are wanted, and the file holds 7"),
-        ("text", 4, 2, 7, "8 own windows are wanted, and the file holds 7"),
+        ("text", 4, 8, 7, "8 own windows are wanted, and the file holds 7"),
         ("self", None, None, None, "say how many"),
     ],
 )
 def test_how_many_windows_of_each_kind(
-    calibration: str, num_samples: int | None, for_each: int | None, num_in_file: int | None, wanted: Any
+    calibration: str, num_samples: int | None, num_own: int | None, num_in_file: int | None, wanted: Any
 ) -> None:
     def found() -> WindowCounts:
-        return counts_of(calibration, num_samples, for_each, num_text=4, num_in_file=num_in_file)
+        return counts_of(calibration, num_samples, num_own, num_text=4, num_in_file=num_in_file)
 
     if isinstance(wanted, WindowCounts):
         assert found() == wanted
@@ -99,7 +99,7 @@ def test_a_text_is_continued_and_left(
     job: OneShotJob, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = shutil.copyfile(text_file, tmp_path / "speeches.txt")
-    job = dataclasses.replace(job, calibration=str(path), own_words=3, evaluate_on=(str(path),))
+    job = dataclasses.replace(job, calibration=str(path), own_words=9, evaluate_on=(str(path),))
     text, continuing, own = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
     model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
     pieces = load_samples(tokenizer, path, model, num_samples=4, sequence_length=3)
