@@ -58,7 +58,7 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
         ("identity", 2),
         ("custom_from_mask", 4),  # between: the computed masks, and whether replicas' are equal
         ("l1_unstructured", 6),  # without ties
-        ("random_unstructured", 5),
+        ("random_unstructured", 6),
         ("ln_structured", 8),  # along dim 1, which shard edges cut
         ("ln_structured, inf", 8),
         ("random_structured", 4),
