@@ -184,11 +184,6 @@ def streamed(rank: int, folder: Path) -> Called:
     return nn.Module(), call
 
 
-def allocated(*_: object) -> Called:
-    model = language()
-    return model, lambda: prune.allocate(model, TOKENS, 0.5)
-
-
 def evaluated(*_: object) -> Called:
     model = language()
     return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
@@ -275,7 +270,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
     "admm": (2, one_shot("admm", prune.NByM(2, 4))),
     "perplexity": (2, evaluated),
-    "allocate": (2, allocated),
+    "allocate": (2, lambda *_: (model := language(), lambda: prune.allocate(model, TOKENS, 0.5))),
     "load_model": (2, loaded),
     "save_model": (2, saved),
     "StretchWriter": (2, streamed),

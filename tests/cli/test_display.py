@@ -120,7 +120,7 @@ def test_a_plan_runs_nothing(
     before = sorted(model_folder.iterdir())
     for more, told in (
         (["--samples", "all", "--sequence-length", "32"], ["ranks │ 1, on the host each", "fits │ yes"]),
-        (["--samples", "5", "--sequence-length", "32"], ["own words │ 30 windows, written in "]),
+        (["--samples", "5", "--sequence-length", "32"], ["own words │ 96 windows, written in "]),
         (
             ["--ranks", "64", "--device-memory", "80G"],
             ["ranks │ 64, on a device each", "80 GiB on a device", "fits │ yes"],
