@@ -14,6 +14,7 @@ LEVEL = {
     "collectives": 0,
     "hints": 0,
     "host_loops": 0,
+    "totals": 0,
     "version": 0,
     "shards": 1,
     "models": 2,

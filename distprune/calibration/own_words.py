@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.sample_group import find_sample_group, shared_axis
-from distprune.calibration.token_choice import TokenChoice, first_tokens, text_config, vocabulary_of
+from distprune.calibration.token_choice import TokenChoice, random_tokens, vocabulary_of
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives import (
     Communicator,
@@ -29,7 +29,7 @@ from distprune.collectives import (
     sum_together,
     together,
 )
-from distprune.models import bare_model, evaluating, keeping_weights
+from distprune.models import bare_model, evaluating, keeping_weights, num_bytes, text_config
 from distprune.shards import find_flat_parts, in_step, kept_gathered, reset_forward, take_roots
 
 CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
@@ -114,7 +114,7 @@ def own_words(
     with together(comm):
         _check(bare, num_windows, sequence_length, prompts, temperature, top_k, seed, cache_memory)
         if prompts is None:
-            prompts = first_tokens(bare, num_windows, seed, tokenizer)
+            prompts = random_tokens(bare, num_windows, seed, tokenizer)
         prompts = prompts.cpu()
         check_fit(prompts, bare)
         check_fit(prompts.new_zeros(1, sequence_length), bare)
@@ -160,7 +160,7 @@ def writing_bytes(
     That is keys, values and logits; where there are more ranks, also gathered weights. ``model`` may be on meta.
     """
     num_here = min(_batch_size(model, sequence_length, cache_memory), -(-num_windows // num_ranks))
-    weights = _num_bytes(model) if num_ranks > 1 else 0
+    weights = num_bytes(model) if num_ranks > 1 else 0
     return num_here * _window_bytes(model, sequence_length) + (weights if weights <= cache_memory else 0)
 
 
@@ -210,7 +210,7 @@ def _gathered(model: nn.Module, most: int) -> Iterator[bool]:
     take_roots(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         yield True
-    elif _num_bytes(model) > most:
+    elif num_bytes(model) > most:
         yield False
     else:
         with kept_gathered(model):
@@ -253,10 +253,6 @@ def _rounds(num_windows: int, size: int, num_groups: int) -> Iterator[list[list[
     batches = [list(range(num_windows))[start : start + size] for start in range(0, num_windows, size)]
     for start in range(0, len(batches), num_groups):
         yield batches[start : start + num_groups]
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _batch_size(model: nn.Module, length: int, cache_memory: int) -> int:

@@ -37,6 +37,7 @@ from distprune.models import (
     evaluating,
     expert_gradients,
     keeping_weights,
+    needing_gradients,
     replacing_forwards,
 )
 from distprune.shards import in_step
@@ -226,13 +227,12 @@ class _BackwardListener:
 @contextmanager
 def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Compute gradients, but of no parameter, in evaluation mode; put back what that changes. Local."""
-    needs_gradient = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model), keeping_weights(model), torch.enable_grad():
-        try:
-            for parameter, _ in needs_gradient:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter, needed in needs_gradient:
-                parameter.requires_grad_(needed)
+    with (
+        torch.random.fork_rng(devices),
+        evaluating(model),
+        keeping_weights(model),
+        torch.enable_grad(),
+        needing_gradients(model, ()),
+    ):
+        yield

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distprune.models import text_config
+
 _BITS = 53  # of a float64
 
 
@@ -18,13 +20,6 @@ def draw(seed: int, window: int, position: int) -> float:
     """Return a number in [0, 1) that the three numbers stand for. Local."""
     digest = hashlib.sha256(f"{seed}:{window}:{position}".encode()).digest()
     return math.ldexp(int.from_bytes(digest[:8], "little") >> (64 - _BITS), -_BITS)
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the configuration of what reads and writes text in ``model``, ``None`` without any. Local."""
-    config: Any = getattr(model, "config", None)
-    find = getattr(config, "get_text_config", None)
-    return config if find is None else find(decoder=True)
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -39,7 +34,7 @@ def vocabulary_of(model: nn.Module) -> int:
     return found
 
 
-def first_tokens(model: nn.Module, num_windows: int, seed: int, tokenizer: Any = None) -> torch.Tensor:
+def random_tokens(model: nn.Module, num_windows: int, seed: int, tokenizer: Any = None) -> torch.Tensor:
     """Return one random token for each window, (num_windows, 1) int64: one that is there, and not special. Local.
 
     Raises:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.walk import Walk
 from distprune.collectives import Communicator, cannot_meet, max_together, placed_like, sum_together
+from distprune.models import needing_gradients
 from distprune.scores.exact_sum import FloatGrid, grid_scale, on_grid
 from distprune.shards import (
     Geometry,
@@ -240,10 +241,12 @@ class WindowGradients:
     def _look_at(self, run: Run, windows: Sequence[int], scale: float, *, adds: bool) -> None:
         """Note the largest gradients of this rank's ``windows`` and, if it ``adds``, their sums."""
         group = self._walk.sample_group
-        with self.keeping_error(), _asking(self._block, self.names) as parameters, group.passing():
-            places = [_place(name, of) for name, of in parameters.items()]
+        with self.keeping_error(), needing_gradients(self._block, self.names), group.passing():
+            of_block = dict(self._block.named_parameters())
+            parameters = [of_block[name] for name in self.names]
+            places = [_place(name, of) for name, of in zip(self.names, parameters, strict=True)]
             for place, _, own in self._own(windows, len(self._windows)):
-                gradients, pull = self._of_window(run, own, list(parameters.values()), scale)
+                gradients, pull = self._of_window(run, own, parameters, scale)
                 with own_settings():
                     sizes = torch.stack([_largest(of, pull) for of in (*gradients, pull)])
                     self._finite[place] = sizes.isfinite().all()
@@ -309,17 +312,3 @@ def _place(name: str, parameter: torch.Tensor) -> tuple[Geometry | None, bool]:
         return None, False
     shard = local_shard(name, parameter)
     return shard.geometry, shard.owned
-
-
-@contextmanager
-def _asking(block: nn.Module, names: Sequence[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield the parameters ``names`` of ``block``; they alone need gradients meanwhile."""
-    parameters = dict(block.named_parameters())
-    before = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in names)
-        yield {name: parameters[name] for name in names}
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(before[name])

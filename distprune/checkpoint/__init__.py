@@ -6,7 +6,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
-from distprune.checkpoint.load_save import load, save
+from distprune.checkpoint.load_save import load, mesh_of, save
 from distprune.checkpoint.one_file import fill_from_file, write_together
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
@@ -33,6 +33,7 @@ __all__ = [
     "load_tokenizer",
     "locking",
     "make_staging",
+    "mesh_of",
     "name_of_model",
     "open_directory",
     "open_together",

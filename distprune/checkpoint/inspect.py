@@ -15,6 +15,7 @@ from distprune.brief import count, one_line, share, worst
 from distprune.checkpoint.hf_directory import TensorEntry, open_directory
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
 from distprune.shards import local_shard
+from distprune.totals import Totals
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))
 
@@ -40,23 +41,16 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
-class InspectReport:
+class InspectReport(Totals):
     """All tensors of a model directory, in the order of its files."""
 
     path: str
     tensors: tuple[TensorReport, ...]
 
     @property
-    def num_elements(self) -> int:
-        return sum(tensor.num_elements for tensor in self.tensors)
-
-    @property
-    def num_zeros(self) -> int:
-        return sum(tensor.num_zeros for tensor in self.tensors)
-
-    @property
-    def sparsity(self) -> float:
-        return self.num_zeros / max(self.num_elements, 1)
+    @override
+    def counted(self) -> tuple[TensorReport, ...]:
+        return self.tensors
 
     @override
     def __repr__(self) -> str:

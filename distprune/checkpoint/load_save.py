@@ -20,6 +20,14 @@ from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives import Group, communicator, together
 
 
+def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of all ranks of ``group``, over which a model is sharded; ``None`` on one rank. Local."""
+    ranks = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if num_ranks == 1 or ranks is None:
+        return None
+    return DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("shard",))
+
+
 def load(
     name: str | Path,
     mesh: DeviceMesh | None = None,
@@ -58,9 +66,7 @@ def load(
         kind = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
     path = resolve_model(str(name), group=comm)
     with together(comm):
-        ranks = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-        if mesh is None and ranks is not None and comm.size > 1:
-            mesh = DeviceMesh.from_group(ranks, kind.type, mesh_dim_names=("shard",))
+        mesh = mesh_of(group, comm.size, kind) if mesh is None else mesh
     return load_model(path, mesh=mesh, dtype=dtype, device=kind, group=comm)
 
 

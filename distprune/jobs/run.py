@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from distprune.calibration import token_digest
 from distprune.checkpoint import (
@@ -21,6 +20,7 @@ from distprune.checkpoint import (
     check_output,
     load_model,
     load_tokenizer,
+    mesh_of,
     open_together,
     resolve_model,
     sample_together,
@@ -174,13 +174,6 @@ class Run:
             self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
         path.write_bytes(content)
-
-
-def mesh_of(group: dist.ProcessGroup | None, num_ranks: int, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh over which a job shards its model, ``None`` on one rank. Local."""
-    if num_ranks == 1 or (ranks := group or dist.group.WORLD) is None:
-        return None
-    return DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("shard",))
 
 
 @contextmanager

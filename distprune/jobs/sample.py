@@ -11,11 +11,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.calibration import TOP_K, own_words
-from distprune.checkpoint import load_model, load_tokenizer, name_of_model, open_together, resolve_model
+from distprune.checkpoint import load_model, load_tokenizer, mesh_of, name_of_model, open_together, resolve_model
 from distprune.collectives import agree, communicator, together
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.options import DTYPES, MOST, BareJob, ask, asked
-from distprune.jobs.run import Device, mesh_of
+from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import write_words
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distprune.checkpoint import import_extra
 from distprune.collectives import work_together
 from distprune.jobs.run import Run, clock
+from distprune.models import text_config
 
 _LENGTH = 512  # tokens of a forward
 _PROMPT, _GENERATED = 32, 64  # tokens
@@ -115,7 +116,7 @@ def _measure(path: Path, device: torch.device) -> dict[str, Any]:
     loading = {"local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
     resident = _resident_bytes(device)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, **loading).to(device).eval()
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, positions)
     generator = torch.Generator().manual_seed(0)

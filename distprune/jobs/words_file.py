@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from distprune.checkpoint import import_extra
+from distprune.checkpoint.disk import sync_file
 from distprune.version import __version__
 
 _TOKENS = "token_ids"
@@ -33,11 +33,9 @@ def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object]
     versions = {"distprune": str(__version__), **{name: version(name) for name in ("torch", "transformers")}}
     metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
     beside = partial_of(path)
-    with beside.open("wb") as file:
-        file.write(save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata))
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
+    beside.write_bytes(save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata))
+    if sync:
+        sync_file(beside)
     beside.replace(path)
 
 

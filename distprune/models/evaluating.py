@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,6 +33,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.config.rescale_every, module.layers_are_rescaled = every, False
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def needing_gradients(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let the parameters ``names`` of ``module`` alone need gradients while the body runs. Local."""
+    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in names)
+        yield
+    finally:
+        for parameter, needed in before:
+            parameter.requires_grad_(needed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from distprune.calibration.order import kind_of
-from distprune.models import LinearLayer, decoder_blocks, linear_layers
+from distprune.models import LinearLayer, decoder_blocks, linear_layers, num_bytes, text_config
 from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
 
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # in configs of transformers
@@ -29,17 +29,12 @@ def shape_of(model: nn.Module) -> ModelShape:
     first = next((of for block in blocks for of in linear_layers(block).values()), None)
     if first is None:
         raise ValueError(f"the blocks of {type(model).__name__} hold no linear layer")
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     shapes = tuple(
-        BlockShape(tuple(_inputs(list(linear_layers(block).values()), first.num_in, config)), _num_bytes(block))
+        BlockShape(tuple(_inputs(list(linear_layers(block).values()), first.num_in, config)), num_bytes(block))
         for block in blocks
     )
-    return ModelShape(shapes, _num_bytes(model), first.num_in, first.parameter.element_size(), _called(config, first))
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return ModelShape(shapes, num_bytes(model), first.num_in, first.parameter.element_size(), _called(config, first))
 
 
 def _called(config: Any, first: LinearLayer) -> int:

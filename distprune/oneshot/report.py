@@ -13,6 +13,7 @@ from typing_extensions import override
 from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.collectives import Communicator, sum_together
 from distprune.oneshot.block_fit import BlockFit
+from distprune.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class BlockReport:
 
 
 @dataclass(frozen=True)
-class OneShotReport:
+class OneShotReport(Totals):
     """The same on every rank, but for seconds.
 
     ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
@@ -108,17 +109,10 @@ class OneShotReport:
         return tuple(of_layer for block in self.blocks for of_layer in block.layers)
 
     @property
-    def num_elements(self) -> int:
-        return sum(of_layer.num_elements for of_layer in self.layers)
-
-    @property
-    def num_zeros(self) -> int:
-        return sum(of_layer.num_zeros for of_layer in self.layers)
-
-    @property
-    def sparsity(self) -> float:
-        """The share of zeros of the layers that were pruned."""
-        return self.num_zeros / max(self.num_elements, 1)
+    @override
+    def counted(self) -> tuple[LayerReport, ...]:
+        """The layers that were pruned."""
+        return self.layers
 
     @override
     def __repr__(self) -> str:

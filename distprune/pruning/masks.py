@@ -20,7 +20,7 @@ from distprune.masks import zero_where_pruned
 from distprune.models import NamePattern, is_sharded
 from distprune.patterns import check_parts
 from distprune.pruning.agreement import agree_on_model
-from distprune.pruning.overlap import Overlap, count_pruned
+from distprune.pruning.overlap import Overlap, counts_pruned
 from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards import (
@@ -174,11 +174,10 @@ class Masks(Mapping[str, torch.Tensor]):
         def fill(counts: torch.Tensor) -> None:
             self._check_like(other)
             place = self._roster.index()
-            for name, mask in self._local.items():
-                if self._shards[name].owned:
-                    counts[place[name]] = torch.tensor(
-                        count_pruned(mask, other._local[name]), dtype=torch.int64, device="cpu"
-                    )
+            owned = [name for name in self._local if self._shards[name].owned]
+            found = counts_pruned([(self._local[name], other._local[name]) for name in owned])
+            for name, pair in zip(owned, found, strict=True):
+                counts[place[name]] = torch.tensor(pair, dtype=torch.int64, device="cpu")
 
         counts = sum_together(self._comm, (len(self._roster.members), 2), fill)
         return Overlap.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,18 @@ def _ratio(num_in_both: int, num_in_either: int) -> float:
     return num_in_both / num_in_either if num_in_either else 1.0
 
 
-def count_pruned(one: torch.Tensor, other: torch.Tensor) -> list[int]:
-    """Return how many elements two masks of one shape prune both, and how many at least one prunes. Local."""
-    chunks = [(a, b) for (_, a), (_, b) in zip(flat_chunks(one), flat_chunks(other), strict=True)]
-    kept = fetched([count_true(op(a, b)) for op in (torch.logical_or, torch.logical_and) for a, b in chunks])
-    return [one.numel() - sum(map(int, kept[: len(chunks)])), one.numel() - sum(map(int, kept[len(chunks) :]))]
+def counts_pruned(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[int]]:
+    """Return of each pair of masks of one shape how many elements both prune, and how many at least one. Local.
+
+    A device is waited for once.
+    """
+    kept, nums = list[torch.Tensor](), list[int]()
+    for one, other in pairs:
+        chunks = [(a, b) for (_, a), (_, b) in zip(flat_chunks(one), flat_chunks(other), strict=True)]
+        kept += [count_true(op(a, b)) for op in (torch.logical_or, torch.logical_and) for a, b in chunks]
+        nums.append(len(chunks))
+    left = iter(fetched(kept))
+    return [
+        [one.numel() - sum(map(int, itertools.islice(left, num))) for _ in range(2)]
+        for (one, _), num in zip(pairs, nums, strict=True)
+    ]

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.pruning.masks import Masks
+from distprune.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ParameterReport:
 
 
 @dataclass(frozen=True)
-class PruneReport:
+class PruneReport(Totals):
     """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``.
 
     It can be pickled, without the masks.
@@ -69,21 +70,13 @@ class PruneReport:
         return self  # nothing in it changes
 
     @property
-    def num_elements(self) -> int:
-        return sum(parameter.num_elements for parameter in self.parameters)
+    @override
+    def counted(self) -> tuple[ParameterReport, ...]:
+        return self.parameters
 
     @property
     def num_pruned(self) -> int:
         return sum(parameter.num_pruned for parameter in self.parameters)
-
-    @property
-    def num_zeros(self) -> int:
-        return sum(parameter.num_zeros for parameter in self.parameters)
-
-    @property
-    def sparsity(self) -> float:
-        """The share of zeros."""
-        return self.num_zeros / max(self.num_elements, 1)
 
     @override
     def __repr__(self) -> str:

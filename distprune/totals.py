@@ -1,0 +1,39 @@
+"""What reports of several counted parts add up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Counted(Protocol):
+    """A part whose elements, and the zeros among them, are counted."""
+
+    @property
+    def num_elements(self) -> int: ...
+
+    @property
+    def num_zeros(self) -> int: ...
+
+
+class Totals(ABC):
+    """The totals over ``counted`` parts."""
+
+    @property
+    @abstractmethod
+    def counted(self) -> Sequence[Counted]:
+        """The parts that count."""
+
+    @property
+    def num_elements(self) -> int:
+        return sum(part.num_elements for part in self.counted)
+
+    @property
+    def num_zeros(self) -> int:
+        return sum(part.num_zeros for part in self.counted)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros of what was counted."""
+        return self.num_zeros / max(self.num_elements, 1)
