@@ -48,19 +48,19 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
 
 def perplexity(
     model: nn.Module,
-    token_ids: TokenIds,
+    samples: TokenIds,
     *,
     sequence_length: int | None = None,
     group: Group = None,
-    progress: Progress = None,
     batch_tokens: int = _BATCH_TOKENS,
+    progress: Progress = None,
 ) -> float:
     """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
 
     >>> perplexity(llama, samples) == perplexity(llama, samples.flatten(), sequence_length=samples.shape[1])
     True
 
-    ``token_ids``: all forms that :func:`distprune.prune_blocks` takes, or one line of them; without
+    ``samples``: all forms that :func:`distprune.prune_blocks` takes, or one line of them; without
     ``sequence_length`` their own windows. The windows follow each other without overlap, an incomplete last one is left
     out, and of each every token but the first is predicted. Every rank of ``group`` must call it, with the same tokens:
     two rounds of 64 bytes, and those of ``log_likelihoods``, which says how the windows are run.
@@ -74,12 +74,12 @@ def perplexity(
     comm = communicator(group)
     with together(comm):
         if sequence_length is None:
-            windows = as_windows(token_ids)
+            windows = as_windows(samples)
             if windows.ndim != 2:
-                raise ValueError(f"token_ids of shape {tuple(windows.shape)} are no windows: say sequence_length")
+                raise ValueError(f"samples of shape {tuple(windows.shape)} are no windows: say sequence_length")
             line, sequence_length = windows.reshape(-1), windows.shape[1]
         else:
-            line = as_line(token_ids)
+            line = as_line(samples)
     (found,) = perplexities(
         model,
         [line],

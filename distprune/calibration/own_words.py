@@ -67,19 +67,19 @@ def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) ->
 
 def own_words(
     model: nn.Module,
-    num_windows: int,
-    sequence_length: int,
+    samples: int = _NUM_WINDOWS,
+    sequence_length: int = _LENGTH,
     *,
+    tokenizer: Any = None,
     prompts: torch.Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = TOP_K,
     seed: int = 0,
-    tokenizer: Any = None,
     group: Group = None,
     cache_memory: int = CACHE_MEMORY,
     progress: Progress = None,
 ) -> torch.Tensor:
-    """Return windows that ``model`` has written, (num_windows, sequence_length) int64, on the CPU.
+    """Return windows that ``model`` has written, (samples, sequence_length) int64, on the CPU.
 
     By the ``generate`` of transformers. The end-of-sequence token does not end a window: documents follow each other.
     To be given to :func:`distprune.prune_blocks` and others as ``samples``.
@@ -87,11 +87,12 @@ def own_words(
     Args:
         model: a causal language model of transformers; layouts as for :func:`distprune.prune_blocks`. It is run in
             evaluation mode and left as it was.
-        prompts: what the windows begin with, (num_windows, at least 1) int64. ``None``: each with one random token of
-            the vocabulary that is not special.
-        temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
+        samples, sequence_length: how many windows, and of how many tokens.
         tokenizer: of transformers; then first tokens are those that it has, and special those that it says. Else the
             config says it, which may count more tokens than there are.
+        prompts: what the windows begin with, (samples, at least 1) int64. ``None``: each with one random token of
+            the vocabulary that is not special.
+        temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
         cache_memory: bytes of keys and values, and logits, on one rank: as many windows are written at a time. Weights
             that FSDP2 has sharded are gathered once if they all fit into as many bytes more; else block by block, for
             one token of all windows at a time.
@@ -112,26 +113,26 @@ def own_words(
     """
     comm, bare = communicator(group), bare_model(model)
     with together(comm):
-        _check(bare, num_windows, sequence_length, prompts, temperature, top_k, seed, cache_memory)
+        _check(bare, samples, sequence_length, prompts, temperature, top_k, seed, cache_memory)
         if prompts is None:
-            prompts = random_tokens(bare, num_windows, seed, tokenizer)
+            prompts = random_tokens(bare, samples, seed, tokenizer)
         prompts = prompts.cpu()
         check_fit(prompts, bare)
         check_fit(prompts.new_zeros(1, sequence_length), bare)
         reset_forward(bare)
         axis = shared_axis(bare)
         size = _batch_size(bare, sequence_length, cache_memory)
-        asked = [num_windows, sequence_length, temperature, top_k, seed, cache_memory]
+        asked = [samples, sequence_length, temperature, top_k, seed, cache_memory]
         vocabulary, num_steps = vocabulary_of(bare), sequence_length - prompts.shape[1]
         device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-        written = torch.zeros(num_windows, sequence_length, dtype=torch.int64, device="cpu")
+        written = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
         facts = {"asked": asked, "prompts": token_digest(prompts), "progress": progress is not None}
     agree(comm, facts)
     sample_group = find_sample_group(comm, axis)
 
     def tell(num_done: int, num_now: int, step: int) -> None:
         if progress is not None:
-            progress(num_done * num_steps + num_now * step, num_windows * num_steps)
+            progress(num_done * num_steps + num_now * step, samples * num_steps)
 
     with (
         _gathered(bare, cache_memory) as is_gathered,
@@ -139,9 +140,9 @@ def own_words(
         _generating(bare) as generate,
     ):
         num_done = 0
-        for of_groups in _rounds(num_windows, size, sample_group.num_groups):
+        for of_groups in _rounds(samples, size, sample_group.num_groups):
             own = of_groups[sample_group.number] if sample_group.number < len(of_groups) else []
-            windows, num_now = own or [num_windows - 1], sum(map(len, of_groups))  # all ranks run as many forwards
+            windows, num_now = own or [samples - 1], sum(map(len, of_groups))  # all ranks run as many forwards
             choice = TokenChoice(windows, vocabulary, temperature, top_k, seed, partial(tell, num_done, num_now))
             found = run(generate, prompts[windows].to(device), sequence_length, choice)
             choice.check()
@@ -166,7 +167,7 @@ def writing_bytes(
 
 def _check(
     bare: nn.Module,
-    num_windows: int,
+    samples: int,
     sequence_length: int,
     prompts: torch.Tensor | None,
     temperature: float,
@@ -175,17 +176,17 @@ def _check(
     cache_memory: int,
 ) -> None:
     """Raise what :func:`own_words` says of its arguments. Local."""
-    numbers = {"num_windows": num_windows, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
+    numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
     for name, number in {**numbers, "cache_memory": cache_memory}.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be an int, not {number!r}")
-    if num_windows < 1 or top_k < 1 or not 0 < temperature < float("inf"):
-        raise ValueError(f"{num_windows=}, {top_k=} and {temperature=}: each must be above 0, and finite")
+    if samples < 1 or top_k < 1 or not 0 < temperature < float("inf"):
+        raise ValueError(f"{samples=}, {top_k=} and {temperature=}: each must be above 0, and finite")
     if prompts is not None:
         if not isinstance(prompts, torch.Tensor) or prompts.dtype != torch.int64:
             raise TypeError(f"prompts must be a tensor of int64, not {getattr(prompts, 'dtype', type(prompts))}")
-        if prompts.ndim != 2 or len(prompts) != num_windows or not prompts.shape[1]:
-            raise ValueError(f"prompts must be ({num_windows}, 1 or more tokens), not {tuple(prompts.shape)}")
+        if prompts.ndim != 2 or len(prompts) != samples or not prompts.shape[1]:
+            raise ValueError(f"prompts must be ({samples}, 1 or more tokens), not {tuple(prompts.shape)}")
     num_given = 1 if prompts is None else prompts.shape[1]
     if sequence_length <= num_given:
         raise ValueError(f"{sequence_length=} leaves nothing to write behind {num_given} given tokens")

@@ -99,7 +99,7 @@ class Display(Watcher):
     def sampled(self, report: Sampled) -> None:
         """Print what was written."""
         self.close()
-        num, length, seconds = report.num_windows, report.length, report.seconds
+        num, length, seconds = report.num_samples, report.sequence_length, report.seconds
         self.say(f"{report.path}: {num} windows of {length} tokens, {num * length / seconds:,.0f} a second")
 
     def plan(self, walk: PlannedWalk) -> None:

@@ -191,9 +191,10 @@ class PruningJob(Job):
     """What a job that prunes is asked for beside that."""
 
     sparsity: float | None = ask("The final share of zeros, such as 0.5. Existing zeros count toward it.", default=None)
-    pattern: Pattern | str | None = ask(
+    method: str = ask("How weights are chosen.")
+    pattern: Pattern | str = ask(
         "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.",
-        default=None,
+        default="unstructured",
         parse=str,
         metavar="TEXT",
     )

@@ -25,7 +25,7 @@ class SampleJob(BareJob):
     """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does."""
 
     output: str = ask("File to write (safetensors). It must not exist.", is_file=True)
-    windows: int = ask("How many to write.", default=128, least=1, most=MOST)
+    samples: int = ask("Windows to write.", default=128, least=1, most=MOST)
     sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST)
     temperature: float = ask("Divides the logits.", default=1.0, above=0)
     top_k: int = ask("Draw from as many of the likeliest tokens.", default=TOP_K, least=1, most=MOST)
@@ -53,8 +53,8 @@ class Sampled:
     """What was written: so many windows, of so many tokens each, into ``path``; ``seconds``: writing alone."""
 
     path: Path
-    num_windows: int
-    length: int
+    num_samples: int
+    sequence_length: int
     seconds: float
 
 
@@ -83,12 +83,12 @@ def run_sample_job(
         mesh = mesh_of(group, comm.size, device)
     with reporter.stage("loading", "bytes") as progress:
         model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
-    fit_writing(comm, model, [job.windows], job.sequence_length, device)
+    fit_writing(comm, model, [job.samples], job.sequence_length, device)
     started = time.perf_counter()
     with reporter.stage("writing own words", "tokens") as progress:
         words = own_words(
             model,
-            job.windows,
+            job.samples,
             job.sequence_length,
             temperature=job.temperature,
             top_k=job.top_k,

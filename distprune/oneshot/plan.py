@@ -19,7 +19,7 @@ from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns import Pattern, as_pattern, own_share
-from distprune.pruning.agreement import check_seed
+from distprune.pruning.agreement import check_seed, with_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
 
@@ -207,13 +207,13 @@ def solver_of(method: OneShotMethod | Score | Solver[Any], seed: int | None) -> 
     if isinstance(method, Solver):
         return method
     if isinstance(method, Score):
-        return Scored(method)
+        return Scored(with_seed(method, seed))
     solvers: dict[str, Solver[Any]] = {
         "admm": ADMM(),
         "wanda": Scored(Wanda(), by_row=True),
         "sparsegpt": SparseGPT(),
         "magnitude": Scored(Magnitude()),
-        "random": Scored(Random(seed)),
+        "random": Scored(with_seed(Random(), seed)),
     }
     if method not in solvers:
         raise ValueError(f"method={method!r} is none of {', '.join(solvers)}, a Score or a Solver")

@@ -32,12 +32,12 @@ def prune_blocks(
     *,
     method: OneShotMethod | Score | Solver[Any] = "admm",
     pattern: Pattern | str = "unstructured",
-    group: Group = None,
-    seed: int | None = None,
+    seed: int | None = 0,
     sequential: Sequential | None = None,
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     refit: BlockRefit | None = None,
+    group: Group = None,
     offload: bool = False,
     expert_memory: int = EXPERT_MEMORY,
     finished: Finished | None = None,
@@ -78,8 +78,7 @@ def prune_blocks(
             solver of one's own.
         pattern: ``Unstructured``, ``PerRow``, ``NByM`` or ``Block``, or its text, such as ``"2:4"``; see there who
             competes. Each matrix is pruned by itself.
-        group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
-        seed: for ``"random"``; ``None``: the first rank draws one from torch's default generator.
+        seed: for ``"random"``, as for ``prune_model``, and for the order of samples in ``refit``.
         sequential: ``"block"``: all layers of a block are pruned at once, as Wanda and SparseGPT do; ``"layer"``: one
             after the other in the order they run, by what they are given once those before are pruned. Default:
             ``"layer"`` for ``"admm"``, ``"block"`` for the others.
@@ -90,6 +89,7 @@ def prune_blocks(
         refit: ``"block"``: each block is fitted as a whole once its layers are pruned, over the weights that stay and
             its 1-D parameters, norms and biases, to what the dense model puts out there (see ``oneshot.block_fit``);
             experts with the rest. Or ``"none"``. Default: ``"block"`` with dense targets.
+        group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM
             and dense targets need them: the tokens of each expert then go to a rank that holds it, which sums them,

@@ -35,14 +35,14 @@ __all__ = [
 
 
 def as_pattern(
-    pattern: Pattern | str | None,
+    pattern: Pattern | str,
     sparsity: float | Mapping[str, float] | None = None,
     scope: Scope | None = None,
 ) -> Pattern:
     """Return ``pattern`` as a :class:`Pattern`. Local.
 
     ``sparsity``: a share, or one for each parameter by name.
-    ``pattern``: a pattern, or its text. ``"unstructured"`` (also ``None``), ``"row"``, ``"block:16"`` and
+    ``pattern``: a pattern, or its text. ``"unstructured"``, ``"row"``, ``"block:16"`` and
     ``"channels:0"`` need ``sparsity``; ``"2:4"`` does not take it. ``scope`` replaces the pattern's own.
 
     Raises:
@@ -54,8 +54,8 @@ def as_pattern(
         check_share(sparsity)
         if any(isinstance(each, int) for each in shares_of(sparsity)):
             raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")
-    if pattern is None or isinstance(pattern, str):
-        found = _from_text(pattern or "unstructured", sparsity)
+    if isinstance(pattern, str):
+        found = _from_text(pattern, sparsity)
     elif not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern or its text, such as '2:4', not {pattern!r}")
     elif sparsity is not None:
@@ -65,7 +65,7 @@ def as_pattern(
     return found if scope is None else found.within(scope)
 
 
-def says_how_much(pattern: Pattern | str | None) -> bool:
+def says_how_much(pattern: Pattern | str) -> bool:
     """Return whether ``pattern`` itself says how much is pruned, as ``"2:4"`` does. Local."""
     return isinstance(pattern, Pattern) or (isinstance(pattern, str) and pattern[:1].isdigit())
 

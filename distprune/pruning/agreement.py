@@ -183,6 +183,16 @@ def _shown(pattern: NamePattern) -> str:
     return repr(pattern) if isinstance(pattern, str) else f"({type(pattern).__name__})"
 
 
+def with_seed(score: Score, seed: int | None) -> Score:
+    """Return ``score``, with ``seed`` where it needs one and has none of its own. Local.
+
+    Raises:
+        TypeError: ``seed`` is neither an int nor ``None``.
+    """
+    check_seed(seed)
+    return score if seed is None or not score.needs_seed else score.seeded(seed)
+
+
 def check_seed(seed: int | None) -> None:
     """Check that ``seed`` is an int or ``None``. Local.
 

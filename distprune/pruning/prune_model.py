@@ -17,7 +17,7 @@ from distprune.hints import with_hints
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
-from distprune.pruning.agreement import Facts, agree_on, all_shown, check_seed
+from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
@@ -58,9 +58,9 @@ def prune_model(
     sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
-    pattern: Pattern | str | None = None,
+    pattern: Pattern | str = "unstructured",
     scope: Scope | None = None,
-    seed: int | None = None,
+    seed: int | None = 0,
     evidence: GivenEvidence | None = None,
     include: NamePattern | Sequence[NamePattern] = (),
     exclude: NamePattern | Sequence[NamePattern] = (),
@@ -90,13 +90,14 @@ def prune_model(
         score: ``"magnitude"`` (the smallest |w| are pruned), ``"random"`` (a hash of seed, parameter and flat index),
             ``"gradient"`` (|g|), ``"taylor"`` (|w g|), a function of weights (1-D) that returns as many scores,
             higher = keep, or a :class:`Score`.
-        pattern: :class:`Unstructured` (the default), :class:`PerRow`, :class:`NByM`, :class:`Block`,
-            :class:`Channels`, or a text: ``"row"``, ``"2:4"``, ``"block:16"``, ``"channels:0"``. A pattern that says
+        pattern: :class:`Unstructured`, :class:`PerRow`, :class:`NByM`, :class:`Block`, :class:`Channels`, or a text:
+            ``"unstructured"``, ``"row"``, ``"2:4"``, ``"block:16"``, ``"channels:0"``. A pattern that says
             how much is pruned does not take ``sparsity``. Rows are outputs and inputs run along a row: (out, in);
             (out, in * kh * kw) of a convolution; ``Conv1D`` and experts of transformers as their modules use them.
         scope: ``"global"``: all parameters compete; ``"tensor"``: each by itself. By default the pattern's own. N:M
             and rows take no scope: every group and every row is decided by itself.
-        seed: for ``"random"``. ``None``: every rank draws one from torch's default generator; the first rank's is used.
+        seed: for ``"random"``: equal seeds prune equal places. ``None``: every rank draws one from torch's default
+            generator; the first rank's is used. ``Random(7)`` keeps its own.
         evidence: what the score needs beside the weights: ``{"gradient": {name: tensor}}``, each in its
             parameter's layout, or whole on every rank. Without it, gradients are those that the parameters have.
         group: the ranks that take part: a process group (default: the default one, or this process
@@ -130,9 +131,9 @@ def prune_shards(
     sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
-    pattern: Pattern | str | None = None,
+    pattern: Pattern | str = "unstructured",
     scope: Scope | None = None,
-    seed: int | None = None,
+    seed: int | None = 0,
     evidence: GivenEvidence | None = None,
     group: Group = None,
 ) -> PruneReport:
@@ -154,9 +155,9 @@ def compute_masks(
     sparsity: float | Mapping[str, float] | None = None,
     *,
     score: ScoreLike = "magnitude",
-    pattern: Pattern | str | None = None,
+    pattern: Pattern | str = "unstructured",
     scope: Scope | None = None,
-    seed: int | None = None,
+    seed: int | None = 0,
     evidence: GivenEvidence | None = None,
     include: NamePattern | Sequence[NamePattern] = (),
     exclude: NamePattern | Sequence[NamePattern] = (),
@@ -180,7 +181,7 @@ class Request:
     of: nn.Module | Sequence[LocalShard] | Found
     sparsity: float | Mapping[str, float] | None
     score: ScoreLike
-    pattern: Pattern | str | None
+    pattern: Pattern | str
     scope: Scope | None
     seed: int | None
     evidence: GivenEvidence | None
@@ -209,11 +210,7 @@ class Request:
 
     def checked(self) -> tuple[Score, Pattern]:
         """Return the score and the pattern that are meant, or raise."""
-        check_seed(self.seed)
-        score = as_score(self.score)
-        if isinstance(score, Random) and self.seed is not None:
-            score = Random(self.seed)
-        return score, as_pattern(self.pattern, self.sparsity, self.scope)
+        return with_seed(as_score(self.score), self.seed), as_pattern(self.pattern, self.sparsity, self.scope)
 
 
 @_collector_paused()

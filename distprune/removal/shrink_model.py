@@ -76,9 +76,9 @@ def shrink_model(
     criterion: CriterionName | Criterion = "obs",
     layer_criterion: LayerCriterion = "loss",
     expert_criterion: ExpertCriterion = "output",
-    refit: Refit = "least_squares",
     targets: TargetsOf | None = None,
     target_share: float | None = None,
+    refit: Refit = "least_squares",
     group: Group = None,
     offload: bool = False,
 ) -> Shrunk:
@@ -103,11 +103,11 @@ def shrink_model(
             (Minitron), ``"magnitude"``, or a criterion of one's own.
         layer_criterion: how layers are chosen: ``"loss"`` or ``"influence"``; see ``order_layers``.
         expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
+        targets, target_share: as of :func:`distprune.prune_blocks`. Default: ``"own"`` for query heads, and where
+            ``refit`` is ``"bias"`` or ``"none"``; else ``"dense"``.
         refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``: then each
             block as a whole to what the dense model puts out behind it, also in trials of ``parameters``; ``"bias"``
             alone, where it has one; or ``"none"``.
-        targets, target_share: as of :func:`distprune.prune_blocks`. Default: ``"own"`` for query heads, and where
-            ``refit`` is ``"bias"`` or ``"none"``; else ``"dense"``.
         group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of

@@ -19,7 +19,7 @@ from distprune.shards import LocalShard, on_host
 @final
 @dataclass(frozen=True)
 class Random(Score):
-    """Uniform over [0, 2**31), int32. ``seed=None``: the first rank draws a seed for each call.
+    """Uniform over [0, 2**31), int32. ``seed=None``: the one that the call is given.
 
     Parameters of one name and shape get the same scores from one seed.
 

@@ -363,13 +363,13 @@ class Hold:
             zero_where_pruned(local, kept)
 
     def regrow(
-        self, share: float, pattern: Pattern | str | None, *, by: GrowBy = "random", seed: int | None = None
+        self, share: float, pattern: Pattern | str = "unstructured", *, by: GrowBy = "random", seed: int | None = None
     ) -> Counts:
         """Move ``share`` of the kept weights of each parameter within ``pattern``. Every rank must call it.
 
-        ``pattern``: what the zeros follow, as :func:`distprune.prune_model` takes it, and ``None`` where they follow
-        none. See :class:`Regrow`. What was dropped and grows again keeps its value. By gradient: compute the gradients
-        within :meth:`dense_gradients`, and take no step with them.
+        ``pattern``: what the zeros follow, as :func:`distprune.prune_model` takes it. See :class:`Regrow`. What was
+        dropped and grows again keeps its value. Without a ``seed`` each call draws one. By gradient: compute the
+        gradients within :meth:`dense_gradients`, and take no step with them.
         Rounds: twice those of the pattern, and one of 16 bytes.
 
         Raises:

@@ -97,7 +97,7 @@ def regrow(
     comm: Communicator,
     model: nn.Module,
     share: float,
-    pattern: Pattern | str | None,
+    pattern: Pattern | str,
     *,
     by: GrowBy = "random",
     seed: int | None = None,

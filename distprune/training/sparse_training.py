@@ -82,7 +82,7 @@ class SparseTraining:
         *,
         schedule: Schedule | Mapping[str, Schedule],
         score: ScoreLike = "magnitude",
-        pattern: Pattern | str | None = None,
+        pattern: Pattern | str = "unstructured",
         scope: Scope | None = None,
         regrow: Regrow | None = None,
         seed: int = 0,
@@ -106,8 +106,7 @@ class SparseTraining:
             for before, after in itertools.pairwise(levels):
                 _check_all_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
-        own_seed = seed if self._score.needs_seed else None
-        self._request = Request(model, None, self._score, pattern, scope, own_seed, None, include, exclude)
+        self._request = Request(model, None, self._score, pattern, scope, seed, None, include, exclude)
         self.hold: Hold = hold_zeros(model, optimizer, include=include, exclude=exclude, group=self._comm)
         self.hold.before_step(self._before_step)
         self._prepare()

@@ -180,13 +180,13 @@ def test_what_cannot_write_is_refused() -> None:
     for arguments, message in (
         ({"sequence_length": 9}, "longer than the model's 8 positions"),
         ({"sequence_length": 1}, "leaves nothing to write behind 1 given"),
-        ({"num_windows": 0}, "num_windows=0"),
+        ({"samples": 0}, "samples=0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"prompts": samples(3, 2)}, r"must be \(2, 1 or more tokens\), not \(3, 2\)"),
         ({"prompts": torch.full((2, 2), VOCABULARY)}, "outside the model's vocabulary"),
     ):
         with pytest.raises(ValueError, match=message):
-            own_words(model, **{"num_windows": 2, "sequence_length": 5} | arguments)
+            own_words(model, **{"samples": 2, "sequence_length": 5} | arguments)
     with pytest.raises(TypeError, match="seed must be an int"):
         own_words(model, 2, 5, seed=0.5)  # type: ignore[arg-type]
     model.config = SimpleNamespace(is_encoder_decoder=False)

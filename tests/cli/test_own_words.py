@@ -26,7 +26,7 @@ def test_the_method_says_that_the_model_writes() -> None:
     assert request.job == OneShotJob(
         model="m", output="o", sparsity=0.5, calibration="t", own_words=2, own_words_file="w"
     )
-    (request,) = asked("sample m --output o --windows 3 --sequence-length 9 --seed 5 --temperature 0.5 --top-k 7")
+    (request,) = asked("sample m --output o --samples 3 --sequence-length 9 --seed 5 --temperature 0.5 --top-k 7")
     assert request.job == SampleJob(
-        model="m", output="o", windows=3, sequence_length=9, seed=5, temperature=0.5, top_k=7
+        model="m", output="o", samples=3, sequence_length=9, seed=5, temperature=0.5, top_k=7
     )

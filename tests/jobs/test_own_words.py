@@ -191,7 +191,7 @@ def sampled_on_rank(_: int, job: SampleJob) -> None:
 def test_a_file_of_own_words(
     pool: ProcessPool, job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = SampleJob(model=job.model, output=str(tmp_path / "words"), windows=3, sequence_length=14)
+    sampling = SampleJob(model=job.model, output=str(tmp_path / "words"), samples=3, sequence_length=14)
     pool.run(2, sampled_on_rank, sampling)
     found, about = read_words(tmp_path / "words")
     model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
@@ -200,8 +200,8 @@ def test_a_file_of_own_words(
     assert {"distprune", "torch", "transformers"} <= about.keys()
     with pytest.raises(FileExistsError, match="is there"):
         run_sample_job(sampling)
-    one = run_sample_job(dataclasses.replace(sampling, overwrite=True, windows=1))
-    assert (one.num_windows, one.length) == (1, 14)
+    one = run_sample_job(dataclasses.replace(sampling, overwrite=True, samples=1))
+    assert (one.num_samples, one.sequence_length) == (1, 14)
     assert torch.equal(read_words(tmp_path / "words")[0], found[:1])
     job = dataclasses.replace(job, own_words_file=str(tmp_path / "words"), samples=None)
     (used,) = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
@@ -248,7 +248,7 @@ def test_a_smaller_model(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ValueError, match=r"writing own words takes .* GiB of .* free on cpu"):
             run_shrink_job(smaller)
         with pytest.raises(ValueError, match="writing own words takes"):
-            run_sample_job(SampleJob(model=job.model, output=f"{job.output}.words", windows=9, sequence_length=8))
+            run_sample_job(SampleJob(model=job.model, output=f"{job.output}.words", samples=9, sequence_length=8))
     assert run_shrink_job(smaller).work.windows == {"text": 0, "continuing": 0, "own": 2}
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
 from distprune.collectives import ProcessGroup
 from distprune.pruning.agreement import agree_on_model
-from distprune.scores import ChannelNorm, Elements, ElementwiseScore, ScoreLike
+from distprune.scores import ChannelNorm, Elements, ElementwiseScore, Random, ScoreLike
 from distprune.shards import local_shard
 from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
@@ -166,9 +166,9 @@ def pruned_without_seed(rank: int) -> tuple[int | None, list[int], float]:
     torch.manual_seed(7)
     torch.rand(rank)  # out of step: the first rank's draw counts
     model = decoder()
-    report = prune_model(model, 0.5, score="random")
+    report = prune_model(model, 0.5, score="random", seed=None)
     torch.manual_seed(7)
-    prune_model(decoder(), 0.5, score="random")  # in step: so they are afterwards
+    prune_model(decoder(), 0.5, score=Random(), seed=None)  # in step: so they are afterwards
     return (
         report.seed,
         model.get_parameter("layers.1.up.weight").flatten().nonzero().flatten().tolist(),
@@ -180,6 +180,17 @@ def test_no_seed_takes_the_first_ranks_and_leaves_generators_in_step(pool: Proce
     first, second = pool.run(2, pruned_without_seed)
     assert first == second
     assert first[0] is not None
+
+
+def test_whose_seed_counts() -> None:
+    cases: list[tuple[ScoreLike, dict[str, int], int]] = [
+        ("random", {}, 0),
+        ("random", {"seed": 3}, 3),
+        (Random(), {"seed": 3}, 3),
+        (Random(7), {}, 7),
+    ]
+    for score, options, seed in cases:
+        assert prune_model(nn.Linear(4, 4), 0.5, score=score, **options).seed == seed  # type: ignore[arg-type]
 
 
 def test_gradients_and_identity_stay() -> None:
@@ -255,8 +266,8 @@ def test_scores_that_differ_between_ranks_are_refused() -> None:
         ([(0, 1), (2, 4)], "own 6:"),  # a row that nobody owns
     ],
 )
-@pytest.mark.parametrize("pattern", [None, "row", "1:2", "block:2", "channels:0"])
-def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pattern: str | None) -> None:
+@pytest.mark.parametrize("pattern", ["unstructured", "row", "1:2", "block:2", "channels:0"])
+def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pattern: str) -> None:
     held = [torch.ones(stop - start, 2) for start, stop in rows]
 
     def on_rank(rank: int) -> None:
@@ -307,8 +318,8 @@ def test_backward_through_weights_that_were_pruned_since_is_an_error() -> None:
         torch.autograd.grad(loss, layer.weight)
 
 
-@pytest.mark.parametrize("pattern", [None, "row", "channels:0"])
-def test_a_model_is_let_go_of_at_once(pattern: str | None) -> None:
+@pytest.mark.parametrize("pattern", ["unstructured", "row", "channels:0"])
+def test_a_model_is_let_go_of_at_once(pattern: str) -> None:
     """A call leaves no cycle behind, which would keep the weights until Python looks for some."""
     model = nn.Linear(4, 4)
     weight = weakref.ref(model.weight)

@@ -241,7 +241,7 @@ def test_regrow_by_hand(by: GrowBy, is_finite: bool) -> None:
         model(x).square().sum().backward()
     before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
     gradient.masked_fill_(torch.tensor(not is_finite), torch.inf)
-    moved = hold.regrow(0.3, None, by=by, seed=0 if by == "random" else None)
+    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
 
     num_kept, num_dropped = 180, 54
     order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)

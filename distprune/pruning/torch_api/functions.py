@@ -47,7 +47,7 @@ def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
 
 
 def random_unstructured(
-    module: nn.Module, name: str, amount: Amount, *, group: Group = None, seed: int | None = None
+    module: nn.Module, name: str, amount: Amount, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
     """Prune ``amount`` elements of ``name`` at random. ``torch.nn.utils.prune.random_unstructured``; 8 to 11 rounds.
 
@@ -84,7 +84,7 @@ def l1_pattern(
 
 
 def random_pattern(
-    module: nn.Module, name: str, pattern: Pattern | str, *, group: Group = None, seed: int | None = None
+    module: nn.Module, name: str, pattern: Pattern | str, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
     """Prune ``name`` at random in ``pattern``: see :class:`distprune.RandomPattern`. Rounds: as :func:`l1_pattern`."""
     RandomPattern.apply(module, name, pattern, group=group, seed=seed)
@@ -92,7 +92,7 @@ def random_pattern(
 
 
 def random_structured(
-    module: nn.Module, name: str, amount: Amount, dim: int, *, group: Group = None, seed: int | None = None
+    module: nn.Module, name: str, amount: Amount, dim: int, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
     """Prune ``amount`` channels of ``name`` along ``dim`` at random. ``torch.nn.utils.prune.random_structured``.
 
@@ -127,8 +127,8 @@ def global_unstructured(
     pruning_method: type[torch_prune.BasePruningMethod],
     importance_scores: ScoresOfEach = None,
     *,
-    group: Group = None,
     seed: int | None = None,
+    group: Group = None,
     **kwargs: Any,
 ) -> None:
     """Prune all ``parameters`` together, their elements competing. ``torch.nn.utils.prune.global_unstructured``.
@@ -155,8 +155,8 @@ def prune_each(
     pruning_method: type[torch_prune.BasePruningMethod],
     importance_scores: ScoresOfEach = None,
     *,
-    group: Group = None,
     seed: int | None = None,
+    group: Group = None,
     **kwargs: Any,
 ) -> None:
     """Prune each of ``parameters`` by itself, all in the rounds of one.

@@ -67,7 +67,7 @@ class RandomUnstructured(Selecting):
     @classmethod
     @override
     def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, amount: Amount, *, group: Group = None, seed: int | None = None
+        cls, module: nn.Module, name: str, amount: Amount, *, seed: int | None = None, group: Group = None
     ) -> torch_prune.BasePruningMethod:
         return super().apply(module, name, amount=amount, group=group, **seeded(seed))
 
@@ -119,8 +119,8 @@ class RandomStructured(Selecting):
         amount: Amount,
         dim: int = -1,
         *,
-        group: Group = None,
         seed: int | None = None,
+        group: Group = None,
     ) -> torch_prune.BasePruningMethod:
         return super().apply(module, name, amount=amount, dim=dim, group=group, **seeded(seed))
 

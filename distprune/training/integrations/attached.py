@@ -30,7 +30,7 @@ class Options(_OfHold, total=False):
     """The arguments of :class:`distprune.SparseTraining` beside the model, the optimizer and the schedule."""
 
     score: ScoreLike
-    pattern: Pattern | str | None
+    pattern: Pattern | str
     scope: Scope | None
     regrow: Regrow | None
     seed: int
