@@ -81,6 +81,9 @@ def own_words(
 ) -> torch.Tensor:
     """Return windows that ``model`` has written, (samples, sequence_length) int64, on the CPU.
 
+    >>> own_words(llama, 2, 6).shape
+    torch.Size([2, 6])
+
     By the ``generate`` of transformers. The end-of-sequence token does not end a window: documents follow each other.
     To be given to :func:`distprune.prune_blocks` and others as ``samples``.
 

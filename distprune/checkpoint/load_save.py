@@ -82,7 +82,9 @@ def save(
 ) -> None:
     """Write ``model`` to a Hugging Face ``directory``, from whatever shards it is in; ``from_pretrained`` reads it.
 
-    See :func:`load` for an example.
+    >>> model = load(folder / "model")
+    >>> report = prune_model(model, 0.5)
+    >>> save(model, folder / "half")
 
     Args:
         model: plain, FSDP2, HSDP or tensor parallel, pruned in place; of :func:`load`, or of ``from_pretrained``.

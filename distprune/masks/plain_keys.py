@@ -37,6 +37,11 @@ def plain_keys() -> Iterator[None]:
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` as if the model had not been reparametrized. No communication, no gather.
 
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> _ = l1_unstructured(layer, "weight", 0.5)
+    >>> [*layer.state_dict()], [*dense_state_dict(layer)]
+    (['bias', 'weight_orig', 'weight_mask'], ['bias', 'weight'])
+
     ``weight`` stands in the place of ``weight_orig`` and ``weight_mask``: their product, detached, in the parameter's
     layout (a DTensor where that is one). Everything else is what ``model.state_dict()`` has, and is not copied. So it
     loads into a model that was never pruned, also from ``torch.distributed.checkpoint`` at another number of ranks.

@@ -83,6 +83,10 @@ class BlockReport:
 class OneShotReport(Totals):
     """The same on every rank, but for seconds.
 
+    >>> report = prune_blocks(llama, samples, 0.5, method="wanda")
+    >>> report.method, report.sparsity, report.blocks[0].layers[0].name
+    ('wanda', 0.5, 'model.layers.0.self_attn.q_proj')
+
     ``num_rounds`` and ``num_bytes`` are of one rank's messages, without what FSDP2 gathers; ``peak_memory``
     is the highest resident size of each rank's process so far, in bytes (0 on Windows). ``other_blocks`` are lists of
     blocks that were left as they are, such as an encoder. ``num_parameters``: elements of the whole model.

@@ -86,6 +86,15 @@ class Pruning(ABC):
 class Solver(ABC, Generic[Prepared]):
     """Prunes rows of linear layers, from the statistics of their inputs.
 
+    >>> class Own(Solver):
+    ...     needs = "pairs"  # all of X^T X
+    ...     def prepare(self, moments):  # once for all layers that share an input
+    ...         return SparseGPT().prepare(moments)
+    ...     def begin(self, rows, prepared, pattern):  # returns what writes the new rows
+    ...         return SparseGPT().begin(rows, prepared, pattern)
+    >>> prune_blocks(llama, samples, method=Own(), pattern="2:4").sparsity
+    0.5
+
     Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
 
     ``Prepared`` is what is made once of the moments of an input, for all layers that share it. An input that is spread

@@ -88,6 +88,9 @@ def _inverse(upper: torch.Tensor) -> torch.Tensor:
 class SparseGPT(Solver[Factor]):
     """Prunes column by column, and hands each error on to the rest of the row (arXiv 2301.00774).
 
+    >>> prune_blocks(llama, samples, method=SparseGPT(), pattern="2:4").sparsity
+    0.5
+
     Arithmetic is float32. Unstructured: exactly ``round(sparsity * out * columns)`` of every block of 128 columns,
     over all rows; blocks of weights: that fraction of those in each block of columns, by the sums of their scores; the
     other patterns are decided by each row. The errors are those of X^T X itself, without the damping.

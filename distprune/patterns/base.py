@@ -154,7 +154,13 @@ def _chosen(ranked: Ranked, pattern: Pattern) -> Choice:
 
 
 class Pattern(ABC):
-    """Which elements compete with each other. A subclass is a small frozen dataclass; ranks compare its ``repr``."""
+    """Which elements compete with each other. A subclass is a small frozen dataclass; ranks compare its ``repr``.
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> patterns = [Unstructured(0.25), PerRow(0.25), Block(2, 0.25), Channels(0.25, dim=0), NByM(6, 8)]
+    >>> [compute_masks(layer, pattern=pattern).sparsity() for pattern in patterns]
+    [0.25, 0.25, 0.25, 0.25, 0.25]
+    """
 
     needs_matrix: ClassVar[bool] = True  # it must know which dims are rows (outputs) and which are inputs
     is_by_row: ClassVar[bool] = False  # each row, or each group within a row, is decided by itself, as keep() does

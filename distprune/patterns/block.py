@@ -23,6 +23,11 @@ from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
 class Block(UnitPattern):
     """The lowest ``sparsity`` (a fraction, or a number) of the blocks of ``size`` x ``size`` weights.
 
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> report = prune_model(layer, pattern=Block(2, 0.25))  # or 0.25, pattern="block:2"
+    >>> report.num_pruned
+    4
+
     The score of a block is the sum over its weights that are left. The blocks of all parameters compete
     (``scope="global"``), or those of each (``"tensor"``). A block is gone if all its weights are.
 

@@ -23,6 +23,11 @@ from distprune.shards import Geometry, LocalShard, Matrix, indices_of
 class Channels(UnitPattern):
     """The lowest ``sparsity`` (a fraction, or a number) of the channels along ``dim``: slices of one index each.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> report = prune_model(layer, pattern=Channels(1, dim=0))  # one channel; Channels(0.25, dim=0): a quarter of them
+    >>> report.num_pruned
+    8
+
     The score of a channel is the sum over its elements, or their largest or smallest, as the score says. The channels
     of each parameter compete (``scope="tensor"``), or those of all (``"global"``). A channel is gone if all its
     elements are.

@@ -23,6 +23,10 @@ Array = npt.NDArray[Any]
 class NByM(WithinRows):
     """``n`` of every ``m`` consecutive inputs of a row are kept. What is gone counts as pruned.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> prune_model(layer, pattern=NByM(2, 4)).sparsity  # or pattern="2:4"
+    0.5
+
     Raises:
         TypeError: ``n`` or ``m`` is not an int.
         ValueError: not 0 < ``n`` < ``m``.

@@ -22,6 +22,10 @@ from distprune.shards import Matrix
 class Unstructured(Pattern):
     """The lowest ``sparsity`` of all weights, one by one: a fraction, rounded by ``round()``, or (an int) a number.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> prune_model(layer, pattern=Unstructured(10)).num_pruned  # or a share: 0.5, pattern="unstructured"
+    10
+
     The weights of all parameters compete (``scope="global"``), or those of each (``"tensor"``), which may have a
     sparsity each: ``Unstructured({"0.weight": 0.5, "2.weight": 0.8}, scope="tensor")``. In one-shot pruning
     the weights of one matrix compete, except where the paper says otherwise. Wanda: those of each row (arXiv

@@ -134,6 +134,11 @@ class WithinRows(Pattern):
 class PerRow(WithinRows):
     """The lowest ``sparsity``, a fraction, of the weights of every row (output), rounded by ``round()``.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> report = prune_model(layer, pattern=PerRow(0.25))  # or 0.25, pattern="row"
+    >>> (layer.weight == 0).sum(dim=1)
+    tensor([2, 2, 2, 2])
+
     Each parameter may have a fraction of its own: ``PerRow({"0.weight": 0.5, "2.weight": 0.8})``. SparseGPT spreads
     the pruned weights evenly over its column blocks.
 

@@ -369,6 +369,9 @@ def sparsity(
 ) -> float:
     """Return the share of zeros of ``model``, in any layout.
 
+    >>> sparsity(torch.nn.Linear(8, 8))
+    0.0
+
     Arguments as in :func:`distprune.prune_model`: by default the weights that it prunes are counted. Pruned elements of
     reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds; on pipelines up to
     four more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may

@@ -15,7 +15,13 @@ from distprune.shards import count_true, fetched, flat_chunks
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of what two masks prune is the same: intersection over union, ``total`` and ``by_name``; 1: all."""
+    """How much of what two masks prune is the same: intersection over union, ``total`` and ``by_name``; 1: all.
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> masks, other = compute_masks(layer, 0.5), compute_masks(layer, 0.5, score="random")
+    >>> masks.overlap(masks).total, masks.overlap(other).by_name.keys()
+    (1.0, dict_keys(['weight']))
+    """
 
     total: float
     by_name: dict[str, float]

@@ -139,6 +139,13 @@ def prune_shards(
 ) -> PruneReport:
     """Prune ``shards`` in place: :func:`prune_model` for parameters whose layout only the caller knows.
 
+    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # all there are, or those of this rank
+    >>> shard = LocalShard("weight", rows, Geometry.rows((2, 2), 0, 2), Ownership())
+    >>> report = prune_shards([shard], 0.5)
+    >>> rows
+    tensor([[0., 0.],
+            [3., 4.]])
+
     For example, rows 2 to 4 of a matrix that an MPI program spread by itself: ``LocalShard(name, rows,
     Geometry.rows((8, 3), 2, 4), Ownership())``. Every rank of ``group`` must call it, with its own
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
@@ -164,6 +171,11 @@ def compute_masks(
     group: Group = None,
 ) -> Masks:
     """Return the masks that :func:`prune_model` would apply; the model stays as it is.
+
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> masks = compute_masks(layer, 0.5)
+    >>> masks.sparsity(), sparsity(layer)
+    (0.5, 0.0)
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """

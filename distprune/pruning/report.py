@@ -17,7 +17,12 @@ from distprune.totals import Totals
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter, counted over all ranks, replicas once."""
+    """One parameter, counted over all ranks, replicas once.
+
+    >>> report = prune_model(torch.nn.Linear(8, 8), 0.5)
+    >>> [(of.name, of.num_zeros, of.num_elements) for of in report.parameters]
+    [('weight', 32, 64)]
+    """
 
     name: str
     num_elements: int
@@ -39,6 +44,10 @@ class ParameterReport:
 @dataclass(frozen=True)
 class PruneReport(Totals):
     """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``.
+
+    >>> report = prune_model(torch.nn.Linear(8, 8), 0.5)
+    >>> report.sparsity, report.num_zeros, report.parameters[0].name
+    (0.5, 32, 'weight')
 
     It can be pickled, without the masks.
     """

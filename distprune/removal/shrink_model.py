@@ -32,6 +32,10 @@ from distprune.removal.trials import Division, divide_budget, find_budget
 class Shrunk:
     """What is left of a model: the same on every rank.
 
+    >>> shrunk = shrink_model(llama, samples, layers=1)
+    >>> len(shrunk.layers), shrunk.num_parameters < shrunk.num_parameters_before
+    (1, True)
+
     ``kept``: by block, kind and place the units that stay, ascending; blocks have the names they had before, and
     ``layers`` are their numbers. ``report``: of the walk. ``division``: of a budget, what it came to.
     """

@@ -22,6 +22,11 @@ Norm = int | float | str
 class ChannelNorm(Score):
     """|x|**n, float64, summed over a channel. Where ``n`` is infinite, the largest or the smallest |x|.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> report = prune_model(layer, 0.5, score=ChannelNorm(2), pattern="channels:0")
+    >>> int((layer.weight == 0).all(dim=1).sum())
+    2
+
     Raises:
         NotImplementedError: ``n="nuc"``, which needs whole channels in one place.
         ValueError: ``n`` is NaN, or a name other than ``"fro"``.

@@ -14,7 +14,13 @@ from distprune.scores.base import Elements, Score
 @final
 @dataclass(frozen=True)
 class Gradient(Score):
-    """|g|: how fast the loss changes with the weight. Evidence ``gradient``: by default that of the parameter."""
+    """|g|: how fast the loss changes with the weight. Evidence ``gradient``: by default that of the parameter.
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> layer(torch.ones(8)).sum().backward()
+    >>> prune_model(layer, 0.5, score=Gradient()).sparsity  # or score="gradient"
+    0.5
+    """
 
     needs = ("gradient",)
 
@@ -27,6 +33,11 @@ class Gradient(Score):
 @dataclass(frozen=True)
 class Taylor(Score):
     """|w g|: the change of the loss, to first order, if the weight becomes zero (arXiv 1906.10771, equation 8).
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> layer(torch.ones(8)).sum().backward()
+    >>> prune_model(layer, 0.5, score=Taylor()).sparsity  # or score="taylor"
+    0.5
 
     At initialisation, with the gradient of one batch, it is SNIP's score (arXiv 1810.02340, equation 5, which divides
     by the sum of all: the order is the same). Evidence ``gradient``: by default that of the parameter.
@@ -43,6 +54,10 @@ class Taylor(Score):
 @dataclass(frozen=True)
 class Movement(Score):
     """-sum_t w g: weights that move away from zero are kept (arXiv 2005.07683, section 4).
+
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> training = SparseTraining(layer, optimizer, schedule=constant(0.5), score=Movement())
 
     Evidence ``movement``: that sum over the steps of training so far; :class:`distprune.SparseTraining` collects it.
     """

@@ -14,7 +14,15 @@ from distprune.scores.base import Elements, Score
 @final
 @dataclass(frozen=True)
 class Magnitude(Score):
-    """Absolute values. The scores are the weights, ordered by magnitude: nothing is computed or rounded."""
+    """Absolute values. The scores are the weights, ordered by magnitude: nothing is computed or rounded.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> layer.weight.data.copy_(torch.tensor([[1.0, -2.0]]))
+    tensor([[ 1., -2.]])
+    >>> report = prune_model(layer, 0.5, score=Magnitude())  # the default, or score="magnitude"
+    >>> layer.weight.data
+    tensor([[ 0., -2.]])
+    """
 
     ordered_by = "magnitude"
     zero_where_weights_are = True

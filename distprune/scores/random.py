@@ -21,6 +21,10 @@ from distprune.shards import LocalShard, on_host
 class Random(Score):
     """Uniform over [0, 2**31), int32. ``seed=None``: the one that the call is given.
 
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> prune_model(layer, 0.5, score=Random(7)).seed  # or score="random", seed=7
+    7
+
     Parameters of one name and shape get the same scores from one seed.
 
     The hash is that of ``digit_hash.py``, keyed by BLAKE2b of the seed and the parameter's name; integer arithmetic,

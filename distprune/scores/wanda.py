@@ -14,7 +14,12 @@ from distprune.scores.base import Elements, Score
 @final
 @dataclass(frozen=True)
 class Wanda(Score):
-    """|W_ij| * ||X_j||_2 (arXiv 2306.11695, section 3). Evidence ``input_norm``: ||X_j||_2, float32, per weight."""
+    """|W_ij| * ||X_j||_2 (arXiv 2306.11695, section 3). Evidence ``input_norm``: ||X_j||_2, float32, per weight.
+
+    >>> report = prune_blocks(llama, samples, method=Wanda(), pattern=PerRow(0.5))  # or 0.5, method="wanda"
+    >>> report.sparsity
+    0.5
+    """
 
     needs = ("input_norm",)
 

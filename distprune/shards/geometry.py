@@ -99,7 +99,11 @@ def chunk_runs(runs: Runs, num_chunks: int, index: int) -> Runs:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The local part of a parameter of ``global_shape``: one dim index for every dim."""
+    """The local part of a parameter of ``global_shape``: one dim index for every dim.
+
+    >>> Geometry.rows((8, 3), 2, 4)  # of a rank that holds rows 2 and 3
+    <Geometry: (2, 3) of (8, 3)>
+    """
 
     PRIME: ClassVar[int] = 2**47 - 115  # of fingerprints
 

@@ -30,6 +30,9 @@ _WHOLE = Layout("whole", None, 1)
 class Ownership:
     """``owned``: whether this rank counts the elements. ``num_replicas``: how many ranks hold the same elements.
 
+    >>> Ownership(owned=False, num_replicas=2).owned  # a copy, which another rank counts
+    False
+
     ``mesh_ranks``: of which global ranks that is said; ``None``: of all. A DTensor says it of its own mesh, and there
     may be copies on others. (On an FSDP x TP mesh, what tensor parallelism does not cut is sharded once in every
     column.) ``layout``: which ranks hold which parts, if that is known.
@@ -59,6 +62,10 @@ class Ownership:
 @dataclass(frozen=True, eq=False)
 class LocalShard:
     """One parameter on this rank. ``local`` shares storage with the parameter, and is detached from gradients.
+
+    >>> shard = LocalShard("weight", torch.ones(2, 3), Geometry.rows((8, 3), 2, 4), Ownership())
+    >>> shard.shape
+    (8, 3)
 
     ``ownership``: who counts these elements; a plain tensor leaves that open (``None``), until :meth:`owned_by` says it
     for the group.

@@ -56,8 +56,7 @@ def hold_zeros(
     """Keep every weight that is zero at zero, from here on, through the steps of ``optimizer``.
 
     >>> model = torch.nn.Linear(8, 8)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> hold = hold_zeros(model, optimizer)
+    >>> hold = hold_zeros(model, torch.optim.AdamW(model.parameters()))
 
     The zeros are the mask: what is pruned later, or comes with a checkpoint, is held from the next step on. Nothing is
     stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
@@ -86,11 +85,9 @@ def hold_zeros(
     the model until its process ends (over NCCL until the group's timeout).
 
     Raises:
-        ValueError: on every rank: a parameter that is all zeros, which could never learn; an optimizer without any of
-            the parameters, or these are frozen (PEFT); arguments that differ between ranks; a name pattern that matches
-            nothing.
-        TypeError: on every rank: ``optimizer`` is none.
-        NotImplementedError: on every rank: a ``Partial`` placement.
+        ValueError, TypeError, NotImplementedError: on every rank: a parameter that is all zeros, which could never
+            learn; no optimizer, or one without any of the parameters, or these are frozen (PEFT); arguments that differ
+            between ranks; a name pattern that matches nothing; a ``Partial`` placement.
     """
     return Hold(model, optimizer, include=include, exclude=exclude, group=group)
 
@@ -98,6 +95,9 @@ def hold_zeros(
 @final
 class Hold:
     """The zeros of a model that stay zero. :func:`hold_zeros` makes it.
+
+    >>> hold_zeros(torch.nn.Linear(8, 8))
+    <Hold: zeros of 1 parameters>
 
     A copy (``deepcopy``, pickle) that is made together with the model and the optimizers holds the copies; only that of
     the default group can be pickled.

@@ -29,6 +29,11 @@ GrowBy = Literal["gradient", "random"]
 class Regrow:
     """Every so many steps before ``stop``, a share of the kept weights of each parameter moves within the pattern.
 
+    >>> layer = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> moving = Regrow(stop=750, every=100)  # of 1,000 steps
+    >>> training = SparseTraining(layer, optimizer, schedule=constant(0.8), regrow=moving)
+
     The share begins at ``fraction`` and falls as a cosine to 0 at ``stop``. The kept weights of smallest magnitude are
     dropped, and as many grow, from zero. What was dropped may grow again, and then keeps its value. Patterns hold:
 

@@ -32,7 +32,16 @@ class Update:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """All updates of this run so far, of ``num_steps`` steps. The same on every rank."""
+    """All updates of this run so far, of ``num_steps`` steps. The same on every rank.
+
+    >>> layer = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.SGD(layer.parameters())
+    >>> training = SparseTraining(layer, optimizer, schedule=constant(0.5))
+    >>> optimizer.step()
+    >>> report = training.finish()
+    >>> report.num_steps, report.sparsity
+    (1, 0.5)
+    """
 
     updates: tuple[Update, ...]
     num_steps: int

@@ -39,6 +39,15 @@ from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_
 class BasePruningMethod(torch_prune.BasePruningMethod):
     """Base of all pruning methods; see ``torch.nn.utils.prune.BasePruningMethod``.
 
+    >>> class Small(BasePruningMethod):
+    ...     PRUNING_TYPE = "unstructured"
+    ...     def compute_mask(self, t, default_mask):
+    ...         return default_mask * (t.abs() >= 0.1)
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> _ = Small.apply(layer, "weight")
+    >>> bool((layer.weight_mask == (layer.weight_orig.abs() >= 0.1)).all())
+    True
+
     A subclass sets ``PRUNING_TYPE`` (``"unstructured"``, ``"structured"`` or ``"global"``) and writes
     ``compute_mask``. On plain modules that is called as PyTorch calls it. On sharded ones ``t`` and
     ``default_mask`` are DTensors in the parameter's layout, and what is returned must be one too: work
@@ -167,7 +176,13 @@ class Selecting(BasePruningMethod):
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
-    """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``."""
+    """The methods applied to one parameter, in order; see ``torch.nn.utils.prune.PruningContainer``.
+
+    >>> layer = l1_unstructured(torch.nn.Linear(4, 4), "weight", 0.25)
+    >>> (container,) = ln_structured(layer, "weight", 1, n=2, dim=0)._forward_pre_hooks.values()
+    >>> [type(method).__name__ for method in container]
+    ['L1Unstructured', 'LnStructured']
+    """
 
     @override
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
@@ -193,6 +208,9 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
 
 class CustomFromMask(BasePruningMethod):
     """Prunes by a given ``mask``. See ``torch.nn.utils.prune.CustomFromMask``.
+
+    >>> CustomFromMask(torch.tensor([1, 0])).prune(torch.tensor([1.0, 2.0]))
+    tensor([1., 0.])
 
     For a sharded parameter the mask is of zeros and ones: plain and whole on every rank, or a DTensor in
     the parameter's layout. Once applied, ``mask`` is the parameter's own, and ``None`` when another one is in place:

@@ -41,7 +41,13 @@ ScoresOfEach: TypeAlias = dict[Parameter, torch.Tensor] | None
 
 
 def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
-    """Reparametrize ``name`` with a mask of ones. ``torch.nn.utils.prune.identity``; 2 rounds."""
+    """Reparametrize ``name`` with a mask of ones. ``torch.nn.utils.prune.identity``; 2 rounds.
+
+    >>> layer = identity(torch.nn.Linear(2, 2), "weight")
+    >>> layer.weight_mask
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
     Identity.apply(module, name, group=group)
     return module
 
@@ -50,6 +56,10 @@ def random_unstructured(
     module: nn.Module, name: str, amount: Amount, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
     """Prune ``amount`` elements of ``name`` at random. ``torch.nn.utils.prune.random_unstructured``; 8 to 11 rounds.
+
+    >>> layer = random_unstructured(torch.nn.Linear(4, 4), "weight", 0.5, seed=1)
+    >>> int(layer.weight_mask.sum())
+    8
 
     The same elements in every layout. **Two calls with one ``seed`` on parameters of one name and shape prune the same
     places**: give each call its own seed, or prune all in one call of :func:`prune_each`. ``seed=None``: the first rank
@@ -64,6 +74,10 @@ def l1_unstructured(
 ) -> nn.Module:
     """Prune the ``amount`` elements of ``name`` with the smallest magnitude, or the smallest score's.
 
+    >>> layer = l1_unstructured(torch.nn.Linear(4, 4), "weight", amount=0.5)
+    >>> int(layer.weight_mask.sum())
+    8
+
     ``torch.nn.utils.prune.l1_unstructured``; ties go from the lowest flat index up. 7 rounds in
     float32, up to 10 where a tie is broken.
     """
@@ -76,6 +90,10 @@ def l1_pattern(
 ) -> nn.Module:
     """Prune the smallest magnitudes, or scores, of ``name`` in ``pattern``: see :class:`distprune.L1Pattern`.
 
+    >>> layer = l1_pattern(torch.nn.Linear(4, 2), "weight", "2:4")
+    >>> layer.weight_mask.sum(dim=1)
+    tensor([2., 2.])
+
     Groups and rows that every rank holds whole: 3 rounds, 40 bytes a parameter; 3 more where shard edges cut
     some, in which a rank hands over what it holds of those. Blocks: at most 18.
     """
@@ -86,7 +104,12 @@ def l1_pattern(
 def random_pattern(
     module: nn.Module, name: str, pattern: Pattern | str, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
-    """Prune ``name`` at random in ``pattern``: see :class:`distprune.RandomPattern`. Rounds: as :func:`l1_pattern`."""
+    """Prune ``name`` at random in ``pattern``: see :class:`distprune.RandomPattern`. Rounds: as :func:`l1_pattern`.
+
+    >>> layer = random_pattern(torch.nn.Linear(4, 2), "weight", "2:4", seed=1)
+    >>> layer.weight_mask.sum(dim=1)
+    tensor([2., 2.])
+    """
     RandomPattern.apply(module, name, pattern, group=group, seed=seed)
     return module
 
@@ -95,6 +118,10 @@ def random_structured(
     module: nn.Module, name: str, amount: Amount, dim: int, *, seed: int | None = None, group: Group = None
 ) -> nn.Module:
     """Prune ``amount`` channels of ``name`` along ``dim`` at random. ``torch.nn.utils.prune.random_structured``.
+
+    >>> layer = random_structured(torch.nn.Linear(4, 4), "weight", 1, dim=0, seed=1)
+    >>> int((layer.weight_mask == 0).all(dim=1).sum())
+    1
 
     Randomness as in :func:`random_unstructured`. At most 4 rounds; where something was pruned before, 24 bytes a
     channel are sent.
@@ -115,6 +142,10 @@ def ln_structured(
 ) -> nn.Module:
     """Prune the ``amount`` channels of ``name`` along ``dim`` with the smallest L_n norm.
 
+    >>> layer = ln_structured(torch.nn.Linear(4, 4), "weight", 1, n=2, dim=0)
+    >>> int((layer.weight_mask == 0).all(dim=1).sum())
+    1
+
     ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Seven rounds at most; 32
     bytes a channel travel.
     """
@@ -132,6 +163,11 @@ def global_unstructured(
     **kwargs: Any,
 ) -> None:
     """Prune all ``parameters`` together, their elements competing. ``torch.nn.utils.prune.global_unstructured``.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> global_unstructured([(model[0], "weight"), (model[1], "weight")], L1Unstructured, amount=0.5)
+    >>> sparsity(model)
+    0.5
 
     ``pruning_method``: an unstructured method class; ``kwargs`` go to its constructor, and so does
     ``seed``. A user's own method sees plain parameters as one vector, and sharded ones one by one. The
@@ -161,6 +197,11 @@ def prune_each(
 ) -> None:
     """Prune each of ``parameters`` by itself, all in the rounds of one.
 
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> prune_each([(model[0], "weight"), (model[1], "weight")], L1Unstructured, amount=0.5)
+    >>> sparsity(model[0]), sparsity(model[1])
+    (0.5, 0.5)
+
     It does what a loop of ``pruning_method.apply(module, name, **kwargs)`` does. Arguments as in
     :func:`global_unstructured`; structured methods work, too.
     """
@@ -183,6 +224,10 @@ def _listed(caller: str, parameters: object, importance_scores: object) -> Pairs
 
 def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None) -> nn.Module:
     """Prune ``name`` by ``mask``. ``torch.nn.utils.prune.custom_from_mask``.
+
+    >>> layer = custom_from_mask(torch.nn.Linear(2, 1), "weight", torch.tensor([[1, 0]]))
+    >>> layer.weight_mask
+    tensor([[1., 0.]])
 
     For a sharded parameter: of zeros and ones, plain and whole on every rank, or a DTensor in the
     parameter's layout.
@@ -216,6 +261,11 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
 def remove(module: nn.Module, name: str) -> nn.Module:
     """Make the pruning of ``name`` permanent and take its hook, mask and new name away. Local: no communication.
 
+    >>> layer = l1_unstructured(torch.nn.Linear(4, 4), "weight", 0.5)
+    >>> layer = remove(layer, "weight")
+    >>> is_pruned(layer), sparsity(layer)
+    (False, 0.5)
+
     ``torch.nn.utils.prune.remove``. The parameter is the same object as before and after.
 
     Raises:
@@ -232,5 +282,10 @@ def remove(module: nn.Module, name: str) -> nn.Module:
 
 
 def is_pruned(module: nn.Module) -> bool:
-    """Return whether ``module`` or one inside it has a pruning hook, ours or PyTorch's. Local."""
+    """Return whether ``module`` or one inside it has a pruning hook, ours or PyTorch's. Local.
+
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> is_pruned(layer), is_pruned(l1_unstructured(layer, "weight", 0.5))
+    (False, True)
+    """
     return any(pruning_hooks(submodule) for submodule in module.modules())

@@ -26,7 +26,11 @@ def seeded(seed: int | None) -> dict[str, Any]:
 
 
 class Identity(Selecting):
-    """Prunes nothing; sets up the mask. See ``torch.nn.utils.prune.Identity``."""
+    """Prunes nothing; sets up the mask. See ``torch.nn.utils.prune.Identity``.
+
+    >>> Identity().prune(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
 
     @override
     def rule(self) -> tuple[Pattern, Score]:
@@ -47,6 +51,9 @@ class Identity(Selecting):
 
 class RandomUnstructured(Selecting):
     """Prunes ``amount`` elements at random. See ``torch.nn.utils.prune.RandomUnstructured``.
+
+    >>> int(RandomUnstructured(0.5, seed=1).prune(torch.ones(8)).sum())
+    4
 
     The mask is a hash of ``seed``, the place of the parameter in the call, its name and the flat index:
     the same in every layout. **Two calls with one seed on parameters of one name and shape prune the same places**:
@@ -73,7 +80,11 @@ class RandomUnstructured(Selecting):
 
 
 class L1Unstructured(Selecting):
-    """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``."""
+    """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``.
+
+    >>> L1Unstructured(2).prune(torch.tensor([1.0, -4.0, 2.0]))
+    tensor([ 0., -4.,  0.])
+    """
 
     def __init__(self, amount: Amount) -> None:
         check_share(amount, "amount")
@@ -93,6 +104,9 @@ class L1Unstructured(Selecting):
 
 class RandomStructured(Selecting):
     """Prunes ``amount`` channels along ``dim`` at random. See ``torch.nn.utils.prune.RandomStructured``.
+
+    >>> int(RandomStructured(1, dim=0, seed=1).prune(torch.ones(4, 2)).sum())
+    6
 
     Randomness as in :class:`RandomUnstructured`, by the channel's index.
     """
@@ -127,6 +141,10 @@ class RandomStructured(Selecting):
 
 class LnStructured(Selecting):
     """Prunes the ``amount`` channels along ``dim`` of smallest L_n norm. See ``torch.nn.utils.prune.LnStructured``.
+
+    >>> LnStructured(1, n=2, dim=0).prune(torch.tensor([[3.0, 4.0], [1.0, 1.0]]))
+    tensor([[3., 4.],
+            [0., 0.]])
 
     ``n``: any number, inf, -inf or ``"fro"``. Norms are compared as exact sums on a common grid, so that
     the ranking is the same in every layout (see ``distprune/patterns/unit_sums.py``).
@@ -166,6 +184,9 @@ class LnStructured(Selecting):
 class L1Pattern(Selecting):
     """Prunes the smallest magnitudes in a pattern, given as such or as text.
 
+    >>> L1Pattern("2:4").prune(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    tensor([[0., 0., 3., 4.]])
+
     Of a weight, dim 0 is the outputs (rows) and the other dims, flattened, are the inputs, along which groups and
     rows run; transformers' ``Conv1D`` and experts modules as they keep theirs. Importance scores count by their
     magnitude, as in :class:`L1Unstructured`. A bare tensor, given to ``prune`` or ``compute_mask``, is read as
@@ -189,6 +210,9 @@ class L1Pattern(Selecting):
 
 class RandomPattern(Selecting):
     """Prunes at random in a pattern.
+
+    >>> int(RandomPattern("2:4", seed=1).prune(torch.ones(1, 8)).sum())
+    4
 
     See :class:`L1Pattern` for patterns, :class:`RandomUnstructured` for randomness. Blocks are drawn by their number.
     """

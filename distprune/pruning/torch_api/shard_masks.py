@@ -19,6 +19,10 @@ from distprune.shards import Fsdp2Params, checksum, dtensor_like, fetched, local
 def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     """Cut the masks of parameters that were pruned first and sharded after, and return ``model``.
 
+    >>> model = l1_unstructured(torch.nn.Linear(4, 4), "weight", 0.5)  # and then fully_shard(model)
+    >>> sparsity(shard_masks(model))
+    0.5
+
     Call it after ``fully_shard`` or ``parallelize_module`` on a pruned model, by distprune or by
     ``torch.nn.utils.prune``: every rank keeps its own part of each mask, one byte an element, and the
     rest of this module goes on from there. (Pruning such a parameter again does the same for it.) Masks
