@@ -36,10 +36,6 @@ class RoutedTokens:
         known = [] if self.beside is None or self.beside.known is None else [self.beside.known]
         return [self.x, *beside, *known]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> RoutedTokens:
         x, *beside = tensors
@@ -47,7 +43,7 @@ class RoutedTokens:
 
 
 Take = Callable[[int, RoutedTokens], object]
-_Numbered = tuple[int, RoutedTokens]  # with the number of the input among those of its owner
+_Numbered = tuple[int, list[torch.Tensor]]  # of routed tokens, and the number of the input among those of its owner
 _Kind = tuple[str, list[int]]  # of a tensor: dtype and shape
 
 
@@ -65,10 +61,10 @@ def send_tokens(
     post = _Post(comm, take, device)
     num_rounds = max_together(comm, (1,), lambda words: words.fill_(post.share_out(owners, kept)))
     for _ in range(int(num_rounds)):
-        told = {rank: _read(text) for rank, text in enumerate(swap_unknown(comm, post.texts)) if len(text)}
+        told = {rank: _read(text) for rank, text in enumerate(swap_unknown(comm, post.texts)) if text.numel()}
         coming = [0] * comm.size
         for rank, (_, kinds) in told.items():
-            coming[rank] = sum(math.prod(shape) * _dtype(name).itemsize for name, shape in kinds)
+            coming[rank] = sum([math.prod(shape) * _dtype(name).itemsize for name, shape in kinds])
         pieces = swap_known(comm, post.pieces, (post.sizes(), coming), device)
         post.arrived.extend((*told[rank], pieces[rank]) for rank in told)
     return post.take_all
@@ -89,61 +85,58 @@ class _Post:
         num_inputs, going = Counter[int](), defaultdict[int, list[_Numbered]](list)
         for owner, of_input in zip(owners, kept, strict=True):
             (self._own if owner == self._comm.rank else going[owner]).extend(
-                (num_inputs[owner], tokens) for tokens in of_input
+                (num_inputs[owner], tokens.tensors) for tokens in of_input
             )
             num_inputs[owner] += 1
             of_input.clear()
         for owner, some in going.items():
-            rounds = batches(range(len(some)), [tokens.num_bytes for _, tokens in some], ARRIVING // self._comm.size)
+            sizes = [sum([tensor.nbytes for tensor in tensors]) for _, tensors in some]
+            rounds = batches(range(len(some)), sizes, ARRIVING // self._comm.size)
             self._rounds[owner] = [[some[i] for i in which] for which in rounds]
         return max(map(len, self._rounds.values()), default=0)
 
-    def texts(self) -> list[torch.Tensor]:
-        """Take what has arrived, and return what is to be said of the next round's tokens to each rank."""
+    def texts(self) -> dict[int, torch.Tensor]:
+        """Take what has arrived, and return what is to be said of the next round's tokens, by rank."""
         self.take_all()
         self._now = {rank: rounds.pop(0) for rank, rounds in self._rounds.items() if rounds}
-        texts = [as_bytes([])] * self._comm.size
-        for rank, some in self._now.items():
-            texts[rank] = _text(some)
-        return texts
+        return {rank: _text(some) for rank, some in self._now.items()}
 
     def sizes(self) -> list[int]:
         """Return how many bytes of tokens go to each rank in this round."""
         sizes = [0] * self._comm.size
         for rank, some in self._now.items():
-            sizes[rank] = sum(tokens.num_bytes for _, tokens in some)
+            sizes[rank] = sum([tensor.nbytes for _, tensors in some for tensor in tensors])
         return sizes
 
-    def pieces(self) -> list[torch.Tensor]:
-        """Return the tokens that go to each rank in this round, which are let go of."""
-        pieces = [as_bytes([])] * self._comm.size
+    def pieces(self) -> dict[int, torch.Tensor]:
+        """Return the tokens that go away in this round, by rank; they are let go of."""
+        pieces = {}
         for rank in list(self._now):
-            tensors = [tensor for _, tokens in self._now.pop(rank) for tensor in tokens.tensors]
-            pieces[rank] = as_bytes(tensors, self._device)
+            pieces[rank] = as_bytes([each for _, tensors in self._now.pop(rank) for each in tensors], self._device)
         return pieces
 
     def take_all(self) -> None:
         """Take what has arrived, and what stayed."""
         while self._own:
-            self._take(*self._own.pop())
+            number, tensors = self._own.pop()
+            self._take(number, RoutedTokens.of(tensors))
         while self.arrived:
             numbers, kinds, piece = self.arrived.pop()
             likes = [torch.empty(shape, dtype=_dtype(name), device="meta") for name, shape in kinds]
-            tensors = iter(from_bytes(piece, likes))
+            there = iter(from_bytes(piece, likes))
             for number, num_tensors in zip(numbers[::2], numbers[1::2], strict=True):
-                self._take(number, RoutedTokens.of([next(tensors) for _ in range(num_tensors)]))
+                self._take(number, RoutedTokens.of([next(there) for _ in range(num_tensors)]))
 
 
 def _text(some: Sequence[_Numbered]) -> torch.Tensor:
     """Return as JSON of each input its number and how many tensors there are, and of each tensor dtype and shape."""
-    numbers = [each for number, tokens in some for each in (number, len(tokens.tensors))]
-    tensors = [tensor for _, tokens in some for tensor in tokens.tensors]
-    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    numbers = [each for number, tensors in some for each in (number, len(tensors))]
+    kinds = [(str(tensor.dtype)[len("torch.") :], [*tensor.shape]) for _, tensors in some for tensor in tensors]
     return torch.frombuffer(bytearray(json.dumps([numbers, kinds]).encode()), dtype=torch.uint8)
 
 
 def _read(text: torch.Tensor) -> tuple[list[int], list[_Kind]]:
-    numbers, kinds = json.loads(bytes(text.numpy()))
+    numbers, kinds = json.loads(bytes(text.numpy()).decode())
     return numbers, [(name, shape) for name, shape in kinds]
 
 

@@ -213,7 +213,10 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
     """Return what a decoder block puts out, ``output``, with other ``hidden`` states."""
-    return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
+    if not isinstance(output, tuple | list):
+        return hidden
+    make = getattr(type(output), "_make", type(output))  # a named tuple's takes what a tuple does
+    return make((hidden, *output[1:]))
 
 
 def check_plain(what: str, hidden: torch.Tensor) -> None:

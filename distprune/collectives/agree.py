@@ -61,17 +61,19 @@ def max_together(
     return _reduce_together(comm, comm.max, shape, fill, dtype)
 
 
-def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
     """Return what every rank's ``make`` has for this rank, in rank order, on the CPU; no rank knows how much that is.
 
-    All ranks must call it; ``make`` returns a uint8 piece, 1-D, for every rank and must not communicate. Two rounds:
-    8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
+    All ranks must call it; ``make`` returns a uint8 piece, 1-D, by the rank it is for, none where there is nothing to
+    say, and must not communicate. Two rounds: 8 bytes a rank, and the pieces. Errors as in :func:`sum_together`.
     """
     sizes, joined, error = [-1] * comm.size, torch.empty(0, dtype=torch.uint8, device="cpu"), None
     try:
         pieces = make()
-        joined = torch.cat([joined, *(piece.detach().cpu() for piece in pieces if piece.numel())])
-        sizes = [piece.numel() for piece in pieces]
+        joined = torch.cat([joined, *(pieces[rank].detach().cpu() for rank in sorted(pieces))])
+        sizes = [0] * comm.size
+        for rank, piece in pieces.items():
+            sizes[rank] = piece.numel()
     except Exception as caught:
         error = caught
     words = [_WORD] * comm.size
@@ -83,7 +85,7 @@ def swap_unknown(comm: Communicator, make: Callable[[], Sequence[torch.Tensor]])
 
 def swap_known(
     comm: Communicator,
-    make: Callable[[], Sequence[torch.Tensor]],
+    make: Callable[[], Mapping[int, torch.Tensor]],
     sizes: tuple[Sequence[int], Sequence[int]],
     device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
@@ -100,11 +102,12 @@ def swap_known(
     sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device=device), None
     try:
         pieces = make()
-        if (made := [piece.numel() for piece in pieces]) != list(to):
-            raise ValueError(f"pieces of {made} bytes, where {list(to)} were announced")
-        for part, piece, size in zip(_parted(sent, to, _WORD), pieces, to, strict=True):
-            if size:
-                part.copy_(piece.detach())
+        made = {rank: num for rank, piece in sorted(pieces.items()) if (num := piece.numel())}
+        if made != (said := {rank: size for rank, size in enumerate(to) if size}):
+            raise ValueError(f"by rank, pieces of {made} bytes, where {said} were announced")
+        parts = _parted(sent, to, _WORD)
+        for rank in made:
+            parts[rank].copy_(pieces[rank].detach())
     except Exception as caught:
         error = caught
         sent.fill_(1)

@@ -67,12 +67,12 @@ class MovedRows:
         comm, before, now, plan = self._comm, self._before, self._now, self._plan
         sizes = _sizes(comm, before, plan.of_others), _sizes(comm, before, plan.held)
 
-        def make() -> list[torch.Tensor]:
+        def make() -> dict[int, torch.Tensor]:
             views = {
                 rank: [view for part in parts for view in _at(now[part.layer].weight, part.runs)]
                 for rank, parts in plan.of_others.items()
             }
-            return _pieces(comm, views)
+            return _pieces(views)
 
         received = swap_known(comm, make, sizes)
         with together(comm):
@@ -100,7 +100,7 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
     arriving = {part.layer for parts in coming.values() for part in parts}
     now: list[Rows] = []
 
-    def make() -> list[torch.Tensor]:
+    def make() -> dict[int, torch.Tensor]:
         for i, (of, to) in enumerate(zip(before, owners, strict=True)):
             whole, is_owner = of.weight, comm.rank == to
             if not is_owner:
@@ -109,7 +109,7 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
                 whole = whole.new_empty((of.num_out, of.num_in))
                 _copy(_at(whole, of.runs), _split(of.weight, of.runs))
             now.append(Rows(whole, ((0, of.num_out),) if is_owner else (), of.num_out, is_owner, of.name))
-        return _pieces(comm, {to: [before[part.layer].weight for part in parts] for to, parts in going.items()})
+        return _pieces({to: [before[part.layer].weight for part in parts] for to, parts in going.items()})
 
     error: Exception | None = None
     received = swap_known(comm, make, (_sizes(comm, before, going), _sizes(comm, before, coming)))
@@ -136,7 +136,7 @@ def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[i
 
     digests = sum_together(comm, (len(rows),), tell).tolist()
 
-    def make() -> list[torch.Tensor]:
+    def make() -> dict[int, torch.Tensor]:
         told: dict[int, list[tuple[int, Runs, bool]]] = defaultdict(list)
         for to, layers in of_owner.items():
             for number, layer in enumerate(layers) if to != comm.rank else ():
@@ -145,7 +145,7 @@ def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[i
                     held[to].append(_HeldRows(layer, of.runs, of.owned and at_owner[layer] != digests[layer]))
                     told[to].append((number, of.runs, held[to][-1].goes))
         texts = {to: bytearray(json.dumps(of_rank).encode()) for to, of_rank in told.items()}
-        return _pieces(comm, {to: [torch.frombuffer(text, dtype=torch.uint8)] for to, text in texts.items()})
+        return {to: torch.frombuffer(text, dtype=torch.uint8) for to, text in texts.items()}
 
     received = swap_unknown(comm, make)
     of_others: dict[int, list[_HeldRows]] = {}
@@ -169,13 +169,10 @@ def _sizes(comm: Communicator, rows: Sequence[Rows], parts: Mapping[int, Sequenc
     return sizes
 
 
-def _pieces(comm: Communicator, tensors: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return what goes to each rank: nothing, where there is none for it. One wait for a device."""
-    pieces = [as_bytes([])] * comm.size
+def _pieces(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Return what goes away, by rank. One wait for a device."""
     there = iter(fetched([tensor for of_rank in tensors.values() for tensor in of_rank]) if tensors else ())
-    for rank, of_rank in tensors.items():
-        pieces[rank] = as_bytes([next(there) for _ in of_rank])
-    return pieces
+    return {rank: as_bytes([next(there) for _ in of_rank]) for rank, of_rank in tensors.items()}
 
 
 def _at(whole: torch.Tensor, runs: Runs) -> list[torch.Tensor]:

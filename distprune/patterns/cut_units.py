@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -192,17 +193,18 @@ def decide_cut(
     """
     asked: list[list[CutPiece]] = [[] for _ in range(comm.size)]
 
-    def questions() -> list[torch.Tensor]:
+    def questions() -> dict[int, torch.Tensor]:
         pieces: list[tuple[int, CutPiece, CutPart]] = []
         for member, turn, num_turns in batch:
             if (part := part_of(member)) is not None:
                 pieces += ((rank, piece, part) for rank, piece in part.pieces(member, turn, num_turns))
         keys = iter(fetched([part.told(piece) for _, piece, part in pieces if part.keys is not None]))
-        words: list[list[torch.Tensor]] = [[] for _ in asked]
+        words = defaultdict[int, list[torch.Tensor]](list)
         for rank, piece, part in pieces:
             asked[rank].append(piece)
             words[rank] += _encoded(piece, None if part.keys is None else next(keys))
-        return [_message(_num_answered(of), encoded) for of, encoded in zip(asked, words, strict=True)]
+        # A home is told first how many bytes it is to answer.
+        return {rank: torch.cat([_words([_num_answered(asked[rank])]), *of_rank]) for rank, of_rank in words.items()}
 
     received = swap_unknown(comm, questions)
     sizes = [int.from_bytes(bytes(message[:_WORD].numpy()), "little") for message in received]
@@ -243,11 +245,6 @@ def _num_answered(pieces: Sequence[CutPiece]) -> int:
     return sum(map(_num_packed, pieces))
 
 
-def _message(num_answered: int, encoded: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what a rank tells a home: how many bytes it is to be answered, and the pieces."""
-    return torch.cat([_words([num_answered] if encoded else []), *encoded])
-
-
 def _encoded(piece: CutPiece, keys: torch.Tensor | None) -> list[torch.Tensor]:
     rows = runs_of(piece.rectangle.rows[piece.first : piece.last] - piece.origin)
     columns = runs_of(piece.rectangle.columns)
@@ -284,12 +281,12 @@ def _indices(runs: Sequence[Sequence[int]]) -> IntArray:
     return np.concatenate([np.arange(start, stop) for start, stop in runs])
 
 
-def _answers(messages: Sequence[torch.Tensor], part_of: Callable[[int], CutPart | None]) -> list[torch.Tensor]:
+def _answers(messages: Sequence[torch.Tensor], part_of: Callable[[int], CutPart | None]) -> dict[int, torch.Tensor]:
     """Decide the units that the ranks ask about. Return the answers by rank, in the order of its pieces."""
-    told = [[*_decoded(message.numpy())] for message in messages]
-    packed = [[np.empty(0, dtype=np.uint8)] * len(of_rank) for of_rank in told]
+    told = {rank: [*_decoded(message.numpy())] for rank, message in enumerate(messages) if len(message)}
+    packed = {rank: [np.empty(0, dtype=np.uint8)] * len(of_rank) for rank, of_rank in told.items()}
     by_member: dict[int, list[tuple[int, int]]] = {}  # rank, and number of the piece
-    for rank, of_rank in enumerate(told):
+    for rank, of_rank in told.items():
         for number, piece in enumerate(of_rank):
             by_member.setdefault(piece.member, []).append((rank, number))
     for member, places in by_member.items():
@@ -298,7 +295,7 @@ def _answers(messages: Sequence[torch.Tensor], part_of: Callable[[int], CutPart 
         stays = _decided(part, [told[rank][number] for rank, number in places])
         for (rank, number), of_piece in zip(places, stays, strict=True):
             packed[rank][number] = of_piece
-    return [torch.from_numpy(np.concatenate([np.empty(0, dtype=np.uint8), *of_rank])) for of_rank in packed]
+    return {rank: torch.from_numpy(np.concatenate(of_rank)) for rank, of_rank in packed.items()}
 
 
 def _decided(part: CutPart, pieces: Sequence[_Told]) -> list[npt.NDArray[np.uint8]]:

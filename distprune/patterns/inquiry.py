@@ -6,6 +6,7 @@ usual layouts the home of a row holds a part of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,18 +51,16 @@ class Inquiry:
         Two rounds: the sizes, 8 bytes a rank, and the questions, each after 8 bytes for the number of its items.
         """
 
-        def messages() -> list[torch.Tensor]:
+        def messages() -> dict[int, torch.Tensor]:
             self._questions = make()
-            pieces: list[list[bytes]] = [[] for _ in self._asked]
+            pieces = defaultdict[int, list[bytes]](list)
             for i, question in enumerate(self._questions):
                 for rank in np.unique(question.home).tolist():
                     items = np.flatnonzero(question.home == rank)
                     pieces[rank].append(question.encoded(items))
                     self._asked[rank].append((i, items))
-            return [
-                _message([np.int64(num).tobytes(), *of_rank] if of_rank else [])
-                for num, of_rank in zip(self._num_asked(), pieces, strict=True)
-            ]
+            num = self._num_asked()
+            return {rank: _message([np.int64(num[rank]).tobytes(), *of_rank]) for rank, of_rank in pieces.items()}
 
         received = [bytes(message.numpy()) for message in swap_unknown(self._comm, messages)]
         self._num_to_answer = [int.from_bytes(message[:8], "little") for message in received]
@@ -73,7 +72,9 @@ class Inquiry:
         ``make`` returns this rank's answers by rank, in the order in which it was asked.
         """
         sizes = self._num_to_answer, self._num_asked()
-        received = swap_known(self._comm, lambda: [_message(answer) for answer in make()], sizes)
+        received = swap_known(
+            self._comm, lambda: {rank: _message(answer) for rank, answer in enumerate(make()) if any(answer)}, sizes
+        )
 
         @cache  # every part asks for its own
         def answers() -> list[npt.NDArray[np.bool_]]:
@@ -91,5 +92,4 @@ class Inquiry:
 
 
 def _message(pieces: Sequence[bytes]) -> torch.Tensor:
-    joined = bytearray(b"".join(pieces))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)

@@ -61,11 +61,12 @@ def select(
         num_bytes = local.element_size() * math.prod((*local.shape[is_sliced:dim], *local.shape[dim + 1 :]))
         to, back = ([num_bytes * sum(len(at) for at, _ in piece) for piece in pieces] for pieces in (sending, coming))
 
-    def make() -> list[torch.Tensor]:
-        return [
-            as_bytes([p.index_select(part_dim, at.to(p.device)) for p, (at, _) in zip(parts, piece, strict=False)])
-            for piece in sending
-        ]
+    def make() -> dict[int, torch.Tensor]:
+        going = {rank: zip(parts, piece, strict=False) for rank, piece in enumerate(sending) if piece}
+        return {
+            rank: as_bytes([part.index_select(part_dim, at.to(part.device)) for part, (at, _) in pieces])
+            for rank, pieces in going.items()
+        }
 
     received = swap_known(comm, make, (to, back))
     with together(comm):

@@ -62,10 +62,10 @@ def hold_zeros(
     stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
     written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called before or after the model
     and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
-    of about 100 of a parameter shows one that it does not count, such as through ``data``. So -0.0 counts as kept:
-    masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does
-    not. And every +0.0 that you write is held for good, pruned or not: ``weight.clamp_(min=0)`` after a step holds all
-    that were negative then. Write -0.0 where a zero is to go on learning.
+    of about 100 of a parameter shows one that it does not count, such as through ``data``; on a device only before a
+    backward pass. So -0.0 counts as kept: masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative;
+    ``weight.masked_fill_(~mask, 0)`` does not. And every +0.0 that you write is held for good, pruned or not:
+    ``weight.clamp_(min=0)`` holds all that were negative. Write -0.0 where a zero is to go on learning.
 
     If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
     a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of

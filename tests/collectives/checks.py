@@ -134,9 +134,9 @@ def _check_swapped_together(comm: Communicator) -> None:
     sizes = [(comm.rank + other) * (comm.rank != other) for other in range(comm.size)]
 
     def swap(fails: bool = False, known: bool = False, extra: int = 0) -> list[torch.Tensor]:
-        def make() -> list[torch.Tensor]:
+        def make() -> dict[int, torch.Tensor]:
             _fail(fails)
-            return [torch.full((size + extra,), comm.rank, dtype=torch.uint8) for size in sizes]
+            return {to: torch.full((size + extra,), comm.rank, dtype=torch.uint8) for to, size in enumerate(sizes)}
 
         return swap_known(comm, make, (sizes, sizes)) if known else swap_unknown(comm, make)
 
@@ -145,7 +145,7 @@ def _check_swapped_together(comm: Communicator) -> None:
         assert [piece.tolist() for piece in received] == [[other] * size for other, size in enumerate(sizes)]
         assert used == (2 - known, 8 * comm.size + sum(sizes))
         _check_errors(comm, partial(swap, known=known), num_bytes=8 * comm.size + known * sum(sizes))
-    nothing = swap_unknown(comm, lambda: [torch.empty(0, dtype=torch.uint8)] * comm.size)
+    nothing = swap_unknown(comm, dict)
     assert [piece.numel() for piece in nothing] == [0] * comm.size
     with pytest.raises(ValueError, match="were announced"):
         swap(known=True, extra=int(comm.rank == comm.size - 1))

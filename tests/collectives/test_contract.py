@@ -96,7 +96,7 @@ def test_alone_reductions_leave_their_argument() -> None:
 def test_who_stops_a_rank_is_not_asked_to_wait(stop: type[BaseException]) -> None:
     comm = Alone()
 
-    def ends(*_: object) -> list[torch.Tensor]:
+    def ends(*_: object) -> dict[int, torch.Tensor]:
         raise stop
 
     for call in (

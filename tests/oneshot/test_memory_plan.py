@@ -90,7 +90,8 @@ def seen_of(patch: pytest.MonkeyPatch) -> Callable[[Communicator | None], Seen]:
         own(self.comm).has(DENSE, sum(of.num_bytes for of in kept))
         sums = [part for of in found._sums.values() for part in of.parts.values()]
         own(self.comm).has(SUMS, sum(part.nbytes for part in sums))
-        own(self.comm).has(TOKENS, sum(each.num_bytes for of in found._tokens.values() for each in of))
+        tokens = [part for of in found._tokens.values() for each in of for part in each.tensors]
+        own(self.comm).has(TOKENS, sum(part.nbytes for part in tokens))
         return found
 
     def reducing(self: Any, statistics: InputStatistics, *arguments: Any) -> Iterator[list[Moments]]:

@@ -103,17 +103,19 @@ def _move_zeros(model: nn.Module, way: str) -> list[torch.Tensor]:
 
 
 def written_on_rank(rank: int, layout: str, way: str) -> None:
+    """Move the zeros, before a backward pass and before a step; the latter is not seen on a device through ``data``."""
     if layout == "on a device":
         with as_on_a_device():
-            written_on_rank(rank, "plain", way)
+            written_on_rank(rank, "plain", "through data, early" if way == "through data" else way)
         return
+    way, _, is_early = way.partition(", ")
     wrapped = wrap(layout, transformer())
     optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
     prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
     hold_zeros(wrapped.model, optimizer, include=INCLUDE)
     held = held_bits(wrapped.model)
     for i, tokens in enumerate(batches(6)):
-        if i == 2:
+        if i == 2 or (i == 4 and is_early):
             held = _move_zeros(wrapped.model, way)
         wrapped.step(tokens)
         if layout != "fsdp1":
@@ -121,7 +123,7 @@ def written_on_rank(rank: int, layout: str, way: str) -> None:
             assert [int((gradient != 0).sum()) for gradient in gradients if gradient is not None] == [
                 int((~bits).sum()) for bits in held
             ]
-        if i == 4:
+        if i == 4 and not is_early:
             held = _move_zeros(wrapped.model, way)
         optimizer.step()
         assert all(map(torch.equal, held_bits(wrapped.model), held))
