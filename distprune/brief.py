@@ -51,13 +51,13 @@ def share(part: float) -> str:
 
 
 def zeros(num_zeros: int, num_elements: int, num_parameters: int | None) -> str:
-    """Return how sparse the weights of a call are, and the whole model, if its size is known.
+    """Return the sparsity of a model: the share of zeros of its prunable weights, and of all, if their number is known.
 
     >>> zeros(50, 100, 200)
-    '50.0 % of 100 prunable weights are zero, 25.0 % of all 200'
+    '50.0 % of 100 prunable weights, 25.0 % of all 200'
     """
     of_all = f", {share(num_zeros / max(num_parameters, 1))} of all {count(num_parameters)}" if num_parameters else ""
-    return f"{share(num_zeros / max(num_elements, 1))} of {count(num_elements)} prunable weights are zero{of_all}"
+    return f"{share(num_zeros / max(num_elements, 1))} of {count(num_elements)} prunable weights{of_all}"
 
 
 def took(seconds: float, num_rounds: int, num_bytes: int) -> str:

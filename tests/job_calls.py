@@ -70,7 +70,7 @@ def begun(_: int, folder: Path) -> Called:
 
 def reported(_: int, folder: Path) -> Called:
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    work = Trained("", 0, 0, 0.0, [], 0, 0, 0)
+    work = Trained("", 0, 0, 0.0, [], 0, 0, 0, 0, 0)
     return nn.Module(), lambda: run.report(folder, {}, {}, work)
 
 

@@ -107,7 +107,7 @@ def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
     shrunk = Shrunk({("layers.0", "mlp", "mlp"): torch.arange(3)}, (0, 2), 88, 99, one_shot)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     training = SparseTraining(layer, optimizer, schedule=constant(0.5))
-    walked = PrunedBlocks(one_shot, "2:4", [], 0, {}, "uniform")
+    walked = PrunedBlocks(one_shot, "2:4", [], 0, {}, "uniform", 9)
     smaller = SmallerModel(one_shot, "", [], 0, {}, None, [0, 1], 3, 10, 8)
     evaluation = Evaluation({f"file{i}": 1.0 for i in range(9)})
     job = PruneJob(model="m", output="o", sparsity=0.5)

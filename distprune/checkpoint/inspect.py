@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from distprune.brief import count, one_line, share, worst
-from distprune.checkpoint.hf_directory import TensorEntry, open_directory
+from distprune.brief import count, one_line, share, worst, zeros
+from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, open_directory
+from distprune.checkpoint.stored_parameters import find_stored
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
 from distprune.shards import local_shard
 from distprune.totals import Totals
@@ -30,6 +31,7 @@ class TensorReport:
     num_elements: int
     num_zeros: int
     patterns: tuple[str, ...]
+    is_prunable: bool | None = None  # by default; None: unknown
 
     @property
     def sparsity(self) -> float:
@@ -52,6 +54,14 @@ class InspectReport(Totals):
     def counted(self) -> tuple[TensorReport, ...]:
         return self.tensors
 
+    @property
+    def prunable_zeros(self) -> tuple[int, int, int] | None:
+        """The zeros of the weights pruned by default, of how many, of how many in all; ``None``: not known."""
+        prunable = [tensor for tensor in self.tensors if tensor.is_prunable]
+        if not prunable:
+            return None
+        return sum(of.num_zeros for of in prunable), sum(of.num_elements for of in prunable), self.num_elements
+
     @override
     def __repr__(self) -> str:
         return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.path}")
@@ -59,13 +69,14 @@ class InspectReport(Totals):
     @override
     def __str__(self) -> str:
         """Return the totals and the five sparsest tensors; all of them are in :meth:`to_dict`."""
-        total = f"{share(self.sparsity)} of {count(self.num_elements)} weights are zero"
+        known = self.prunable_zeros
+        total = f"sparsity {zeros(*known)}" if known else f"{share(self.sparsity)} of {count(self.num_elements)} zero"
         found = worst("highest sparsities", self.tensors, lambda of: of.name, lambda of: of.sparsity, share)
         return "\n".join([f"{self.path}: {total}, {len(self.tensors)} tensors", *found])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, sparsities included, as JSON carries it."""
-        totals = {name: getattr(self, name) for name in ("num_elements", "num_zeros", "sparsity")}
+        totals = {name: getattr(self, name) for name in ("num_elements", "num_zeros", "sparsity", "prunable_zeros")}
         tensors = [{**dataclasses.asdict(tensor), "sparsity": tensor.sparsity} for tensor in self.tensors]
         return {"path": self.path, **totals, "tensors": tensors}
 
@@ -78,12 +89,23 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
         ImportError: the extra ``hf`` is not installed.
     """
     directory = open_directory(path)
+    prunable = _prunable(directory)
     work = [
         (local_shard(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")), file, entry)
         for file, entry in directory.tensors.values()
     ]
-    reports = tuple(_inspect_tensor(entry, slices) for _, entry, slices in stored_slices(work, progress))
-    return InspectReport(str(directory.path), reports)
+    reports = [_inspect_tensor(entry, slices) for _, entry, slices in stored_slices(work, progress)]
+    known = [replace(of, is_prunable=None if prunable is None else of.name in prunable) for of in reports]
+    return InspectReport(str(directory.path), tuple(known))
+
+
+def _prunable(directory: HfDirectory) -> set[str] | None:
+    """Return the names of the tensors that are pruned by default; ``None``: the config does not fit the tensors."""
+    try:
+        stored = find_stored(directory).stored
+    except (NotImplementedError, ValueError, OSError):
+        return None
+    return {region.stored for regions in stored.values() for of_name in regions for region in of_name}
 
 
 def _inspect_tensor(entry: TensorEntry, slices: Slices) -> TensorReport:

@@ -16,16 +16,18 @@ _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in place
 _Options: TypeAlias = Mapping[str, Mapping[str, Option]]  # by flag and field; see add_command
 _NAMED = inspect.Parameter.KEYWORD_ONLY
 _DEVICE = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a GPU.")]
+_VERBOSE = Annotated[bool, typer.Option("--verbose", help="Print all of the report, and not its summary alone.")]
 _TIMEOUT = Annotated[float, typer.Option(help="Seconds a rank waits for the others.")]
 
 
 @dataclass(frozen=True)
 class JobCommand:
-    """A job, and where to run it."""
+    """A job, where to run it, and whether to print all of its report."""
 
     job: BareJob
     device: str
     timeout: float
+    verbose: bool = False
 
 
 def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[BareJob]]) -> None:
@@ -37,7 +39,7 @@ def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type
 
     options = {flag: options_of(kind) for flag, kind in kinds.items()}
 
-    def start(context: typer.Context, device: str, timeout: float, **values: Any) -> None:
+    def start(context: typer.Context, device: str, timeout: float, verbose: bool, **values: Any) -> None:
         sources = {key: context.get_parameter_source(key) for key in values}
         given = {key: values[key] for key, source in sources.items() if source and source.name != "DEFAULT"}
         if not 1 <= timeout <= _LONGEST_TIMEOUT:
@@ -47,12 +49,13 @@ def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type
             if device == "cuda":
                 raise typer.BadParameter("--streamed runs on the CPU; leave out --device")
             device = "cpu"
-        context.obj(JobCommand(job, device, timeout))
+        context.obj(JobCommand(job, device, timeout, verbose))
 
     own = [inspect.Parameter("context", _NAMED, annotation=typer.Context)]
     own += [_parameter(name, options) for name in _names(options.values())]
     own.append(inspect.Parameter("device", _NAMED, annotation=_DEVICE, default="auto"))
     own.append(inspect.Parameter("timeout", _NAMED, annotation=_TIMEOUT, default=600.0))
+    own.append(inspect.Parameter("verbose", _NAMED, annotation=_VERBOSE, default=False))
     start.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     app.command(name, help=help)(start)
 

@@ -18,7 +18,7 @@ import typer
 from distprune.checkpoint import inspect_directory
 from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command
-from distprune.cli.display import Display, show_inspection
+from distprune.cli.display import Display
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.ranks import Launch
 from distprune.collectives import has_lost_ranks
@@ -107,16 +107,16 @@ def common(
 @app.command()
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON instead.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print a table of all tensors too.")] = False,
 ) -> None:
-    """Show how sparse the model in DIRECTORY is, tensor by tensor, and which N:M patterns hold."""
-    display = Display(visible=True)
-    report = inspect_directory(directory, progress=partial(display.progress, "reading", "bytes"))
+    """Show how sparse the model in DIRECTORY is, by kinds of tensors, and which N:M patterns hold."""
+    with Display(visible=True, verbose=verbose) as display:
+        report = inspect_directory(directory, progress=partial(display.progress, "reading", "bytes"))
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:
-        show_inspection(report)
-    display.close()
+        display.inspection(report)
     sys.stdout.flush()
 
 
@@ -163,10 +163,10 @@ def _work(start: JobCommand, launch: Launch) -> int:
     """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
     try:
         device = launch.start(start.device, start.timeout)
-        display = Display(visible=launch.rank == 0)
         # A streamed job is on the CPU.
         where = {} if isinstance(start.job, StreamedJob) else {"device": device}
-        report = _RUN[type(start.job)](start.job, **where, watcher=display)
+        with Display(visible=launch.rank == 0, verbose=start.verbose) as display:
+            report = _RUN[type(start.job)](start.job, **where, watcher=display)
         launch.finish()
     except Exception as error:
         # What all ranks know the first one says for them.
@@ -185,7 +185,7 @@ def _work(start: JobCommand, launch: Launch) -> int:
         if isinstance(report, PlannedWalk):
             display.plan(report)
         elif isinstance(report, Sampled):
-            display.sampled(report)
+            display.sampled(report, start.job.model)
         else:
             display.summary(report)
     return 0

@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from distprune.brief import count, share
 from distprune.calibration import SELF
+from distprune.checkpoint import TensorReport
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
 from distprune.pruning import PruneReport
 
@@ -60,6 +62,14 @@ def by_kind(blocks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Kind]]:
     return found
 
 
+def kinds_of_tensors(tensors: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
+    """Return the tensors whose names differ in numbers alone, by their name with ``*`` for numbers, in order."""
+    kinds: dict[str, list[TensorReport]] = {}
+    for tensor in tensors:
+        kinds.setdefault(_NUMBER.sub("*", tensor.name), []).append(tensor)
+    return kinds
+
+
 def range_of(values: Sequence[float], shape: str) -> str:
     """Return the least and the greatest in this format, once if they look alike; of no values, nothing."""
     ends = (min(values), max(values)) if values else ()
@@ -71,25 +81,35 @@ def mean_error(block: Mapping[str, Any]) -> float | None:
     return Kind(block["name"], block["layers"]).error
 
 
-def evaluated(report: JobReport[Work]) -> Iterator[tuple[str, str, str]]:
-    """Yield the perplexity on every text, and every task's metrics: (what, before, after)."""
+class BeforeAfter(NamedTuple):
+    """One figure of a model before a job and after it."""
+
+    what: str
+    on: str
+    before: str
+    after: str
+
+
+def evaluated(report: JobReport[Work]) -> Iterator[BeforeAfter]:
+    """Yield the perplexity on every text, and every task's metrics."""
     before, after = report.before, report.after
     for file, perplexity in after.perplexity.items():
         where = f"{Path(file).name}, in windows of {report.job.evaluation_length} tokens"
-        yield f"perplexity on {where}", f"{before.perplexity[file]:.2f}", f"{perplexity:.2f}"
+        yield BeforeAfter("perplexity", where, f"{before.perplexity[file]:.2f}", f"{perplexity:.2f}")
     for task, metrics in after.tasks.items():
         for metric, value in metrics.items():
-            yield f"{task}, {metric}", f"{before.tasks[task][metric]:.4f}", f"{value:.4f}"
+            yield BeforeAfter(metric, task, f"{before.tasks[task][metric]:.4f}", f"{value:.4f}")
 
 
 def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     """Yield what a job did, in words: (what, how much)."""
     asked, work = report.job.arguments(), report.work
+    if report.zeros is not None:
+        yield "sparsity", str(report.zeros)
     if isinstance(work, PruneReport):
-        yield "zeros in the pruned weights", _share(work.num_zeros, work.num_elements)
         yield from (("method", work.score), ("pattern", work.pattern))
     elif isinstance(work, Trained):
-        yield from (("zeros", _share(work.num_zeros, work.num_elements)), ("method", work.method))
+        yield "method", work.method
         windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
         yield "trained", f"{work.num_steps} steps of {windows} of {_trained_on(asked)}"
     elif isinstance(work, SmallerModel):
@@ -97,9 +117,6 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
         yield "method", f"{work.walk.method}, {work.pattern}"
         yield "refit", asked["refit"].replace("_", " ")
     else:
-        layers = [of for block in work.blocks for of in block["layers"]]
-        num_zeros, num_elements = (sum(of[key] for of in layers) for key in ("num_zeros", "num_elements"))
-        yield "zeros in the pruned weights", _share(num_zeros, num_elements)
         yield from (("method", work.walk.method), ("pattern", work.pattern))
     if isinstance(work, Walked):
         yield "calibration", _windows(work, asked)
@@ -126,31 +143,28 @@ def _windows(work: Walked, asked: Mapping[str, Any]) -> str:
     return f"{text}, and {num_written} that the model wrote{continued}"
 
 
-def _share(num_zeros: int, num_elements: int) -> str:
-    return f"{num_zeros:,} of {num_elements:,} ({num_zeros / max(num_elements, 1):.2%})"
-
-
 def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
     """Yield what a removal has left, and how fast and large that is, in words: (what, how much)."""
     num, num_before = work.num_parameters, work.num_parameters_before
-    yield "parameters", f"{num:,} of {num_before:,} ({1 - num / num_before:.1%} removed)"
-    if (num_layers := len(work.layers)) < work.num_layers_before:
-        yield "layers", f"{num_layers} of {work.num_layers_before}"
+    yield "parameters", f"{count(num)} of {count(num_before)}, {share(1 - num / num_before)} removed"
     sizes = {(of["kind"], of["num"], of["num_before"]): None for block in work.blocks for of in block["kept"]}
-    for kind, of_kind, before in sizes:
-        yield kind.replace("_", " "), f"{of_kind:,} of {before:,}"
+    left = [f"{kind.replace('_', ' ')} {of_kind:,} of {before:,}" for kind, of_kind, before in sizes]
+    if (num_layers := len(work.layers)) < work.num_layers_before:
+        left.insert(0, f"layers {num_layers} of {work.num_layers_before}")
+    yield "left", "; ".join(left)
+    if speed := work.speed:
+        before, after = speed["before"], speed["after"]
+        for what in ("forward", "generation"):
+            rates = " -> ".join(f"{of[what]['tokens_per_second']:,.0f}" for of in (before, after))
+            faster = f"{speed[what]['speedup']:.2f} times as fast (FLOPs: {speed[what]['promised']:.2f})"
+            yield what, f"{rates} tokens/s, {faster}"
+        for what, name in (("memory", "memory"), ("file_bytes", "weight files")):
+            yield name, " -> ".join(f"{of[what] / 2**20:,.0f}" for of in (before, after)) + " MiB"
+
+
+def trial_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
+    """Yield what was tried for a budget of parameters, and what it cost, in words."""
     for trial in work.trials or ():
         fewer, cost = f"{trial['num_removed']:,} parameters fewer", f"log-perplexity {trial['cost']:+.4f}"
         tried = ", ".join(f"{kind.replace('_', ' ')} {size:,}" for kind, size in trial["sizes"].items())
         yield f"tried {tried}", f"{fewer}, {cost} on held-out samples"
-    if speed := work.speed:
-        before, after = speed["before"], speed["after"]
-        for what, name in (("forward", "forward"), ("generation", "greedy generation")):
-            rates = " -> ".join(f"{of[what]['tokens_per_second']:,.0f}" for of in (before, after))
-            ratios = speed[what]
-            yield (
-                f"tokens per second, {name} of {before[what]['num_tokens']}",
-                f"{rates} ({ratios['speedup']:.2f} times; its FLOPs promise {ratios['promised']:.2f})",
-            )
-        for what, name in (("memory", "memory"), ("file_bytes", "weight files")):
-            yield name, " -> ".join(f"{of[what] / 2**20:,.0f}" for of in (before, after)) + " MiB"

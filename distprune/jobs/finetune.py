@@ -142,7 +142,7 @@ def run_finetune_job(
                 shards = training.finish()
             del models, teacher, training
             written = run.load()
-            num_zeros, num_elements = _take_over(run, written, shards)
+            counts = _take_over(run, written, shards)
             del model, shards
             after = run.evaluate(written, "after")
             unfinished.begin_result(run.output)
@@ -155,8 +155,7 @@ def run_finetune_job(
                 num_tokens=len(losses) * job.batch_size * job.sequence_length,
                 seconds=seconds,
                 losses=losses,
-                num_zeros=num_zeros,
-                num_elements=num_elements,
+                **counts,
                 resumed_at=resumed_at,
             )
             return run.report(unfinished.result, before, after, trained)
@@ -206,21 +205,23 @@ def _load_windows(job: FinetuneJob, run: Run, model: nn.Module, tokenizer: Any) 
     )
 
 
-def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> tuple[int, int]:
+def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> dict[str, int]:
     """Copy the trained ``shards`` into ``model``, in its dtypes; return how many elements are zero, of how many.
 
     Every rank must call it: one round.
     """
 
     def fill(words: torch.Tensor) -> None:
+        prunable = {shard.name for shard in find_shards(model).shards}
         for written, trained in zip(find_shards(model, "*").shards, shards, strict=True):
             written.local.copy_(trained.local)
             if trained.owned:
                 counts = [*count_zeros([written.local]), written.local.numel()]
+                counts += counts if written.name in prunable else [0, 0]
                 words += torch.tensor(counts, dtype=torch.int64, device="cpu")
 
-    num_zeros, num_elements = sum_together(run.comm, (2,), fill).tolist()
-    return num_zeros, num_elements
+    names = ("num_zeros", "num_elements", "num_prunable_zeros", "num_prunable")
+    return dict(zip(names, sum_together(run.comm, (4,), fill).tolist(), strict=True))
 
 
 def _begin(run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:

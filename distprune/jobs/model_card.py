@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distprune.checkpoint import import_extra, name_of_model
-from distprune.jobs.figures import by_kind, evaluated, range_of, work_rows
+from distprune.jobs.figures import by_kind, evaluated, range_of, trial_rows, work_rows
 from distprune.jobs.options import Job, options_of
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
 from distprune.patterns import Pattern
@@ -61,7 +61,9 @@ def _rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
             for kind, by_depth in by_kind(report.work.blocks).items()
         }
         yield "zeros by layer, allocated by gradients", "<br>".join(f"{kind} {share}" for kind, share in shares.items())
-    yield from ((what, f"{before} before, {after} after") for what, before, after in evaluated(report))
+    if isinstance(report.work, SmallerModel):
+        yield from trial_rows(report.work)
+    yield from ((f"{of.what} on {of.on}", f"{of.before} before, {of.after} after") for of in evaluated(report))
     yield "made with", f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"
 
 

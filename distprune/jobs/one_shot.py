@@ -19,6 +19,7 @@ from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
+from distprune.models import count_parameters
 from distprune.oneshot import (
     Allocation,
     BlockRefit,
@@ -138,6 +139,7 @@ def run_one_shot_job(
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
             pattern = as_pattern(job.pattern, job.sparsity)
             pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
+            run.reporter.begin("pruning block by block")
             with clock(run.seconds, "prune"):
                 report = prune_blocks(
                     model,
@@ -156,7 +158,8 @@ def run_one_shot_job(
                     on_block=journal.on_block,
                 )
             by: Allocation = "uniform" if shares is None else "gradients"
-            pruned = PrunedBlocks(report, repr(pattern), journal.end(), journal.resumed_at, vars(counts), by)
+            ended = (journal.end(), journal.resumed_at, vars(counts))
+            pruned = PrunedBlocks(report, repr(pattern), *ended, by, count_parameters(model))
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
                 with together(run.comm):

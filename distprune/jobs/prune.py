@@ -55,6 +55,7 @@ def run_prune_job(
     with writing(job.output, overwrite=job.overwrite, inputs=run.inputs, group=run.comm) as staging:
         model = run.load()
         before = run.evaluate(model, "before")
+        run.reporter.begin("pruning")
         pruned = prune_model(
             model,
             job.sparsity,

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from distprune.brief import count, one_line, share
+from distprune.brief import count, one_line, share, zeros
 from distprune.jobs.options import Job
 from distprune.oneshot import Allocation, OneShotReport
 from distprune.pruning import PruneReport
@@ -22,6 +22,27 @@ class Evaluation:
 
     perplexity: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """How sparse a model is: the zeros of its prunable weights, of how many, and of how many parameters in all.
+
+    Prunable are the weights that a job prunes by default (see ``find_shards``) or was asked to prune.
+    """
+
+    num_zeros: int
+    num_prunable: int
+    num_parameters: int | None  # None: unknown
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros of the prunable weights."""
+        return self.num_zeros / max(self.num_prunable, 1)
+
+    @override
+    def __str__(self) -> str:
+        return zeros(self.num_zeros, self.num_prunable, self.num_parameters)
 
 
 @dataclass(frozen=True)
@@ -52,9 +73,17 @@ class Walked:
 
 @dataclass(frozen=True, repr=False)
 class PrunedBlocks(Walked):
-    """Pruned block by block."""
+    """Pruned block by block. ``num_parameters``: of the whole model."""
 
     allocation: Allocation
+    num_parameters: int
+
+    @property
+    def zeros(self) -> Zeros:
+        """The zeros of all blocks, those of earlier starts too."""
+        layers = [of for block in self.blocks for of in block["layers"]]
+        num_zeros, num_elements = (sum(of[key] for of in layers) for key in ("num_zeros", "num_elements"))
+        return Zeros(num_zeros, num_elements, self.num_parameters)
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +105,7 @@ class SmallerModel(Walked):
 
 @dataclass(frozen=True)
 class Trained:
-    """Fine-tuned with its zeros held."""
+    """Fine-tuned with its zeros held: ``num_zeros`` of all ``num_elements``, and those of its prunable weights."""
 
     method: str
     num_steps: int
@@ -85,12 +114,17 @@ class Trained:
     losses: Sequence[float]
     num_zeros: int
     num_elements: int
+    num_prunable_zeros: int
+    num_prunable: int
     resumed_at: int
+
+    @property
+    def zeros(self) -> Zeros:
+        return Zeros(self.num_prunable_zeros, self.num_prunable, self.num_elements)
 
     @override
     def __repr__(self) -> str:
-        of_all = f"{share(self.num_zeros / max(self.num_elements, 1))} of {count(self.num_elements)} weights zero"
-        return one_line(self, f"{of_all}, {self.num_steps:,} steps of {self.method}")
+        return one_line(self, f"{share(self.zeros.sparsity)} sparse, {self.num_steps:,} steps of {self.method}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
@@ -116,6 +150,16 @@ class JobReport(Generic[_Work]):
     after: Evaluation
     seconds: Mapping[str, float]  # by stage
     work: _Work
+    peak_memory: Sequence[int] = ()  # of each rank's process, in bytes
+    peak_device_memory: Sequence[int] = ()  # of each rank's CUDA device, in bytes
+
+    @property
+    def zeros(self) -> Zeros | None:
+        """How sparse the output is; ``None`` of a smaller model, whose zeros were not counted."""
+        work: Work = self.work
+        if isinstance(work, PruneReport):
+            return Zeros(work.num_zeros, work.num_elements, work.num_parameters)
+        return None if isinstance(work, SmallerModel) else work.zeros
 
     @override
     def __repr__(self) -> str:
@@ -146,5 +190,8 @@ class JobReport(Generic[_Work]):
             "tasks_before": self.before.tasks,
             "tasks_after": self.after.tasks,
             "stage_seconds": self.seconds,
+            "peak_memory": self.peak_memory,
+            "peak_device_memory": self.peak_device_memory,
+            "zeros": None if self.zeros is None else {**vars(self.zeros), "sparsity": self.zeros.sparsity},
             _KEYS[type(self.work)]: self.work.to_dict(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from distprune.jobs.options import DTYPES, MOST, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import write_words
+from distprune.oneshot.report import peak_memory
 
 
 @asked
@@ -56,6 +58,7 @@ class Sampled:
     num_samples: int
     sequence_length: int
     seconds: float
+    peak_memory: Sequence[int] = ()  # of each rank's process, in bytes
 
 
 def run_sample_job(
@@ -102,4 +105,4 @@ def run_sample_job(
         if comm.rank == 0:
             about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
             write_words(Path(job.output), words, {"model": name_of_model(path), **about})
-    return Sampled(Path(job.output), len(words), job.sequence_length, seconds)
+    return Sampled(Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

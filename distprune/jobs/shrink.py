@@ -159,9 +159,11 @@ class _Shrinking:
             self._cut_experts(job.experts)
         division = Division(job.sizes)
         if budget is not None:
+            run.reporter.begin("trying sizes")
             with clock(run.seconds, "divide"):
                 division = self._divide(budget)
         layers = list(unfinished.recall("layers", lambda: self._choose_layers(division), at_once=True))
+        run.reporter.begin("shrinking block by block")
         with clock(run.seconds, "shrink"):
             walked, kept = self._walk(division.sizes, layers)
             cut_model(model, kept, layers, group=run.comm)

@@ -44,6 +44,7 @@ def compare_speed(run: Run, before: Path, after: Path) -> dict[str, Any] | None:
     gc.collect()  # modules refer to each other
     if run.device.type != "cpu":
         torch.get_device_module(run.device.type).empty_cache()
+    run.reporter.begin("measuring speed")
     with clock(run.seconds, "speed"):
         try:
             return compared(measure_apart(run, before), measure_apart(run, after))

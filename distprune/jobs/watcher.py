@@ -20,6 +20,9 @@ class Watcher:
     def say(self, text: str) -> None:
         """Hear one line of text."""
 
+    def begin(self, stage: str) -> None:
+        """Hear that a stage begins."""
+
     def progress(self, stage: str, unit: str, done: int, total: int) -> None:
         """Hear that ``done`` of ``total`` units of a stage are done: ("loading", "bytes", 4096, 8192)."""
 
@@ -37,12 +40,16 @@ class Reporter:
     def say(self, text: str) -> None:
         self._call(self._watcher.say, text)
 
+    def begin(self, stage: str) -> None:
+        self._call(self._watcher.begin, stage)
+
     def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
         self._call(self._watcher.block, report, num_blocks)
 
     @contextmanager
     def stage(self, name: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         """Yield a callback (done, total) for the stage. Every rank must enter it: one round at its end."""
+        self.begin(name)
         yield partial(self._call, self._watcher.progress, name, unit)
         self.check()
 

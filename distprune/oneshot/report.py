@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,7 @@ class OneShotReport(Totals):
         memory = f"at most {count(max(self.peak_memory, default=0) / 2**20)} MiB in a process"
         lines = [
             cut(f"{self.method}, {self.pattern}"),
-            f"  {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
+            f"  sparsity: {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
             f"  {walked}",
             *left,
             *worst(
@@ -156,16 +157,24 @@ class Meter:
         """Return what it took so far, as the report says it. Every rank must call it: one round of 8 bytes a rank."""
         comm = self.comm
         used = comm.traffic - self._traffic
-        peaks = sum_together(comm, (comm.size,), lambda of_ranks: of_ranks[comm.rank].fill_(_peak_memory()))
         return {
             "seconds": time.perf_counter() - self._started,
             "num_rounds": used.num_rounds,
             "num_bytes": used.num_bytes,
-            "peak_memory": tuple(peaks.tolist()),
+            "peak_memory": peak_memory(comm),
         }
 
 
-def _peak_memory() -> int:
+def peak_memory(comm: Communicator, of_rank: Callable[[], int] | None = None) -> tuple[int, ...]:
+    """Return ``of_rank()`` of each rank: by default the highest resident size of its process so far, in bytes.
+
+    Every rank must call it: one round of 8 bytes a rank.
+    """
+    measure = of_rank or _resident_peak
+    return tuple(sum_together(comm, (comm.size,), lambda of: of[comm.rank].fill_(measure())).tolist())
+
+
+def _resident_peak() -> int:
     try:
         import resource
     except ImportError:  # Windows

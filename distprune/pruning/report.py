@@ -97,7 +97,7 @@ class PruneReport(Totals):
         """Return what was done, in at most 9 lines; all of it is in :meth:`to_dict`."""
         lines = [
             cut(f"{self.pattern} by {self.score}"),
-            f"  {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
+            f"  sparsity: {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
             *worst("highest sparsities", self.parameters, lambda of: of.name, lambda of: of.sparsity, share),
             f"  {count(self.num_pruned)} weights newly pruned in {took(self.seconds, self.num_rounds, self.num_bytes)}",
         ]

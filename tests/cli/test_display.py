@@ -6,13 +6,17 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distprune import jobs
+from distprune.checkpoint import InspectReport, TensorReport, inspect_directory
 from distprune.cli.display import Display
+from distprune.cli.heartbeat import Heartbeat
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
@@ -32,12 +36,29 @@ def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
     return small_job(model_folder, text_file, tmp_path)
 
 
-def test_the_report_and_its_table(
-    job: OneShotJob, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def lines_of(shown: str) -> list[str]:
+    """Return the lines of a summary, if a person can take them in."""
+    lines = shown.splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 80, lines
+    return lines
+
+
+def test_the_report_its_summary_and_its_table(
+    job: OneShotJob,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_tokens=200, evaluation_length=16)
+    monkeypatch.chdir(tmp_path)
+    files = [str(text_file)] + [str(shutil.copyfile(text_file, tmp_path / f"text{n}.txt")) for n in range(9)]
+    Path("dense").symlink_to(job.model)
+    evaluation: dict[str, Any] = {"evaluate_on": tuple(files), "evaluation_tokens": 40, "evaluation_length": 16}
+    job = dataclasses.replace(job, model="dense", output="out", **evaluation)
     display = Display(visible=True)
-    display.summary(run_one_shot_job(job, watcher=display))
+    done = run_one_shot_job(job, watcher=display)
+    display.summary(done)
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     blocks = report["pruning"]["blocks"]
     assert [list(block["seconds"]) for block in blocks] == [STAGES] * 2
@@ -47,6 +68,29 @@ def test_the_report_and_its_table(
     assert all(part > 0 for part in parts)
     assert sum(parts) <= report["stage_seconds"]["total"]
     shown = capsys.readouterr()
+    lines = lines_of(shown.out)
+    assert lines[0] == "dense, pruned by 1 rank on cpu"
+    assert lines[1] == f"  sparsity     {done.zeros}"
+    assert str(done.zeros) == "50.0 % of 5,760 prunable weights, 40.0 % of all 7,200"
+    assert report["zeros"] == {**vars(done.zeros), "sparsity": 0.5}
+    before, after = (report[f"perplexity_{when}"][str(text_file)] for when in ("before", "after"))
+    assert lines[2] == f"  perplexity   {before:.2f} -> {after:.2f} on text.txt, in windows of 16 tokens"
+    assert re.search(r"and \d more in report.json", shown.out)
+    assert f"  peak memory  {report['peak_memory'][0] / 2**20:,.0f} MiB" in lines
+    layers = sorted((of for block in blocks for of in block["layers"]), key=lambda of: -of["relative_error"])
+    worst = [f"    {of['relative_error']:.4f}  {of['name']}" for of in layers]
+    assert [line for line in lines if line in worst] == worst[:5]
+    assert lines[-3:] == [
+        "  output       out (report.json there, or --verbose, has all)",
+        "  next         distprune finetune out --teacher dense --minutes 10 --output \\",
+        "               out-finetuned",
+    ]
+    said = [line for line in shown.err.splitlines() if line.startswith("pruned ")]
+    assert len(said) == 2
+    assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]):.4f}, " in said[0]
+    assert said[1].endswith("00:00 left")
+    Display(visible=True, verbose=True).summary(done)
+    shown = capsys.readouterr()
     for of_block in blocks:
         assert of_block["name"] in shown.out
         assert f"{mean_error(of_block):.4f}" in shown.out
@@ -54,34 +98,79 @@ def test_the_report_and_its_table(
             assert of_layer["name"].removeprefix(f"{of_block['name']}.") in shown.out
             assert f"{of_layer['relative_error']:.4f}" in shown.out
     assert all(f"{stage} s" in shown.out for stage in STAGES)
-    (before,), (after,) = (report[f"perplexity_{when}"].values() for when in ("before", "after"))
-    assert re.search(rf"perplexity on text.txt, in windows of 16 tokens\W+{before:.2f} -> {after:.2f}", shown.out)
-    assert re.search(rf"peak memory\W+{report['pruning']['peak_memory'][0] / 2**20:.0f} MiB", shown.out)
-    lines = [line for line in shown.err.splitlines() if line.startswith("pruned ")]
-    assert len(lines) == 2
-    assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]):.4f}, " in lines[0]
-    assert lines[1].endswith("00:00 left")
 
 
-def test_the_table_of_a_fine_tuning(
-    model_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_summary_of_a_fine_tuning(
+    model_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pruned, tuned = tmp_path / "pruned", tmp_path / "out"
-    run_prune_job(PruneJob(model=str(model_folder), output=str(pruned), sparsity=0.5))
-    job = FinetuneJob(
-        model=str(pruned), output=str(tuned), data=str(text_file), steps=3, batch_size=2, sequence_length=16
-    )
+    monkeypatch.chdir(tmp_path)
+    pruned = run_prune_job(PruneJob(model=str(model_folder), output="pruned", sparsity=0.5))
+    job = FinetuneJob(model="pruned", output="out", data=str(text_file), steps=3, batch_size=2, sequence_length=16)
     display = Display(visible=True)
     report = run_finetune_job(job, watcher=display)
     display.summary(report)
     shown, losses = capsys.readouterr(), report.work.losses
-    assert re.search(r"training\W+3 steps, 96 tokens, \d+ s", shown.out)
-    assert f"{losses[0]:.4f} -> {losses[2]:.4f}" in shown.out
+    lines = lines_of(shown.out)
+    assert report.zeros == pruned.zeros  # one meaning everywhere
+    assert lines[:2] == ["pruned, fine-tuned by 1 rank on cpu", f"  sparsity     {pruned.zeros}"]
+    assert f"  loss         {losses[0]:.4f} -> {losses[2]:.4f}" in lines
+    assert lines[-1] == "  next         distprune inspect out"
     assert [line for line in shown.err.splitlines() if line.startswith("step ")] == [
         f"step {number}: loss {loss:.4f}, {share} done"
         for number, loss, share in zip((1, 2, 3), losses, ("33%", "67%", "100%"), strict=True)
     ]
-    assert (tuned / "report.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    assert ("out" / Path("report.png")).exists() == (importlib.util.find_spec("matplotlib") is not None)
+    display.inspection(inspect_directory("out"))
+    shown = capsys.readouterr()
+    assert lines_of(shown.out)[1] == f"  sparsity     {pruned.zeros}"
+    assert re.search(r"[0-9.]+ % +1,120 +2  model.layers.\*.mlp.up_proj.weight", shown.out)
+
+
+def test_many_kinds_of_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = [
+        TensorReport(f"layers.{i}.{kind}", (4,), "float32", 4, 1, ("2:4",))
+        for i in (0, 1)
+        for kind in "abcdefghijklmnopqrst"
+    ]
+    Display(visible=True).inspection(InspectReport("a", tuple(tensors)))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert lines[1] == "  sparsity     25.0 % of 160 parameters are zero"
+    assert "    25.0 %        8        2  layers.*.a  2:4" in lines
+    assert "5 more kinds" in lines[-1]
+
+
+def test_a_log_hears_something_every_interval() -> None:
+    said, now = list[str](), [100.0]
+    heartbeat = Heartbeat(said.append, 30.0, lambda: now[0])
+    heartbeat.begin("loading")
+    heartbeat.at("3 of 9 MiB")
+    now[0] = 120.0
+    assert (heartbeat.beat(), said) == (10.0, [])
+    heartbeat.said()
+    now[0] = 149.0
+    assert (heartbeat.beat(), said) == (1.0, [])
+    now[0] = 150.0
+    assert heartbeat.beat() == 30.0
+    heartbeat.begin("pruning")
+    now[0] = 3900.0
+    heartbeat.beat()
+    assert said == ["loading, 3 of 9 MiB: 00:50, 00:50 in all", "pruning: 1:02:30, 1:03:20 in all"]
+
+
+def test_a_job_in_a_log_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(visible=True, interval=0.001) as display:
+        display.begin("loading")
+        display.progress("loading", "bytes", 3 << 20, 9 << 20)
+        shown = ""
+        while "loading, 3 of 9 MiB: 00:00" not in shown:
+            shown += capsys.readouterr().err
+    with Display(visible=False, interval=0.001) as display:
+        display.begin("loading")
 
 
 def test_the_bar_shows_time_left_and_the_error(

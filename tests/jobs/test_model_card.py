@@ -24,7 +24,7 @@ def test_a_job_in_place(model_folder: Path, tmp_path: Path) -> None:
     card = ModelCard.load(output / "README.md")
     assert card.data.base_model == "model"
     assert card.data.tags == ["distprune", "pruned", "sparse"]
-    assert " (50.00%) |" in card.text
+    assert "| sparsity | 50.0 % of " in card.text
     assert "distprune prune model --seed 0 --dtype bfloat16" in card.text
     assert "--sparsity 0.5 --method magnitude" in card.text
     assert "perplexity" not in card.text
@@ -73,7 +73,7 @@ def test_a_model_of_the_hub(
         before=Evaluation(tasks={"arc": {"acc": 0.5}}),
         after=Evaluation(tasks={"arc": {"acc": 0.25}}),
     )
-    assert "| arc, acc | 0.5000 before, 0.2500 after |" in model_card(report).decode()
+    assert "| acc on arc | 0.5000 before, 0.2500 after |" in model_card(report).decode()
     assert "--tasks own.yaml --tasks arc " in model_card(report).decode()
 
 

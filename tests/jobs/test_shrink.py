@@ -364,10 +364,10 @@ def test_what_is_said_of_speed() -> None:
         speed=speed.compared(figures(100, 30), figures(120, 20)),
     )
     assert list(removal_rows(removal)) == [
-        ("parameters", "75 of 100 (25.0% removed)"),
-        ("kv groups", "2 of 3"),
-        ("tokens per second, forward of 64", "100 -> 120 (1.20 times; its FLOPs promise 1.50)"),
-        ("tokens per second, greedy generation of 64", "100 -> 120 (1.20 times; its FLOPs promise 1.50)"),
+        ("parameters", "75 of 100, 25.0 % removed"),
+        ("left", "kv groups 2 of 3"),
+        ("forward", "100 -> 120 tokens/s, 1.20 times as fast (FLOPs: 1.50)"),
+        ("generation", "100 -> 120 tokens/s, 1.20 times as fast (FLOPs: 1.50)"),
         ("memory", "30 -> 20 MiB"),
         ("weight files", "30 -> 20 MiB"),
     ]

@@ -89,7 +89,7 @@ def test_a_report_shows_itself() -> None:
     report = prune_model(model, 0.5)
     title, zeros, what, *worst, took = str(report).splitlines()
     assert title == "Unstructured(sparsity=0.5, scope='global') by magnitude"
-    assert zeros == f"  50.0 % of 768 prunable weights are zero, {384 / num_all * 100:.1f} % of all {num_all:,}"
+    assert zeros == f"  sparsity: 50.0 % of 768 prunable weights, {384 / num_all * 100:.1f} % of all {num_all:,}"
     assert what == "  highest sparsities:"
     assert sorted(line.split()[-1] for line in worst) == sorted(BLOCK_WEIGHTS)
     assert re.fullmatch(r"  384 weights newly pruned in \d+\.\d\d s, \d+ rounds and [\d,]+ bytes a rank", took)
