@@ -1,17 +1,21 @@
 """Train a small transformer on text, byte by byte, over FSDP2, and prune it to 80 % on the way.
 
 torchrun --nproc-per-node 2 launch/train_sparse_fsdp2.py --text speeches.txt --output trained
-python launch/train_sparse_fsdp2.py --steps 100  # one process, on this file
+torchrun --nproc-per-node 4 launch/train_sparse_fsdp2.py --text speeches.txt --output trained --resume  # killed before
+python launch/train_sparse_fsdp2.py --steps 100 --output trained  # one process, on this file
 """
 
 import argparse
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
@@ -44,7 +48,9 @@ class Bytes(nn.Module):
 parser = argparse.ArgumentParser(description="Sparse training over FSDP2")
 parser.add_argument("--text", type=Path, default=Path(__file__))
 parser.add_argument("--steps", type=int, default=1000)
-parser.add_argument("--output", type=Path)
+parser.add_argument("--output", type=Path, required=True, help="directory of the checkpoints, which all ranks see")
+parser.add_argument("--save-every", type=int, default=200, help="steps")
+parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, on any number of ranks")
 arguments = parser.parse_args()
 rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
@@ -58,9 +64,24 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = prune.cubic(0.8, start=arguments.steps // 5, stop=arguments.steps * 4 // 5, every=10)
 training = prune.SparseTraining(model, optimizer, schedule=schedule)
 
+
+def state() -> dict[str, Any]:
+    """Return all that a run goes on from: a SparseTraining is Stateful, and its zeros are in the weights."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "training": training}
+
+
+if arguments.resume:
+    finished = sorted(arguments.output.glob("step-*/.metadata"))  # written last
+    if not finished:
+        raise FileNotFoundError(f"{arguments.output} holds no checkpoint to resume from")
+    loaded = state()
+    load(loaded, checkpoint_id=finished[-1].parent)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+
 text = torch.frombuffer(bytearray(arguments.text.read_bytes()), dtype=torch.uint8).long()
-generator = torch.Generator().manual_seed(rank)  # every rank reads other windows
-for step in range(arguments.steps):
+for step in range(training.step, arguments.steps):
+    generator = torch.Generator().manual_seed(step * num_ranks + rank)  # every rank and step reads other windows
     starts = torch.randint(len(text) - NUM_TOKENS - 1, (8,), generator=generator)
     windows = torch.stack([text[start : start + NUM_TOKENS + 1] for start in starts])
     logits = model(windows[:, :-1])
@@ -71,11 +92,11 @@ for step in range(arguments.steps):
     optimizer.zero_grad()
     if rank == 0 and step % 50 == 0:
         print(f"step {step}: loss {loss.item():.3f}, {schedule(step):.1%} zeros", flush=True)
+    if (step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps:
+        save(state(), checkpoint_id=arguments.output / f"step-{step + 1:06}")
 
 training.finish()
 sparsity = prune.sparsity(model)
-if arguments.output is not None:
-    save(model.state_dict(), checkpoint_id=arguments.output)
 if rank == 0:
     print(f"{sparsity:.1%} of the weights in the layers are zero")
 if num_ranks > 1:

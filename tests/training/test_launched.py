@@ -1,4 +1,4 @@
-"""The examples run on two ranks, and Accelerate's wrappers are held whether they come before or after."""
+"""Accelerate's wrappers are held whether they come before or after."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.started import run_script
-
-ROOT = Path(__file__).parent.parent.parent
 
 ACCELERATED = """
 import sys
@@ -43,26 +41,6 @@ for hold_first in (True, False):
 print(f"held on {accelerator.num_processes}", flush=True)
 accelerator.end_training()
 """
-
-
-@pytest.mark.launcher
-@pytest.mark.whole
-def test_example(tmp_path: Path) -> None:
-    script, saved = ROOT / "launch" / "train_sparse_fsdp2.py", tmp_path / "saved"
-    printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()
-    assert printed[0].endswith("0.0% zeros")
-    assert printed[-1] == "80.0% of the weights in the layers are zero"
-    assert (saved / ".metadata").exists()
-
-
-@pytest.mark.launcher
-@pytest.mark.whole
-def test_example_of_a_trainer(tmp_path: Path) -> None:
-    script, saved = ROOT / "launch" / "trainer_sparse.py", tmp_path / "saved"
-    printed = run_script(2, tmp_path, str(script), "--steps", "10", "--output", str(saved)).splitlines()
-    assert printed[-1] == "80.0% of the weights in the layers are zero"
-    assert (saved / "checkpoint-10" / "model.safetensors").exists()
-    assert (saved / "model.safetensors").exists()
 
 
 @pytest.mark.launcher
