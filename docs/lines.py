@@ -29,7 +29,9 @@ def command_lines(name: str) -> list[str]:
     """Return the reference of the command ``name``: what it is for, and its options in the order of its help."""
     command: Any = typer.main.get_command(app)
     command = command.commands[name]
-    lines = [*command.help.splitlines(), "", f".. program:: distprune {name}", ""]
+    lines = [*command.help.splitlines(), "", ".. code-block:: bash", ""]
+    lines += [f"   {example}" for example in command.epilog.split("\n\n")[1:]]
+    lines += ["", f".. program:: distprune {name}", ""]
     for parameter in command.params:
         flags = [*parameter.opts, *parameter.secondary_opts]
         if not flags[0].startswith("--"):

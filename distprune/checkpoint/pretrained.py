@@ -45,7 +45,10 @@ def load_tokenizer(path: Path) -> Any:
     """
     transformers = import_extra("transformers", "hf")
     with one_line_errors(path, "tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        # Texts are cut into windows after they are tokenized: it need not warn that they are long.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        return tokenizer
 
 
 def check_config(path: Path) -> None:

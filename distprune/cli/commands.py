@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 import typer
 
-from distprune.jobs import BareJob, Job, StreamedJob
-from distprune.jobs.options import Option, options_of
+from distprune.cli.wording import worded
+from distprune.jobs import BareJob, StreamedJob
+from distprune.jobs.options import PANELS, RUNNING, Option, options_of
 
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _Options: TypeAlias = Mapping[str, Mapping[str, Option]]  # by flag and field; see add_command
 _NAMED = inspect.Parameter.KEYWORD_ONLY
-_DEVICE = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a GPU.")]
-_VERBOSE = Annotated[bool, typer.Option("--verbose", help="Print all of the report, and not its summary alone.")]
-_TIMEOUT = Annotated[float, typer.Option(help="Seconds a rank waits for the others.")]
+_DEVICE = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a GPU.", rich_help_panel=RUNNING)
+]
+_TIMEOUT = Annotated[float, typer.Option(help="Seconds a rank waits for the others.", rich_help_panel=RUNNING)]
+_VERBOSE = Annotated[
+    bool,
+    typer.Option("--verbose", help="Print all of the report, not its summary alone.", rich_help_panel=RUNNING),
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,10 @@ class JobCommand:
     verbose: bool = False
 
 
-def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[BareJob]]) -> None:
-    """Add a command that gives a :class:`JobCommand` to the context's ``obj``. Local.
+def add_command(
+    app: typer.Typer, name: str, help: str, kinds: Mapping[str, type[BareJob]], examples: Sequence[str]
+) -> None:
+    """Add a command that gives a :class:`JobCommand` to the context's ``obj``; its help ends with ``examples``. Local.
 
     ``kinds``: the job that is meant where an option is given, by the option's flag; ``""``: by default. A value
     that the default job does not take stands for the option of the last one that does.
@@ -57,7 +65,12 @@ def add_command(app: typer.Typer, name: str, help: str, kinds: Mapping[str, type
     own.append(inspect.Parameter("timeout", _NAMED, annotation=_TIMEOUT, default=600.0))
     own.append(inspect.Parameter("verbose", _NAMED, annotation=_VERBOSE, default=False))
     start.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-    app.command(name, help=help)(start)
+    app.command(name, help=help, epilog=as_epilog(examples))(start)
+
+
+def as_epilog(examples: Sequence[str]) -> str:
+    """Return what typer prints as one line for each of ``examples``."""
+    return "\n\n".join(["Examples:", *examples])
 
 
 def _kind_of(options: _Options, given: Mapping[str, Any]) -> str:
@@ -96,7 +109,7 @@ def _job_of(kinds: Mapping[str, type[BareJob]], options: _Options, given: Mappin
         job = kinds[asked](**{key: _value(own[key], value) for key, value in given.items()})
         job.check_asked()
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(worded(str(error), own, [str(value) for value in given.values()])) from None
     return job
 
 
@@ -113,10 +126,9 @@ def _value(option: Option, given: Any) -> Any:
 
 
 def _names(options: Iterable[Mapping[str, Option]]) -> list[str]:
-    """Return the fields of all kinds: model and output, those of some jobs, and those of all."""
-    of_all = [name for name in options_of(Job) if any(name in of_kind for of_kind in options)]
-    of_some = [name for of_kind in options for name in of_kind if name not in of_all]
-    return list(dict.fromkeys([*of_all[:2], *of_some, *of_all[2:]]))
+    """Return the fields of all kinds, panel by panel."""
+    panels = {name: option.panel for of_kind in options for name, option in of_kind.items()}
+    return sorted(panels, key=lambda name: PANELS.index(panels[name]))
 
 
 def _parameter(name: str, options: _Options) -> inspect.Parameter:
@@ -141,20 +153,20 @@ def _parameter(name: str, options: _Options) -> inspect.Parameter:
     elif words:
         default = next((word for word, value in option.choices.items() if value == default), None)
     on_or_off = f"/--no-{option.flag.removeprefix('--')}" if hint is bool and option.flag not in options else ""
+    goes_with = "" if "" in having or option.flag in options else f" Only with {' or '.join(having)}."
     if name == "model":
-        annotation: Any = Annotated[str, typer.Argument(help=option.help)]
+        annotation: Any = Annotated[str, typer.Argument(help=option.help, metavar=name.upper())]
     else:
         annotation = Annotated[
             hint | None if default is None else hint,
             typer.Option(
                 option.flag + on_or_off,
-                help=option.help,
+                help=option.help + goes_with,
                 min=option.least if is_bounded else None,
                 max=option.most if is_bounded else None,
                 metavar=option.metavar or ("PATH" if option.is_file else None),
                 parser=None if option.parse is None else _parser(option.parse),
-                rich_help_panel=option.panel
-                or (None if "" in having or option.flag in options else f"With {' or '.join(having)}"),
+                rich_help_panel=option.panel,
                 show_default=shown,
             ),
         ]

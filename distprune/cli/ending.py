@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
+import time
 from typing import Literal, NoReturn
 
 from typing_extensions import override
@@ -37,6 +39,14 @@ class _Forgiving(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
             return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+def tell_torchrun(text: str) -> None:
+    """Let torchrun repeat why this rank ends in its own report, the last thing it prints."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": {"message": text.strip(), "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump(said, file)
 
 
 def end(code: int) -> NoReturn:

@@ -17,10 +17,11 @@ import typer
 
 from distprune.checkpoint import inspect_directory
 from distprune.cli.bus_error import explain_bus_errors
-from distprune.cli.commands import JobCommand, add_command
+from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
-from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
+from distprune.cli.ending import end, forgive_lost_output, open_standard_streams, tell_torchrun
 from distprune.cli.ranks import Launch
+from distprune.cli.wording import worded
 from distprune.collectives import has_lost_ranks
 from distprune.jobs import (
     BareJob,
@@ -43,6 +44,7 @@ from distprune.jobs import (
     run_shrink_job,
     run_streamed_job,
 )
+from distprune.jobs.options import options_of
 from distprune.version import __version__
 
 app = typer.Typer(
@@ -70,12 +72,20 @@ add_command(
     "prune",
     "Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself.",
     {"": PruneJob, "--plan": PlanJob, "--calibration": OneShotJob, "--streamed": StreamedJob},
+    (
+        "distprune prune gpt2 --sparsity 0.3 --output pruned --eval test.txt",
+        "torchrun --nproc-per-node 8 -m distprune prune llama --pattern 2:4 --method admm --output pruned",
+    ),
 )
 add_command(
     app,
     "finetune",
     "Train the pruned MODEL on --data with its zeros held, and write it to --output. Start it as prune.",
     {"": FinetuneJob},
+    (
+        "distprune finetune pruned --teacher llama --minutes 10 --output recovered",
+        "distprune finetune pruned --data train.txt --steps 500 --output recovered --eval test.txt",
+    ),
 )
 add_command(
     app,
@@ -83,6 +93,10 @@ add_command(
     "Make MODEL smaller, by what is said to stay, and write it to --output. Start it as prune.\n\n"
     "A size is a number, such as 6, or a share, such as 0.75. --parameters is divided over the sizes not said.",
     {"": ShrinkJob},
+    (
+        "distprune shrink llama --parameters 0.8 --output smaller --eval test.txt",
+        "distprune shrink llama --mlp 0.75 --layers 24 --calibration train.txt --output smaller",
+    ),
 )
 
 
@@ -91,6 +105,10 @@ add_command(
     "sample",
     "Have MODEL write windows of tokens into the file --output, for --own-words-file. Start it as prune.",
     {"": SampleJob},
+    (
+        "distprune sample llama --output words",
+        "distprune sample llama --samples 512 --sequence-length 256 --output words",
+    ),
 )
 
 
@@ -104,9 +122,9 @@ def common(
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog=as_epilog(("distprune inspect pruned", "distprune inspect pruned --json")))
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.")],
+    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.", metavar="DIRECTORY")],
     as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON instead.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print a table of all tensors too.")] = False,
 ) -> None:
@@ -171,10 +189,12 @@ def _work(start: JobCommand, launch: Launch) -> int:
     except Exception as error:
         # What all ranks know the first one says for them.
         speaks_first = launch.rank == 0 or not (isinstance(error, _USERS_MISTAKES) or _has_lost_ranks(error))
+        text = _text(error, start.job)
+        tell_torchrun(text)
         if speaks_first:
-            sys.stderr.write(_text(error))
+            sys.stderr.write(text)
         if launch.leave(1) and not speaks_first:
-            sys.stderr.write(f"rank {launch.rank}: {_text(error)}")
+            sys.stderr.write(f"rank {launch.rank}: {text}")
         return 1
     except (SystemExit, KeyboardInterrupt) as leaving:
         signalled = leaving.code if isinstance(leaving, SystemExit) else 130
@@ -195,11 +215,14 @@ def _has_lost_ranks(error: Exception) -> bool:
     return has_lost_ranks(error) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
-def _text(error: Exception) -> str:
+def _text(error: Exception, job: BareJob | None = None) -> str:
     """Return one line for what a user can mend, or for a lost rank; anything else is ours, and gets a traceback."""
     if _has_lost_ranks(error):
         said = (str(error) or repr(error)).splitlines()[0][:200]
         return f"error: another rank has ended or cannot be reached: {said}\n"
     if isinstance(error, _USERS_MISTAKES):
-        return f"error: {' '.join(str(error).split())}\n"
+        said = " ".join(str(error).split())
+        if job is not None:
+            said = worded(said, options_of(type(job)), [str(value) for value in vars(job).values()])
+        return f"error: {said}\n"
     return "".join(traceback.format_exception(error))

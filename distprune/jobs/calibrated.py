@@ -13,19 +13,20 @@ from distprune.calibration import SELF
 from distprune.checkpoint import load_tokenizer
 from distprune.collectives import together
 from distprune.jobs.block_journal import digest_of
-from distprune.jobs.options import MOST, ask, asked, parse_samples
+from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, asked, parse_samples
 from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import ResumableJob, Unfinished
 from distprune.oneshot import TargetsOf
 
 
-def ask_words_file() -> Any:
-    """Return the field for windows that were written before."""
+def ask_words_file(panel: str) -> Any:
+    """Return the field for windows that were written before, in this ``panel``."""
     return ask(
         "Take own words from this file, which distprune sample has written, instead of writing them.",
         default=None,
         is_file=True,
+        panel=panel,
     )
 
 
@@ -39,6 +40,7 @@ class CalibratedJob(ResumableJob):
         default=SELF,
         is_file=True,
         metavar="PATH|self",
+        panel=CALIBRATION,
     )
     samples: int | None = ask(
         "Windows of the text, drawn by --seed; without a text, windows that the model writes.",
@@ -47,8 +49,9 @@ class CalibratedJob(ResumableJob):
         metavar="N|all",
         least=1,
         most=MOST,
+        panel=CALIBRATION,
     )
-    sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST)
+    sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST, panel=CALIBRATION)
     own_words: int | None = ask(
         "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with one "
         f"random token ({OWN_WORDS}; with --own-words-file as many as it holds).",
@@ -56,15 +59,18 @@ class CalibratedJob(ResumableJob):
         least=0,
         most=MOST,
         needs=("calibration",),
+        panel=CALIBRATION,
     )
-    own_words_file: str | None = ask_words_file()
+    own_words_file: str | None = ask_words_file(CALIBRATION)
     targets: TargetsOf | None = ask(
-        "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).", default=None
+        "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).",
+        default=None,
+        panel=METHOD,
     )
     target_share: float | None = ask(
-        "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1
+        "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1, panel=METHOD
     )
-    offload: bool = ask("Keep activations on the CPU between blocks.", default=False)
+    offload: bool = ask("Keep activations on the CPU between blocks.", default=False, panel=RUNNING)
 
     @override
     def check_asked(self) -> None:
@@ -72,7 +78,7 @@ class CalibratedJob(ResumableJob):
         if self.calibration == SELF and self.own_words is not None:
             raise ValueError(
                 f"own_words={self.own_words} is beside a text; with calibration={SELF!r} the model writes all windows, "
-                "and samples says how many"
+                "and samples=... says how many"
             )
         if self.calibration != SELF and self.own_words == 0 and self.own_words_file is not None:
             raise ValueError(f"own_words=0 takes none of {self.own_words_file}; leave one of them out")

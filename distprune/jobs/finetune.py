@@ -20,7 +20,7 @@ from distprune.collectives import sum_together, together
 from distprune.jobs.calibrated import ask_words_file
 from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.options import MOST, ask, asked
+from distprune.jobs.options import MOST, RUNNING, TRAINING, ask, asked
 from distprune.jobs.own_words import Windows, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run, clock
@@ -49,36 +49,48 @@ class FinetuneJob(ResumableJob):
         default=SELF,
         is_file=True,
         metavar="PATH|self",
+        panel=TRAINING,
     )
     samples: int | None = ask(
         f"Without a text: windows that the teacher writes ({_NUM_WINDOWS}; of --own-words-file all).",
         default=None,
         least=1,
         most=MOST,
+        panel=TRAINING,
     )
-    own_words_file: str | None = ask_words_file()
-    steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1)
+    own_words_file: str | None = ask_words_file(TRAINING)
+    steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1, panel=TRAINING)
     minutes: float | None = ask(
-        "How long to train, without the time to load, evaluate and write; or else --steps.", default=None, above=0
+        "How long to train, without the time to load, evaluate and write; or else --steps.",
+        default=None,
+        above=0,
+        panel=TRAINING,
     )
-    teacher: str | None = ask("The dense model: learn what it predicts, and not the text.", default=None, is_file=True)
-    learning_rate: float = ask("Of AdamW, at its highest.", default=2e-4, above=0)
-    batch_size: int = ask("Windows a step, over all ranks.", default=8, least=1, most=MOST)
-    sequence_length: int = ask("Tokens in each.", default=256, least=2, most=MOST)
+    teacher: str | None = ask(
+        "The dense model: learn what it predicts, and not the text.", default=None, is_file=True, panel=TRAINING
+    )
+    learning_rate: float = ask("Of AdamW, at its highest.", default=2e-4, above=0, panel=TRAINING)
+    batch_size: int = ask("Windows a step, over all ranks.", default=8, least=1, most=MOST, panel=TRAINING)
+    sequence_length: int = ask("Tokens in each.", default=256, least=2, most=MOST, panel=TRAINING)
     compute_dtype: torch.dtype = ask(
-        "Of forwards. Weights are trained in float32.", default=torch.bfloat16, choices=_DTYPES
+        "Of forwards. Weights are trained in float32.", default=torch.bfloat16, choices=_DTYPES, panel=TRAINING
     )
-    save_every: float = ask("Seconds between states that --resume can go on with.", default=300.0, least=0)
+    save_every: float = ask(
+        "Seconds between states that --resume can go on with.", default=300.0, least=0, panel=RUNNING
+    )
 
     @override
     def check_asked(self) -> None:
         super().check_asked()
         if (self.steps is None) == (self.minutes is None):
-            raise ValueError(f"give steps or minutes, not steps={self.steps} and minutes={self.minutes}")
+            both = "" if self.steps is None else f", not both steps={self.steps} and minutes={self.minutes}"
+            raise ValueError(f"give steps=... or minutes=...{both}")
         if self.data == SELF and self.teacher is None and self.own_words_file is None:
-            raise ValueError("give data to train on, or a teacher, which writes it and says what is to be learned")
+            raise ValueError("give data=... to train on, or teacher=..., which writes it and is learned from")
         if self.data != SELF and (self.samples is not None or self.own_words_file is not None):
-            raise ValueError(f"samples and own_words_file are of a teacher's own words, not of data={self.data!r}")
+            raise ValueError(
+                f"samples=... and own_words_file=... are of a teacher's own words, not of data={self.data!r}"
+            )
 
     @override
     def inputs(self) -> list[str]:

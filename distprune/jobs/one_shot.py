@@ -14,7 +14,7 @@ from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.fit_memory import fit_memory
-from distprune.jobs.options import PruningJob, ask, asked
+from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.unfinished import open_unfinished
@@ -45,19 +45,23 @@ _GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the def
 class OneShotJob(PruningJob, CalibratedJob):
     """Prune with calibration windows, as ``prune_blocks`` does."""
 
-    method: OneShotMethod = ask("How weights are chosen.", default="admm")
+    method: OneShotMethod = ask("How weights are chosen.", default="admm", panel=METHOD)
     sequential: Sequential | None = ask(
-        "Prune the layers of a block at once, or layer by layer in the order they run (admm's default).", default=None
+        "Prune the layers of a block at once, or layer by layer in the order they run (admm's default).",
+        default=None,
+        panel=METHOD,
     )
     allocation: Allocation | None = ask(
         "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "
         "default from 0.6 on with admm.",
         default=None,
+        panel=METHOD,
     )
 
     refit: BlockRefit | None = ask(
         "Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.",
         default=None,
+        panel=METHOD,
     )
 
     @override

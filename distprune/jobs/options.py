@@ -14,7 +14,10 @@ import torch
 from distprune.checkpoint import check_output
 from distprune.patterns import Pattern
 
-EVALUATION = "Evaluation"  # a panel of the help
+# Panels of the help, in their order.
+FILES, METHOD, SIZES, CALIBRATION = "Output", "Method", "What stays", "Calibration"
+TRAINING, WINDOWS, EVALUATION, PLAN, RUNNING = "Training", "Windows", "Evaluation", "Plan", "Running"
+PANELS = (None, FILES, METHOD, SIZES, TRAINING, WINDOWS, CALIBRATION, EVALUATION, PLAN, RUNNING)
 _Class = TypeVar("_Class")
 MOST = 1 << 30
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -128,12 +131,14 @@ class BareJob:
     """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
 
     model: str = ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
-    output: str = ask("Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True)
-    seed: int = ask("Draws windows of text, own words, and the zeros of --method random.", default=0)
-    dtype: torch.dtype | None = ask(
-        "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES
+    output: str = ask(
+        "Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True, panel=FILES
     )
-    overwrite: bool = ask("Replace the model in the output directory.", default=False, in_card=False)
+    seed: int = ask("Draws windows of text, own words, and the zeros of --method random.", default=0, panel=RUNNING)
+    dtype: torch.dtype | None = ask(
+        "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
+    )
+    overwrite: bool = ask("Replace the model in the output directory.", default=False, in_card=False, panel=FILES)
 
     def arguments(self) -> dict[str, Any]:
         """Return all fields as JSON carries them, but for those that change nothing in the end."""
@@ -190,11 +195,14 @@ class Job(BareJob):
 class PruningJob(Job):
     """What a job that prunes is asked for beside that."""
 
-    sparsity: float | None = ask("The final share of zeros, such as 0.5. Existing zeros count toward it.", default=None)
-    method: str = ask("How weights are chosen.")
+    sparsity: float | None = ask(
+        "The final share of zeros, such as 0.5. Existing zeros count toward it.", default=None, panel=METHOD
+    )
+    method: str = ask("How weights are chosen.", panel=METHOD)
     pattern: Pattern | str = ask(
         "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.",
         default="unstructured",
         parse=str,
         metavar="TEXT",
+        panel=METHOD,
     )

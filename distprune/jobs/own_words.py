@@ -60,7 +60,7 @@ def counts_of(
         return WindowCounts(text=num_text, own=num_in_file if wanted is None else wanted)
     if not has_text:
         if wanted is None:
-            raise ValueError("samples: a model has no end of windows to write; say how many, such as 128")
+            raise ValueError("a model has no end of windows to write; say how many: samples=..., such as 128")
         return WindowCounts(own=wanted)
     wanted = OWN_WORDS if wanted is None else wanted
     return WindowCounts(num_text, wanted // 2, wanted - wanted // 2)

@@ -16,7 +16,7 @@ from distprune.checkpoint.meta_model import build_on_meta
 from distprune.collectives import communicator, together
 from distprune.jobs.fit_memory import num_on_machine
 from distprune.jobs.one_shot import OneShotJob
-from distprune.jobs.options import ask, asked as asked_of, parse_bytes
+from distprune.jobs.options import PLAN, ask, asked as asked_of, parse_bytes
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import read_words
@@ -31,12 +31,17 @@ class PlanJob(OneShotJob):
         "Print which memory, traffic and time the job would take, and run nothing.",
         default=True,
         needs=("calibration", "method"),
+        panel=PLAN,
     )
     ranks: int | None = ask(
-        "Plan for so many ranks instead of those that are started.", default=None, least=1, most=1 << 20
+        "Plan for so many ranks instead of those that are started.", default=None, least=1, most=1 << 20, panel=PLAN
     )
     device_memory: int | None = ask(
-        "Plan for devices that have as much memory, such as 80G.", default=None, parse=parse_bytes, metavar="N[K|M|G|T]"
+        "Plan for devices that have as much memory, such as 80G.",
+        default=None,
+        parse=parse_bytes,
+        metavar="N[K|M|G|T]",
+        panel=PLAN,
     )
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.checkpoint import writing
-from distprune.jobs.options import PruningJob, ask, asked
+from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
@@ -26,12 +26,20 @@ class PruneJob(PruningJob):
         "How weights are chosen. admm, sparsegpt, wanda: block by block, by the inputs of each layer, on text that the "
         "model writes if there is no --calibration.",
         default="magnitude",
+        panel=METHOD,
     )
-    scope: Scope | None = ask("global: all weights compete (the default). tensor: those of each tensor.", default=None)
+    scope: Scope | None = ask(
+        "global: all weights compete (the default). tensor: those of each tensor.", default=None, panel=METHOD
+    )
     include: tuple[str, ...] = ask(
-        "Prune the parameters that match, instead of the default ones. Repeatable.", default=(), metavar="NAMES"
+        "Prune the parameters that match, instead of the default ones. Repeatable.",
+        default=(),
+        metavar="NAMES",
+        panel=METHOD,
     )
-    exclude: tuple[str, ...] = ask("Leave out the parameters that match. Repeatable.", default=(), metavar="NAMES")
+    exclude: tuple[str, ...] = ask(
+        "Leave out the parameters that match. Repeatable.", default=(), metavar="NAMES", panel=METHOD
+    )
 
     @override
     def check_asked(self) -> None:

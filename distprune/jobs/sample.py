@@ -15,7 +15,7 @@ from distprune.calibration import TOP_K, own_words
 from distprune.checkpoint import load_model, load_tokenizer, mesh_of, name_of_model, open_together, resolve_model
 from distprune.collectives import agree, communicator, together
 from distprune.jobs.fit_memory import fit_writing
-from distprune.jobs.options import DTYPES, MOST, BareJob, ask, asked
+from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import write_words
@@ -26,13 +26,15 @@ from distprune.oneshot.report import peak_memory
 class SampleJob(BareJob):
     """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does."""
 
-    output: str = ask("File to write (safetensors). It must not exist.", is_file=True)
-    samples: int = ask("Windows to write.", default=128, least=1, most=MOST)
-    sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST)
-    temperature: float = ask("Divides the logits.", default=1.0, above=0)
-    top_k: int = ask("Draw from as many of the likeliest tokens.", default=TOP_K, least=1, most=MOST)
-    dtype: torch.dtype | None = ask("Of the weights in memory. auto: as they are stored.", default=None, choices=DTYPES)
-    overwrite: bool = ask("Replace the file.", default=False)
+    output: str = ask("File to write (safetensors). It must not exist.", is_file=True, panel=FILES)
+    samples: int = ask("Windows to write.", default=128, least=1, most=MOST, panel=WINDOWS)
+    sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST, panel=WINDOWS)
+    temperature: float = ask("Divides the logits.", default=1.0, above=0, panel=WINDOWS)
+    top_k: int = ask("Draw from as many of the likeliest tokens.", default=TOP_K, least=1, most=MOST, panel=WINDOWS)
+    dtype: torch.dtype | None = ask(
+        "Of the weights in memory. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
+    )
+    overwrite: bool = ask("Replace the file.", default=False, panel=FILES)
 
     @override
     def check_asked(self) -> None:

@@ -18,7 +18,7 @@ from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.journal import Item
 from distprune.jobs.kept_units import as_text, entries_of, kept_of, num_units
-from distprune.jobs.options import ask, asked, parse_budget, parse_size
+from distprune.jobs.options import EVALUATION, METHOD, SIZES, ask, asked, parse_budget, parse_size
 from distprune.jobs.report import JobReport, SmallerModel, Walked
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.speed import compare_speed
@@ -51,7 +51,7 @@ _EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
 
 
 def _size(help: str) -> Any:
-    return ask(help, default=None, parse=parse_size, metavar="N|SHARE")
+    return ask(help, default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
 
 
 @asked
@@ -69,29 +69,34 @@ class ShrinkJob(CalibratedJob):
         default=None,
         parse=parse_budget,
         metavar="N[K|M|B]|SHARE",
+        panel=SIZES,
     )
     criterion: CriterionName = ask(
-        "How units are chosen. obs: by what the least squares fit of the rest loses.", default="obs"
+        "How units are chosen. obs: by what the least squares fit of the rest loses.", default="obs", panel=METHOD
     )
     layer_criterion: LayerCriterion = ask(
         "How layers are chosen. loss: one by one, by the loss without each; influence: by angles.",
         default="loss",
         needs=("layers", "parameters"),
+        panel=METHOD,
     )
     expert_criterion: ExpertCriterion = ask(
         "How experts are chosen. output: by what they put out; usage: by how many tokens they get.",
         default="output",
         needs=("experts",),
+        panel=METHOD,
     )
     refit: Refit = ask(
         "What becomes of the layers that read what goes: fitted anew (block: then each block as a whole), their bias "
         "alone, or none.",
         default="least_squares",
+        panel=METHOD,
     )
     speed: bool = ask(
         "Measure tokens per second and memory before and after; both models must fit on one rank.",
         default=True,
         in_card=False,
+        panel=EVALUATION,
     )
 
     @property

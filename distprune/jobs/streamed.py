@@ -13,7 +13,7 @@ from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives import together
-from distprune.jobs.options import ask, asked
+from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run, clock
@@ -34,12 +34,12 @@ class StreamedJob(PruneJob, ResumableJob):
     Nothing is evaluated, and dtypes stay as they are stored.
     """
 
-    streamed: bool = ask("Build no model: stream the weights from file to file, whatever their size.", default=True)
+    streamed: bool = ask(
+        "Build no model: stream the weights from file to file, whatever their size.", default=True, panel=METHOD
+    )
     # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
     sync_files: bool = ask(
-        "Wait until the output is on the disk; without, as after cp.",
-        default=True,
-        in_facts=False,
+        "Wait until the output is on the disk; without, as after cp.", default=True, in_facts=False, panel=FILES
     )
 
     @override
@@ -47,9 +47,7 @@ class StreamedJob(PruneJob, ResumableJob):
         if self.evaluate_on or self.tasks:
             raise ValueError("--streamed builds no model that --eval or --tasks could run; evaluate the output")
         if self.dtype is not None:
-            raise ValueError(
-                f"--streamed leaves weights in the dtype they are stored in; leave out --dtype {self.dtype}"
-            )
+            raise ValueError(f"--streamed leaves weights in the dtype they are stored in; leave out dtype={self.dtype}")
         super().check_asked()
 
 

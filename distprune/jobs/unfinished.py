@@ -23,7 +23,7 @@ from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.jobs.model_card import CARD_NAME
-from distprune.jobs.options import Job, ask, asked
+from distprune.jobs.options import RUNNING, Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
 from distprune.jobs.words_file import partial_of
@@ -98,7 +98,7 @@ class Unfinished:
 class ResumableJob(Job):
     """A job that can go on."""
 
-    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, in_facts=False)
+    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, in_facts=False, panel=RUNNING)
 
     @override
     def check(self) -> None:

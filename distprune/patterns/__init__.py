@@ -82,7 +82,7 @@ def _from_text(text: str, sparsity: float | Mapping[str, float] | None) -> Patte
             "'block:16', or 'channels:DIM' such as 'channels:0'"
         )
     if sparsity is None:
-        raise ValueError(f"pattern={text!r} needs sparsity, the share of zeros to end with, such as 0.5")
+        raise ValueError(f"pattern={text!r} needs sparsity=..., the share of zeros to end with, such as 0.5")
     scope: Scope = "tensor" if isinstance(sparsity, Mapping) else "global"
     if name == "block":
         return Block(int(number), sparsity, scope)

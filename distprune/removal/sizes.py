@@ -47,9 +47,12 @@ class Sizes:
     def check_asked(self) -> None:
         """Raise a ValueError unless something is to be removed that can be in one go. Local."""
         if all(size is None for size in vars(self).values()):
-            raise ValueError(f"there is nothing to remove: say how many of {', '.join(vars(self))} stay")
+            sizes = ", ".join(f"{name}=..." for name in vars(self))
+            raise ValueError(f"there is nothing to remove: say what stays, by one of {sizes}")
         if self.heads is not None and self.kv_groups is not None:
-            raise ValueError("heads and kv_groups are inputs of one linear layer: remove one of them, then the other")
+            raise ValueError(
+                "heads=... and kv_groups=... are inputs of one linear layer: remove one of them, then the other"
+            )
         most = 1 if isinstance(self.parameters, float) else inf
         if self.parameters is not None and not 0 < self.parameters <= most:
             raise ValueError(f"parameters: {self.parameters} is neither a number from 1 on nor a share in (0, 1]")

@@ -213,3 +213,10 @@ def test_a_header_that_only_the_safetensors_library_refuses(folder: Path) -> Non
     for read in (inspect_directory, load_model):
         with pytest.raises(ValueError, match=r"model\.safetensors is corrupt"):
             read(folder)
+
+
+def test_a_text_longer_than_the_model_reads_is_no_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(folder / "tokenizer_config.json", model_max_length=4)
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    monkeypatch.setattr(logger, "warning", lambda *said: pytest.fail(str(said)))
+    assert len(load_tokenizer(folder)("abcabcabc", add_special_tokens=False)["input_ids"]) == 9

@@ -319,7 +319,7 @@ def test_a_full_disk(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("changes", "match"),
     [
         ({"evaluate_on": ("text.txt",)}, "builds no model"),
-        ({"dtype": torch.bfloat16}, "leave out --dtype"),
+        ({"dtype": torch.bfloat16}, "leave out dtype="),
         ({"pattern": "7:9"}, "does not fit"),
         ({"sparsity": 1.5}, "outside"),
     ],
