@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
-import re
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,10 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from distprune import __main__
 from distprune.cli import main
 from distprune.cli.commands import JobCommand
 from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, PruneJob, ShrinkJob, StreamedJob
@@ -286,48 +281,6 @@ def test_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert "Usage:" in captured.err + captured.out
     assert "Traceback" not in captured.err
-
-
-def test_errors_speak_of_options() -> None:
-    for line, message in (
-        ("prune m --output o", "--pattern unstructured needs --sparsity, the share of zeros"),
-        ("prune m --output o --sparsity 0.3 --pattern 2:4", "leave out --sparsity 0.3"),
-        ("prune m --output o --sparsity 0.3 --streamed --dtype float16", "leave out --dtype float16"),
-        ("finetune m --output o --data d", "give --steps or --minutes"),
-        ("finetune m --output o --data d --steps 1 --minutes 2", "not both --steps 1 and --minutes 2.0"),
-        ("shrink m --output o", "say what stays, by one of --mlp, --heads, --kv-groups"),
-        ("shrink m --output o --mlp 0.5 --samples all", "say how many: --samples, such as 128"),
-    ):
-        output = CliRunner().invoke(main.app, line.split(), obj=pytest.fail).output
-        assert message in " ".join(re.split(r"[\s│]+", output)), (line, output)
-
-
-def test_the_help_of_each_command() -> None:
-    """Options in groups, and two examples that are what the command takes."""
-    command: Any = typer.main.get_command(main.app)
-    for name, of in command.commands.items():
-        examples = of.epilog.split("\n\n")[1:]
-        assert len(examples) == 2
-        for example in examples:
-            words = shlex.split(example.partition("distprune ")[2])
-            assert words[0] == name
-            of.make_context(name, words[1:], obj=lambda *_: None)
-            if name != "inspect":
-                assert len(asked(" ".join(words))) == 1
-        options = [option for option in of.params if option.param_type_name == "option"]
-        if name != "inspect":
-            assert {option.name for option in options if not option.rich_help_panel} == set()
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("typer", "rich") else object())
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit, match="2"):
-            __main__.run()
-    assert capsys.readouterr().err == (
-        "error: the command line needs typer, rich, which are not installed: pip install 'distprune[hf]'\n"
-    )
 
 
 def test_prunes_and_inspects(
