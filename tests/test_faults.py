@@ -140,10 +140,10 @@ def masks_to_shard(*_: object) -> Called:
     return model, lambda: prune.shard_masks(model)
 
 
-def one_shot(method: Any, pattern: Any) -> Make:
+def one_shot(method: Any, pattern: Any, refit: Any = "none", tokens: torch.Tensor = TOKENS) -> Make:
     def make(*_: object) -> Called:
-        model = language()
-        return model, lambda: prune_blocks(model, TOKENS, method=method, pattern=pattern, on_block=lambda *_: None)
+        model, told = language(), lambda *_: None
+        return model, lambda: prune_blocks(model, tokens, method=method, pattern=pattern, refit=refit, on_block=told)
 
     return make
 
@@ -269,6 +269,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
     "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
     "admm": (2, one_shot("admm", prune.NByM(2, 4))),
+    "fitted blocks": (2, one_shot("admm", prune.NByM(2, 4), "block", TOKENS[:2])),
     "perplexity": (2, evaluated),
     "allocate": (2, lambda *_: (model := language(), lambda: prune.allocate(model, TOKENS, 0.5))),
     "load_model": (2, loaded),
@@ -355,7 +356,7 @@ ALIKE = (
     "finetune",
 )
 
-
+FIT = ("oneshot/block_fit", "calibration/window_gradients")
 TRIED: Tried = Counter()
 
 
@@ -367,8 +368,8 @@ def test_all_ranks_raise(name: str, folder: Path, pytestconfig: pytest.Config) -
 
     With ``--whole`` it does so in every call, and in two gaps; but for calls that take long.
     """
-    within = ("jobs/", "checkpoint/") if name in JOBS else ("",)
-    one_shot = name in ("wanda", "sparsegpt", "admm", *JOBS)
+    within = ("jobs/", "checkpoint/") if name in JOBS else FIT if name == "fitted blocks" else ("",)
+    one_shot = name in ("wanda", "sparsegpt", "admm", "fitted blocks", *JOBS)
     whole = pytestconfig.getoption("--whole")
     gaps_per_line = 2 if whole and not one_shot else 1
     tried = Counter() if whole else TRIED

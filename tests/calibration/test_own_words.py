@@ -202,6 +202,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(1)
 def test_samples_that_the_model_writes(call: str) -> None:
     models = [tiny_model("llama", max_position_embeddings=12, num_hidden_layers=1) for _ in range(2)]
     words = own_words(models[0], 128, 12)
@@ -218,6 +219,7 @@ def called_on_rank(rank: int, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(1)
 def test_samples_that_one_rank_alone_has(call: str) -> None:
     for error in run_threads(2, called_on_rank, call, catch=True):
         assert isinstance(error, ValueError)

@@ -17,11 +17,10 @@ from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_jo
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.pruning import streamed
 from tests.hf_models import TEXT, make_model, make_tokenizer
-from tests.sampling import only_whole
 from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
 
-pytestmark = [pytest.mark.launcher, pytest.mark.xdist_group("kills")]
+pytestmark = [pytest.mark.launcher, pytest.mark.whole, pytest.mark.xdist_group("kills")]
 
 NUM_BLOCKS = 5
 SECONDS = 120  # for a start that nobody kills, on a busy machine
@@ -184,7 +183,7 @@ def start(arguments: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job
         one.close()
 
 
-@pytest.mark.parametrize("whom", ["one rank once", *(only_whole(whom) for whom in list(MOMENTS)[1:])])
+@pytest.mark.parametrize("whom", MOMENTS)
 def test_killed_again_and_again_and_resumed(
     tmp_path: Path, start: Callable[[bool], Job], expected: dict[str, str], whom: str
 ) -> None:

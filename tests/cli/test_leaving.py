@@ -208,6 +208,7 @@ def be_rank_that_is_lost_at_the_end(variables: dict[str, str], arguments: list[s
     be_rank(variables, arguments, log)
 
 
+@pytest.mark.whole
 def test_a_rank_lost_when_all_is_done_does_not_hold_up_the_first(pair: Pair) -> None:
     first, second = pair.start_one(0, LINE), pair.start_one(1, LINE, be_rank_that_is_lost_at_the_end)
     second.join(SECONDS)
