@@ -143,6 +143,23 @@ def test_options_in_examples_are_there() -> None:
     assert number > 10
 
 
+def test_pypi_shows_no_link_that_leads_nowhere() -> None:
+    """What the README shows first, in the same words, without links between files."""
+    text = (ROOT / "PYPI.md").read_text()
+    assert "](" not in text
+    assert examples(ROOT / "PYPI.md") == examples(README)[:1]
+    lines = README.read_text().splitlines()
+    assert [line for line in text.partition("`pip install")[0].splitlines() if line not in lines] == []
+
+
+def test_the_changelog_has_its_sections_in_order() -> None:
+    order = ["Added", "Changed", "Fixed", "Removed"]
+    versions = re.split(r"^## .*\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    for version in versions:
+        sections = re.findall(r"^### (\w+)$", version, re.MULTILINE)
+        assert sections == [section for section in order if section in sections]
+
+
 def test_the_readme_is_a_door() -> None:
     text = README.read_text()
     assert (len(text.splitlines()) <= 150, len(text.split()) <= 1200) == (True, True)

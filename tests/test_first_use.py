@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -45,7 +47,12 @@ from tests.worlds import run_threads
 
 
 def test_version() -> None:
-    assert distprune.__version__ == __version__ == "0.1.0"
+    root = Path(__file__).parent.parent
+    stated = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert distprune.__version__ == __version__ == stated
+    assert f"\nversion: {stated}\n" in (root / "CITATION.cff").read_text()
+    assert f"version = {{{stated}}}" in (root / "README.md").read_text()
+    assert re.findall(r"^## (\S+) ", (root / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == stated
 
 
 def test_examples(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from distprune.cli import main
 from distprune.cli.commands import JobCommand
 from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, PruneJob, ShrinkJob, StreamedJob
+from distprune.version import __version__
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def asked(line: str) -> list[JobCommand]:
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert end(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == "distprune 0.1.0\n"
+    assert capsys.readouterr().out == f"distprune {__version__}\n"
 
 
 def test_defaults() -> None:
