@@ -36,6 +36,7 @@ from distprune.jobs import (
     ShrinkJob,
     StreamedJob,
     Work,
+    compare_outputs,
     run_finetune_job,
     run_one_shot_job,
     run_plan_job,
@@ -135,6 +136,22 @@ def inspect(
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:
         display.inspection(report)
+    sys.stdout.flush()
+
+
+@app.command(epilog=as_epilog(("distprune compare pruned-30 pruned-50", "distprune compare pruned* --output all.png")))
+def compare(
+    outputs: Annotated[list[Path], typer.Argument(help="Directories that jobs have written.", metavar="OUTPUT...")],
+    picture: Annotated[
+        Path | None,
+        typer.Option("--output", help="Draw perplexity against sparsity into this PNG (extra plot).", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Show outputs of jobs side by side: sparsity, parameters, perplexity by text, seconds and method."""
+    comparison = compare_outputs(outputs)
+    if picture is not None:
+        comparison.draw(picture)
+    sys.stdout.write(f"{comparison}\n")
     sys.stdout.flush()
 
 

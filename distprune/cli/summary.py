@@ -11,6 +11,7 @@ from distprune.brief import count, share, worst, zeros
 from distprune.checkpoint import InspectReport, name_of_model
 from distprune.jobs import JobReport, PrunedBlocks, Sampled, SmallerModel, Trained, Work
 from distprune.jobs.figures import evaluated, kinds_of_tensors, work_rows
+from distprune.jobs.run import REPORT_NAME
 
 _WIDTH = 80  # columns
 _MOST_LINES = 20
@@ -121,7 +122,9 @@ def _worst_layers(work: Work) -> list[str]:
 def _next(report: JobReport[Work]) -> list[str]:
     """Return the words of the command that a person may want now."""
     job, output = report.job, report.job.output
-    if isinstance(report.work, SmallerModel | Trained):
+    if isinstance(report.work, Trained) and (report.model / REPORT_NAME).is_file():
+        return ["compare", job.model, output]
+    if isinstance(report.work, Trained | SmallerModel):
         return ["inspect", output]
     return ["finetune", output, "--teacher", job.model, "--minutes", "10", "--output", f"{output}-finetuned"]
 

@@ -6,6 +6,7 @@
 Call them in one process, or on every rank of an initialized process group.
 """
 
+from distprune.jobs.compare import ComparedOutput, Comparison, compare_outputs
 from distprune.jobs.finetune import FinetuneJob, run_finetune_job
 from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
 from distprune.jobs.options import BareJob, Job
@@ -19,6 +20,8 @@ from distprune.jobs.watcher import Watcher
 
 __all__ = [
     "BareJob",
+    "ComparedOutput",
+    "Comparison",
     "Evaluation",
     "FinetuneJob",
     "Job",
@@ -37,6 +40,7 @@ __all__ = [
     "Walked",
     "Watcher",
     "Work",
+    "compare_outputs",
     "run_finetune_job",
     "run_one_shot_job",
     "run_plan_job",

@@ -118,7 +118,7 @@ def test_the_summary_of_a_fine_tuning(
     assert report.zeros == pruned.zeros  # one meaning everywhere
     assert lines[:2] == ["pruned, fine-tuned by 1 rank on cpu", f"  sparsity     {pruned.zeros}"]
     assert f"  loss         {losses[0]:.4f} -> {losses[2]:.4f}" in lines
-    assert lines[-1] == "  next         distprune inspect out"
+    assert lines[-1] == "  next         distprune compare pruned out"
     assert [line for line in shown.err.splitlines() if line.startswith("step ")] == [
         f"step {number}: loss {loss:.4f}, {share} done"
         for number, loss, share in zip((1, 2, 3), losses, ("33%", "67%", "100%"), strict=True)
