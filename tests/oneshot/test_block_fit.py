@@ -97,16 +97,15 @@ def pruned(rank: int, layout: Any, dtype: torch.dtype, fault: str = "") -> tuple
         model = wrapped(layout, "llama")
     else:
         model = tiny_model("llama").to(dtype)
-        model = model if layout == "plain" else sharded(model, layout)
+        model = model if layout in ("plain", "offload") else sharded(model, layout)
     if fault and rank == 1:
         decoder_blocks(model)[0][1].register_forward_hook(lambda _, __, output: failing(fault, output))
     told: Any
+    asked = {**EXACT, "refit": "none" if fault == "none" else "block", "offload": layout == "offload"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "has_target", lambda *_: False)
         try:
-            told = [
-                of.fit for of in prune_blocks(model, TOKENS, **EXACT, refit="none" if fault == "none" else None).blocks
-            ]
+            told = [of.fit for of in prune_blocks(model, TOKENS, **asked).blocks]
         except (MemoryError, ValueError) as error:
             told = repr(error)
     return {name: whole(p) for name, p in model.named_parameters()}, told
@@ -126,7 +125,7 @@ def alone(dtype: torch.dtype) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("world_size", "layouts", "dtype"),
-    [(2, ["plain", None], torch.bfloat16), (2, [None], torch.float32), (4, [(2, 2)], torch.float32)],
+    [(2, ["plain", "offload", None], torch.bfloat16), (2, [None], torch.float32), (4, [(2, 2)], torch.float32)],
     ids=["2-bf16", "2", "4-hsdp"],
 )
 @pytest.mark.sampled(2)
