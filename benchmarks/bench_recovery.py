@@ -1,7 +1,7 @@
 """Fine-tuning SmolLM2-135M with the zeros of one-shot pruning held: perplexity before and after, on 2 ranks.
 
-It runs what a user runs: ``distprune prune``, then ``distprune finetune``, on the text alone and with the dense model
-as its teacher; and evaluates on two kinds of text.
+It runs what a user runs: ``distprune prune``, then ``distprune finetune``, on the text alone, with the dense model as
+its teacher, and on what that teacher writes; and evaluates on two kinds of text.
 
     python -m benchmarks.bench_recovery --minutes 10 --output benchmarks/results/recovery_HARDWARE_DATE.md
 """
@@ -22,9 +22,13 @@ from benchmarks.measure import heading, show, table
 from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, evaluated, write_texts
 from launch.demo_inputs import demo_model
 
-NUM_RANKS, NUM_SAMPLES = 2, 16  # of calibration
+NUM_RANKS, NUM_SAMPLES, NUM_OWN = 2, 16, 128  # windows of calibration, and that the teacher writes
 PATTERNS = {"50 %": ("unstructured", "--sparsity", "0.5"), "2:4": ("2:4",)}
-TRAINERS = {"text alone": False, "distilled from the dense model": True}  # whether there is a teacher
+TRAINERS = {  # whether there is a text, and a teacher
+    "text alone": (True, False),
+    "text, distilled from the dense model": (True, True),
+    "the dense model's own words, distilled from it": (False, True),
+}
 
 
 def launch(*arguments: str) -> dict[str, Any]:
@@ -62,10 +66,11 @@ def main() -> None:
                 *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
             dense = of_kinds(pruning, "before", folder)
-            for number, (trainer, is_taught) in enumerate(TRAINERS.items()):
+            for number, (trainer, (has_text, is_taught)) in enumerate(TRAINERS.items()):
+                data = ("--data", f"{folder}/calibration.txt") if has_text else ("--samples", str(NUM_OWN))
                 teacher = ("--teacher", str(demo_model())) if is_taught else ()
                 report = launch(
-                    *("finetune", pruned, "--data", f"{folder}/calibration.txt", "--minutes", str(arguments.minutes)),
+                    *("finetune", pruned, *data, "--minutes", str(arguments.minutes)),
                     *(*teacher, *evaluation, "--output", f"{pruned}-{number}"),
                 )
                 training = report["training"]
@@ -76,7 +81,8 @@ def main() -> None:
     notes = (
         f"{arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.minutes:g} minutes of "
         f"distprune finetune with its defaults, on {NUM_RANKS} ranks of one thread. The text is every second State of "
-        f"the Union speech since 1990. {ABOUT} Zeros are those of all parameters."
+        f"the Union speech since 1990; own words are {NUM_OWN} windows, written within the minutes. {ABOUT} Zeros are "
+        "those of all parameters."
     )
     patterns = " ".join(f'"{pattern}"' for pattern in arguments.patterns)
     asked = f"--method {arguments.method} --patterns {patterns} --minutes {arguments.minutes:g}"

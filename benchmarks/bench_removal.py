@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import textwrap
 import time
@@ -25,8 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.bench_one_shot import append
 from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
 from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
-from distprune.calibration import load_samples
+from distprune.calibration import load_samples, own_words
 from distprune.evaluation import perplexity, tokenize_file
+from distprune.jobs.own_words import OWN_WORDS, PROMPT, mixed
 from distprune.models import decoder_blocks
 from distprune.removal import choose_units, order_layers, shrink_model, skipping
 from launch.demo_inputs import demo_model
@@ -38,7 +40,9 @@ UNITS: dict[str, Any] = {
     "1 of 3 KV groups": {"kv_groups": 2},
 }
 LAYERS, NUM_LAYERS = "6 of 30 layers", 24
+OWN = ", with own words"
 METHODS: dict[str, Any] = {
+    f"OBS, refitted towards the dense model{OWN}": {"targets": "dense"},
     "OBS, refitted towards the dense model": {"targets": "dense"},
     "OBS, refitted to the pruned model's own outputs": {"targets": "own"},
     "Taylor, refitted towards the dense model": {"criterion": "taylor", "targets": "dense"},
@@ -48,6 +52,7 @@ METHODS: dict[str, Any] = {
     "magnitude": {"criterion": "magnitude", "refit": "none"},
 }
 LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and whether the others make up for them
+    f"loss, healed{OWN}": ("loss", "dense"),
     "loss, healed": ("loss", "dense"),
     "loss": ("loss", "own"),
     "influence (ShortGPT), healed": ("influence", "dense"),
@@ -94,6 +99,9 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     samples = load_samples(
         tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=case.seed
     )
+    some = samples[:: NUM_SAMPLES // loss_samples]
+    if case.method.endswith(OWN):
+        samples = with_own_words(model, tokenizer, samples, texts, case.seed)
     found: dict[str, Any] = {"dense": known.dense or evaluate(model, tokenizer, texts)}
     with ExitStack() as stack:
         if case.what == BUDGET:
@@ -110,8 +118,8 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
             choose_units(model, samples, UNITS[case.what], **METHODS[case.method])
         else:
             criterion, targets = LAYER_METHODS[case.method]
-            some = samples[:: NUM_SAMPLES // loss_samples] if criterion == "loss" else samples
-            gone = order_layers(model, some, NUM_LAYERS, criterion=criterion) if not known.layers else ()
+            by = some if criterion == "loss" else samples
+            gone = order_layers(model, by, NUM_LAYERS, criterion=criterion) if not known.layers else ()
             layers = known.layers or sorted({*range(len(decoder_blocks(model)))} - {*gone})
             found |= {"layers": layers, "loss_samples": loss_samples}
             started = time.perf_counter()
@@ -119,6 +127,21 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
             stack.enter_context(skipping(model, set(range(len(decoder_blocks(model)))) - {*layers}))
         seconds = time.perf_counter() - started
         return found | {"perplexity": evaluate(model, tokenizer, texts), "seconds": seconds}
+
+
+def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Path, seed: int) -> torch.Tensor:
+    """Return ``samples`` and what the model writes beside them in a job; kept beside the texts for other runs."""
+    path = texts / f"own_words{seed}.pt"
+    if not path.exists():
+        half = OWN_WORDS // 2
+        begun = load_samples(
+            tokenizer, texts / "calibration.txt", model, num_samples=half, sequence_length=PROMPT, seed=seed
+        )
+        continued = own_words(model, half, LENGTH, prompts=begun, seed=~seed, tokenizer=tokenizer)
+        from_one_token = own_words(model, OWN_WORDS - half, LENGTH, seed=seed, tokenizer=tokenizer)
+        torch.save([continued, from_one_token], path.with_suffix(f".{os.getpid()}"))
+        path.with_suffix(f".{os.getpid()}").replace(path)
+    return mixed([samples, *torch.load(path)])
 
 
 def evaluate(model: Any, tokenizer: Any, texts: Path) -> dict[str, float]:
@@ -208,7 +231,8 @@ def main() -> None:
     notes = (
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: {NUM_SAMPLES} windows of "
         f"{LENGTH} tokens, drawn by the seed from every second State of the Union speech since 1990; layers are chosen "
-        f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. {ABOUT} No training. Medians over the "
+        f"by the loss on {' or '.join(map(str, tried_with)) or 'some'} of them. With own words: the model writes "
+        f"{OWN_WORDS} windows more, as in a job, which its seconds leave out. {ABOUT} No training. Medians over the "
         "seeds, and the least and the greatest. Seconds: of the slower rank; every rank has one thread; of choosing "
         "units and refitting, without choosing layers."
     )

@@ -24,7 +24,7 @@ from distprune.jobs.words_file import read_words, write_words
 
 OWN_WORDS = 96  # windows beside those of a text, if nothing is said
 _WORDS = "own words"  # an item's kind
-_PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
+PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def load_windows(
         counts = counts_of(calibration, num_samples, num_own, num_text=num_text or 0, num_in_file=num_in_file)
         own = None if own is None else own[: counts.own]
     if text is not None and counts.continuing:
-        num_tokens = min(_PROMPT, max(length // 4, 1))
+        num_tokens = min(PROMPT, max(length // 4, 1))
         num_there = len(text) * (length // num_tokens)  # at least
         pieces = load(num_samples=min(counts.continuing, num_there), sequence_length=num_tokens)
     with together(run.comm):
