@@ -81,8 +81,8 @@ def main() -> None:
     notes = (
         f"{arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.minutes:g} minutes of "
         f"distprune finetune with its defaults, on {NUM_RANKS} ranks of one thread. The text is every second State of "
-        f"the Union speech since 1990; own words are {NUM_OWN} windows, written within the minutes. {ABOUT} Zeros are "
-        "those of all parameters."
+        f"the Union speech since 1990; own words are {NUM_OWN} windows, written before the minutes begin. {ABOUT} "
+        "Zeros are those of all parameters."
     )
     patterns = " ".join(f'"{pattern}"' for pattern in arguments.patterns)
     asked = f"--method {arguments.method} --patterns {patterns} --minutes {arguments.minutes:g}"
