@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra
@@ -20,3 +22,27 @@ def new_figure(width: float, height: float) -> Any:
     figure = make(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
     import_extra("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
     return figure
+
+
+def png_of(figure: Any) -> bytes:
+    """Return ``figure``, of :func:`new_figure`, as a PNG file has it."""
+    written = io.BytesIO()
+    figure.canvas.print_png(written)
+    return written.getvalue()
+
+
+def write_png(figure: Any, path: str | Path) -> None:
+    """Write ``figure`` into the file ``path``. Local.
+
+    Raises:
+        ValueError: the file is no ``.png``.
+        OSError: it cannot be written.
+    """
+    check_picture(path)
+    Path(path).write_bytes(png_of(figure))
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise a ValueError if the file ``path`` is no ``.png``."""
+    if Path(path).suffix != ".png":
+        raise ValueError(f"{path} is no name of a picture; name a file such as picture.png")

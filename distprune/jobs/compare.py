@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from distprune.brief import count, one_line, share
 from distprune.checkpoint import import_extra
-from distprune.figure import new_figure
+from distprune.figure import new_figure, write_png
 from distprune.jobs.run import REPORT_NAME
 
 _NO_FIGURE = "-"
@@ -114,25 +113,19 @@ class Comparison:
             named[text] = shown if is_once else f"{shown} ({text[1]:,} tokens in windows of {text[2]:,})"
         return named
 
-    def draw(self, path: str | Path) -> None:
-        """Write a picture of perplexity against sparsity, a panel for each text, into the file ``path``: a PNG.
+    def draw(self, path: str | Path | None = None) -> Any:
+        """Return a matplotlib figure of perplexity against sparsity, a panel for each text.
+
+        It is written to ``path``, a PNG, if that is given.
 
         Raises:
             ImportError: the extra ``plot`` is not installed.
             ValueError: the file is no ``.png``, or no output was evaluated.
             OSError: it cannot be written.
         """
-        if Path(path).suffix != ".png":
-            raise ValueError(f"{path} is no name of a picture; name a file such as comparison.png")
-        if not self.texts:
-            raise ValueError("there is no perplexity to draw: run the jobs with --eval")
-        written = io.BytesIO()
-        self.figure().canvas.print_png(written)
-        Path(path).write_bytes(written.getvalue())
-
-    def figure(self) -> Any:
-        """Return that picture as a matplotlib figure on an Agg canvas; raises as :meth:`draw`."""
         texts, names = self.texts, self._names()
+        if not texts:
+            raise ValueError("there is no perplexity to draw: run the jobs with --eval")
         figure = new_figure(5.0 * min(len(texts), 3) + 2.0, 4.0 * -(-len(texts) // 3) + 0.5)
         ticks = import_extra("matplotlib.ticker", "plot")
         panels = figure.subplots(-(-len(texts) // 3), min(len(texts), 3), squeeze=False).flatten()
@@ -164,6 +157,8 @@ class Comparison:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
         }
         figure.legend(labels.values(), labels.keys(), loc="outside lower center", fontsize="small", ncols=2)
+        if path is not None:
+            write_png(figure, path)
         return figure
 
     def _axis(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from distprune.brief import count, one_line, share
 from distprune.checkpoint import import_extra
-from distprune.figure import new_figure
+from distprune.figure import new_figure, write_png
 
 _NUM_SHOWN = 8  # updates; the others are in ``updates``
 
@@ -69,16 +70,21 @@ class TrainingReport:
             lines.append(f"  step {update.step:>8,}  {share(update.sparsity):>7}{moved}")
         return "\n".join(lines)
 
-    def draw(self, losses: Sequence[float] = ()) -> Any:
-        """Return a matplotlib figure of the sparsity over the steps, and of ``losses``, one a step, if given. Local.
+    def draw(self, path: str | Path | None = None, *, losses: Sequence[float] = ()) -> Any:
+        """Return a matplotlib figure of the sparsity over the steps, and of ``losses``, one a step, if given.
 
-        >>> training.report().draw(losses).savefig("training.png")  # doctest: +SKIP
+        It is written to ``path``, a PNG, if that is given. Local; for one rank.
+
+        >>> training.report().draw("training.png", losses=losses)  # doctest: +SKIP
 
         Raises:
             ImportError: the extra ``plot`` is not installed.
+            ValueError: ``path`` is no ``.png``.
+            OSError: it cannot be written.
         """
-        figure = new_figure(9.0, 5.0)
+        figure = new_figure(9.0, 4.5)
         sparsity = figure.subplots()
+        ticks = import_extra("matplotlib.ticker", "plot")
         steps = [0, *(update.step for update in self.updates), self.num_steps]
         shares = [0.0, *(update.sparsity for update in self.updates), self.sparsity]
         lines = sparsity.step(steps, shares, where="post", color="tab:blue", label="sparsity")
@@ -87,13 +93,19 @@ class TrainingReport:
             at = [update.step for update in moved], [update.sparsity for update in moved]
             lines += sparsity.plot(*at, "o", color="tab:blue", markersize=3, label="weights moved")
         sparsity.set_ylim(0, 1)
-        sparsity.yaxis.set_major_formatter(import_extra("matplotlib.ticker", "plot").PercentFormatter(xmax=1.0))
+        sparsity.yaxis.set_major_formatter(ticks.PercentFormatter(xmax=1.0))
+        sparsity.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
         sparsity.set_xlabel("step")
-        sparsity.set_ylabel("sparsity")
+        sparsity.set_ylabel("sparsity: the share of zeros")
         sparsity.grid(alpha=0.3)
         if len(losses):
             loss = sparsity.twinx()
             lines += loss.plot(range(len(losses)), list(losses), color="tab:orange", linewidth=0.8, label="loss")
             loss.set_ylabel("loss")
-        sparsity.legend(handles=lines, loc="best")
+        figure.suptitle(
+            f"Sparse training: {share(self.sparsity)} of the weights are zero after {self.num_steps:,} steps"
+        )
+        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize="small")
+        if path is not None:
+            write_png(figure, path)
         return figure

@@ -88,7 +88,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         write(tmp_path / "a", zeros=0.25, after={"/data/t.txt": 12.0, "/data/u.txt": 1000.0}),
         write(tmp_path / "c", zeros=0.5, after={"/data/u.txt": 14.0}, pruning={"method": "admm"}),
     ]
-    first, second = compare_outputs(outputs).figure().axes
+    first, second = compare_outputs(outputs).draw().axes
     assert first.get_title() == "Perplexity on t.txt"
     lines = {line.get_label(): line.get_xydata().tolist() for line in first.lines if line.get_label() != "before"}
     assert lines == {"magnitude": [[0.25, 12.0], [0.5, 20.0]]}

@@ -324,7 +324,7 @@ def test_rounds_do_not_grow_with_layers(num_layers: int, regrow: Regrow | None, 
     assert all(0 < num <= most for num in rounds[1:4])
 
 
-def test_report() -> None:
+def test_report(tmp_path: Path) -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = SparseTraining(model, optimizer, schedule=stepwise({1: 0.3, 4: 0.5}), regrow=Regrow(stop=7, every=5))
@@ -345,7 +345,10 @@ def test_report() -> None:
         f"  step        5   50.0 %, {num_moved} moved",
     ]
     pytest.importorskip("matplotlib")
-    sparsity, loss = report.draw(losses).axes
+    sparsity, loss = report.draw(tmp_path / "training.png", losses=losses).axes
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"training\.pdf is no name of a picture"):
+        report.draw(tmp_path / "training.pdf")
     drawn = sparsity.lines[0].get_xydata().tolist()
     assert drawn == [[0, 0], [1, 0.3], [4, 0.5], [5, 0.5], [6, 0.5]]
     assert sparsity.lines[1].get_xydata().tolist() == [[5, 0.5]]
