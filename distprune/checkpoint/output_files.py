@@ -71,10 +71,10 @@ def allocate_directory(
     free = shutil.disk_usage(target).free
     if needed > free:
         raise OSError(f"{target} has {free} bytes free, the model needs {needed}")
-    # Of weights that only their owner may read, the copy is such, too.
+    # A directory that only its owner may enter has such a copy.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
-    for read, file in files:
-        _write_file(file.path, header_of(file.tensors), read.path, sizes[file.path])
+    for _, file in files:
+        _write_file(file.path, header_of(file.tensors), sizes[file.path])
     _write_small_files(source, [file for _, file in files], target, config, num_removed)
 
 
@@ -87,7 +87,7 @@ def _write_small_files(
 ) -> None:
     """Copy what is not weights; the config then says the dtype, and the index the sizes, that are written."""
     for path in source.small_files:
-        _write_file(target / path.name, path.read_bytes(), path)
+        _write_file(target / path.name, path.read_bytes())
     written = [(entry, file.path.name) for file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     config = {**(before if config is None else config)}
@@ -96,22 +96,22 @@ def _write_small_files(
         dtype = dtypes.pop().removeprefix("torch.")
         config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
     if config != before:
-        _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), source.path / CONFIG_NAME)
+        _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode())
     if source.is_indexed:
         metadata = {**source.index_metadata, "total_size": sum(entry.stop - entry.start for entry, _ in written)}
         if isinstance(num_before := metadata.get("total_parameters"), int):
             metadata["total_parameters"] = num_before - num_removed
         index = {"metadata": metadata, "weight_map": {entry.name: name for entry, name in written}}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        _write_file(target / INDEX_NAME, text.encode(), source.path / INDEX_NAME)
+        _write_file(target / INDEX_NAME, text.encode())
 
 
-def _write_file(path: Path, content: bytes, read: Path, size: int | None = None) -> None:
-    """Write the beginning of a file of ``size`` bytes (``None``: all of it).
+def _write_file(path: Path, content: bytes, size: int | None = None) -> None:
+    """Write the beginning of a file of ``size`` bytes (``None``: all of it), with the mode that the umask gives.
 
-    No more people may read it than the file ``read`` that it is made from.
+    That of the file it is made from says nothing: safetensors gives every file that it writes 0600.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, stat.S_IMODE(read.stat().st_mode) | stat.S_IWUSR)
-    with open(descriptor, "wb") as file:
+    # Weights that are there stay.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.write(content)
         file.truncate(len(content) if size is None else size)

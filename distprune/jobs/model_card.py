@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from distprune.checkpoint import import_extra, name_of_model
+from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.jobs.figures import by_kind, evaluated, range_of, trial_rows, work_rows
 from distprune.jobs.options import Job, options_of
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
@@ -16,13 +18,15 @@ from distprune.pruning import PruneReport
 CARD_NAME = "README.md"
 
 _TAGS = ("distprune", "pruned")
-# What was done in words, the command, and what its output is called.
-_DONE: dict[type, tuple[str, str, str]] = {
-    Trained: ("fine-tuned with its zeros held", "finetune", "finetuned"),
-    SmallerModel: ("made smaller", "shrink", "smaller"),
-    PruneReport: ("pruned", "prune", "pruned"),
-    PrunedBlocks: ("pruned", "prune", "pruned"),
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# What was done in words, and the command.
+_DONE: dict[type, tuple[str, str]] = {
+    Trained: ("fine-tuned with its zeros held", "finetune"),
+    SmallerModel: ("made smaller", "shrink"),
+    PruneReport: ("pruned", "prune"),
+    PrunedBlocks: ("pruned", "prune"),
 }
+_SAID = {"method", "calibration", "streamed"}  # also where they are the default: they tell jobs apart
 
 
 def model_card(report: JobReport[Work]) -> bytes:
@@ -35,26 +39,45 @@ def model_card(report: JobReport[Work]) -> bytes:
     card_type = import_extra("huggingface_hub", "hf").ModelCard
     has_metadata = original.startswith("---")
     card = card_type(original if has_metadata else "---\nlibrary_name: transformers\n---\n" + original)
-    path = report.model
-    name = name_of_model(path)
-    card.data.base_model = name
+    name = name_of_model(report.model)
+    of_hub = name != report.model.name  # else what the card before says of its base is true of this model, too
+    if of_hub:
+        card.data.base_model = name
+    if card.data.license is None:
+        card.data.license = read_json(report.model / CONFIG_NAME).get("license")
     is_sparse = not isinstance(report.work, SmallerModel)
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
-    done, verb, result = _DONE[type(report.work)]
+    done, verb = _DONE[type(report.work)]
     rows = [f"| {what} | {how_much} |" for what, how_much in _rows(report)]
     lines = [f"# {name}, {done}", "", "| | |", "|---|---|", *rows]
+    lines += ["", "Load it:", "", "```python", *_loading(report), "```"]
     if not isinstance(getattr(report.job, "pattern", None), Pattern):  # from Python, it is no option
-        revision = "" if name == path.name else f"@{path.name}"  # of the hub: the commit
-        lines += ["", "Made by", "", "```bash", _command(report.job, verb, name + revision, result), "```"]
+        model = f"{name}@{report.model.name}" if of_hub else name  # with the commit
+        lines += ["", "Made by", "", "```bash", _command(report.job, verb, model), "```"]
     if card.text.strip():
         lines += ["", f"What follows is the card of {name} before it was {done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
     return str(card).encode()
 
 
+def _loading(report: JobReport[Work]) -> list[str]:
+    """Return the lines that load the output, where it lies or under its name on the hub."""
+    has_tokenizer = (report.model / _TOKENIZER_CONFIG).is_file()
+    tokenizer = "tokenizer = AutoTokenizer.from_pretrained(path)"
+    return [
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
+        f"path = {json.dumps(Path(report.job.output).name)}  # this directory, or its id on the hub",
+        'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")',
+        *([tokenizer] if has_tokenizer else []),
+    ]
+
+
 def _rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     """Yield what was done: (what, how much)."""
     yield from work_rows(report)
+    if isinstance(report.work, PruneReport):
+        yield "calibration", "none: weights are chosen by their values alone"
     if isinstance(report.work, PrunedBlocks) and report.work.allocation == "gradients":
         shares = {
             kind: range_of([of_block.sparsity for of_block in by_depth.values()], ".1%")
@@ -67,17 +90,18 @@ def _rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     yield "made with", f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"
 
 
-def _command(job: Job, verb: str, model: str, result: str) -> str:
-    """Return the command line that does the job on ``model``, and writes to its name and ``result``."""
+def _command(job: Job, verb: str, model: str) -> str:
+    """Return the command line that does the job on ``model``, without what it does by default and where files lie."""
     words = ["distprune", verb, model]
     for name, option in options_of(type(job)).items():
         value = getattr(job, name)
-        if name in ("model", "output") or not (option.in_card and option.in_facts) or value is False:
+        is_said = name in _SAID or value != option.default
+        if name in ("model", "output") or not (option.in_card and option.in_facts and is_said):
             continue
         if name == "samples" and value is None:
             value = "all"
-        for each in value if isinstance(value, tuple) else [] if value is None else [value]:
+        for each in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
             words.append(option.flag)
             if each is not True:
                 words.append(Path(each).name if option.is_file else str(each).removeprefix("torch."))
-    return shlex.join([*words, "--output", f"{model.partition('@')[0].rpartition('/')[2]}-{result}"])
+    return shlex.join([*words, "--output", Path(job.output).name])

@@ -188,15 +188,19 @@ def test_ranks_that_disagree(tmp_path: Path, what: str) -> None:
     assert [*(tmp_path / "0").iterdir(), *(tmp_path / "1").iterdir()] == []
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o400])
-def test_copies_of_private_files_are_private(tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_modes_are_those_of_the_umask_in_a_directory_as_closed_as_the_source(tmp_path: Path, mask: int) -> None:
     folder, target = make_model(tmp_path / "model", max_shard_size="10KB"), tmp_path / "out"
     target.mkdir()
     for path in folder.iterdir():
-        path.chmod(mode)
+        path.chmod(0o400)  # safetensors writes 0600, whatever the umask
     folder.chmod(0o700)
-    save_model(load_model(folder, dtype=torch.bfloat16), open_directory(folder), target)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {mode | 0o200}
+    before = os.umask(mask)
+    try:
+        save_model(load_model(folder, dtype=torch.bfloat16), open_directory(folder), target)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {0o666 & ~mask}
     assert {path.name for path in target.iterdir()} == {path.name for path in folder.iterdir()}
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,34 @@ from huggingface_hub import ModelCard, constants
 from distprune import Unstructured
 from distprune.jobs import Evaluation, OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.model_card import model_card
+from tests.cli.test_main import asked
 
-OWN = "---\nlicense: apache-2.0\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
+OWN = "---\nlicense: apache-2.0\nbase_model: org/dense\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
 
 
-def test_a_job_in_place(model_folder: Path, tmp_path: Path) -> None:
+def block_of(language: str, text: str) -> str:
+    """Return the first block of code in a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def test_a_job_in_place(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
     run_prune_job(PruneJob(model=str(model_folder), output=str(output), sparsity=0.5, dtype=torch.bfloat16))
     card = ModelCard.load(output / "README.md")
-    assert card.data.base_model == "model"
+    assert card.data.base_model is None  # a directory is no id of the hub
     assert card.data.tags == ["distprune", "pruned", "sparse"]
     assert "| sparsity | 50.0 % of " in card.text
-    assert "distprune prune model --seed 0 --dtype bfloat16" in card.text
-    assert "--sparsity 0.5 --method magnitude" in card.text
+    assert "| calibration | none: weights are chosen by their values alone |" in card.text
+    assert block_of("bash", card.text) == (
+        "distprune prune model --dtype bfloat16 --sparsity 0.5 --method magnitude --output out\n"
+    )
     assert "perplexity" not in card.text
+    monkeypatch.chdir(tmp_path)
+    loaded: dict[str, Any] = {}
+    exec(block_of("python", card.text), loaded)
+    assert loaded["model"].dtype == torch.bfloat16
+    assert loaded["tokenizer"]("ab")["input_ids"]
     run_prune_job(PruneJob(model=str(output), output=str(tmp_path / "again"), pattern=Unstructured(0.6)))
     again = ModelCard.load(tmp_path / "again" / "README.md")
     assert "```bash" not in again.text.partition("What follows")[0]  # a pattern from Python is no option
@@ -39,6 +54,7 @@ def test_a_one_shot_job(job: OneShotJob) -> None:
     run_one_shot_job(job)
     card: Any = ModelCard((Path(job.output) / "README.md").read_text())
     assert card.data.license == "apache-2.0"
+    assert card.data.base_model == "org/dense"  # as the card before says
     assert card.data.tags == ["distprune", "llama", "pruned", "sparse"]
     assert "| calibration | 5 windows of 24 tokens of text.txt |" in card.text
     assert "| method | sparsegpt |" in card.text
@@ -64,7 +80,7 @@ def test_a_model_of_the_hub(
     assert card.data.base_model == "org/name"
     assert f"distprune prune org/name@{commit} " in card.text
     assert "--eval text.txt --eval held_out.txt" in card.text
-    assert card.text.rstrip().endswith("--output name-pruned\n```")
+    assert card.text.rstrip().endswith("--output out\n```")
     for name in ("text.txt", "held_out.txt"):
         assert f"| perplexity on {name}, in windows of 16 tokens | " in card.text
     report = dataclasses.replace(
@@ -75,6 +91,28 @@ def test_a_model_of_the_hub(
     )
     assert "| acc on arc | 0.5000 before, 0.2500 after |" in model_card(report).decode()
     assert "--tasks own.yaml --tasks arc " in model_card(report).decode()
+
+
+@pytest.mark.parametrize("more", [{"calibration": "self", "own_words": None}, {"method": "magnitude"}])
+def test_the_command_is_the_job(job: OneShotJob, more: dict[str, Any]) -> None:
+    """Whatever is left out because it is the default."""
+    done = dataclasses.replace(job, pattern="2:4", overwrite=True, **more)
+    run_one_shot_job(done)
+    card: Any = ModelCard.load(Path(job.output) / "README.md")
+    words = block_of("bash", card.text).removeprefix("distprune ")
+    (request,) = asked(words)
+    names: dict[str, Any] = {name: Path(getattr(done, name)).name for name in ("model", "output", "calibration")}
+    assert request.job == dataclasses.replace(done, overwrite=False, **names)
+    wrote = "that the model wrote; no text" if done.calibration == "self" else "of text.txt"
+    assert f"| calibration | 5 windows of 24 tokens {wrote} |" in card.text
+
+
+def test_the_license_of_the_config(job: OneShotJob) -> None:
+    config = Path(job.model) / "config.json"
+    config.write_text(config.read_text().replace("{", '{"license": "mit",', 1))
+    run_one_shot_job(job)
+    card: Any = ModelCard.load(Path(job.output) / "README.md")
+    assert card.data.license == "mit"
 
 
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:
