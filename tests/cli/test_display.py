@@ -89,6 +89,12 @@ def test_the_report_its_summary_and_its_table(
     assert len(said) == 2
     assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]):.4f}, " in said[0]
     assert said[1].endswith("00:00 left")
+    display.summary(
+        dataclasses.replace(done, num_ranks=2, peak_memory=(3 << 20, 5 << 20), peak_device_memory=(1 << 30, 0))
+    )
+    lines = lines_of(capsys.readouterr().out)
+    assert "  peak memory  5 MiB, in the largest of 2 processes" in lines
+    assert "  on a device  1,024 MiB, in the largest of 2 processes" in lines
     Display(visible=True, verbose=True).summary(done)
     shown = capsys.readouterr()
     for of_block in blocks:
