@@ -347,11 +347,13 @@ class Competing:
             return [list(range(len(self.num_of)))] if self.num_of else []
         return [[i] for i in range(len(self.num_of))]
 
-    def entry(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool) -> Entry:
+    def place(self, member: int) -> tuple[int, int]:
+        """Return the competition of ``member``, and its first position there."""
+        return (0, self._firsts[member]) if self.scope == "global" else (member, 0)
+
+    def entry(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool, drafts: bool = True) -> Entry:
         """Return what ``member`` enters into its competition."""
-        name = self.ranked.roster.members[member].name
-        first = (0, self._firsts[member]) if self.scope == "global" else (member, 0)
-        return Entry(name, scores, geometry, owned, *first)
+        return Entry(self.ranked.roster.members[member].name, scores, geometry, owned, *self.place(member), drafts)
 
     def select(
         self,

@@ -86,6 +86,11 @@ class Block(UnitPattern):
             raise NotImplementedError(f"blocks are ranked by sums; {ranked.score!r} takes a {kind}imum")
         return super().choose(ranked)
 
+    @property
+    @override
+    def side(self) -> int:
+        return self.size
+
     @override
     def numbers_weights(self, shard: LocalShard) -> bool:
         return not shard.as_matrix().transposed
@@ -121,8 +126,14 @@ def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]
         return LocalMatrix(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), None), None
     if (local := LocalMatrix.of(geometry, matrix)) is not None:
         return local, None
-    if matrix.transposed:
-        return LocalMatrix(np.arange(matrix.num_rows), np.arange(matrix.num_in), matrix.num_out), 0
     ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1], dtype=torch.int64, device="cpu"))
+    if matrix.transposed:
+        low, high = (ends // matrix.num_out).tolist()  # lines, of all matrices
+        first, last = low // matrix.num_in, high // matrix.num_in
+        columns = np.arange(matrix.num_in)
+        if first == last:
+            columns = columns[low % matrix.num_in : high % matrix.num_in + 1]
+        rows = np.arange(first * matrix.num_out, (last + 1) * matrix.num_out)
+        return LocalMatrix(rows, columns, matrix.num_out), (first * matrix.num_in + int(columns[0])) * matrix.num_out
     low, high = matrix.place(ends)[0].tolist()
     return LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), None), low * matrix.num_in

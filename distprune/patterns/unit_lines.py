@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import SMALL, Geometry, chunk_size, runs_of, sent_together
+from distprune.shards import Geometry, chunk_size, runs_of, sent, sent_together
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+_FEW = 1 << 20  # elements: what is known of so many is kept for shards, and windows, that are laid out alike
 _WORTH = 1 << 5  # of a chunk, the part that lines which share what is within them must have to be taken together
 
 
@@ -48,8 +49,8 @@ class UnitLines:
                 tile.count(counts)
             num_elements = counts.numpy()
         self.is_whole: BoolArray = (num_elements == size) & (num_elements > 0)
-        self.is_cut: BoolArray = (num_elements > 0) & ~self.is_whole
-        self.num_cut = int(np.count_nonzero(self.is_cut))
+        self.cut = np.flatnonzero((num_elements > 0) & ~self.is_whole)
+        self.num_cut = len(self.cut)
         some = np.flatnonzero(self.is_whole)
         self.whole = slice(None) if len(some) == len(ids) else torch.from_numpy(some)
         self.whole_runs = runs_of(ids[self.is_whole])
@@ -59,6 +60,16 @@ class UnitLines:
         """``starts`` and ``within`` on the device."""
         starts, within = sent_together(self._tables, self._device)
         return starts, within
+
+    @cached_property
+    def whole_there(self) -> slice | torch.Tensor:
+        """The numbers of the whole units, on the device."""
+        return self.whole if isinstance(self.whole, slice) else sent(self.whole, self._device)
+
+    @cached_property
+    def cut_there(self) -> torch.Tensor:
+        """The numbers of the cut units, on the device."""
+        return sent(torch.from_numpy(self.cut), self._device)
 
     @staticmethod
     def send(lines: Iterable[UnitLines]) -> None:
@@ -73,7 +84,7 @@ class UnitLines:
 
     def tiles(self) -> Iterable[tuple[slice, Tile]]:
         """Return local elements and their units: whole lines, or parts of some, if that is worth it."""
-        return self._few if self._geometry.local_numel <= SMALL else self._tiles(self._there)
+        return self._few if self._geometry.local_numel <= _FEW else self._tiles(self._there)
 
     @cached_property
     def _few(self) -> list[tuple[slice, Tile]]:
@@ -121,9 +132,11 @@ class UnitLines:
             else:
                 lines, columns = slice(line, min(num, line + min(size, num_left) // width)), slice(0, width)
             per_line, per_column = _run(of_lines[lines]), _run(of_columns[panel, columns])
+            first_unit, num_units = _follow(of_lines[lines][::per_line], of_columns[panel, columns][::per_column])
+            run = None if first_unit is None else slice(first_unit, first_unit + num_units)
             units = starts[lines][::per_line, None] + within[panel, columns][::per_column]
             stop = place + num_alike * (lines.stop - lines.start) * (columns.stop - columns.start)
-            yield slice(place - first, stop - first), Tile(units[None], num_alike, per_line, per_column)
+            yield slice(place - first, stop - first), Tile(units[None], num_alike, per_line, per_column, run)
             place = stop
 
 
@@ -138,11 +151,12 @@ class Tile:
     num_panels: int = 1
     per_line: int = 1
     per_column: int = 1
+    run: slice | None = None  # their numbers, if they follow each other
 
     def repeated(self, num: int, num_units: int) -> Tile:
         """Return the tile of so many shards, one after the other, of ``num_units`` each."""
         firsts = torch.arange(0, num * num_units, num_units, device=self.units.device)
-        return dataclasses.replace(self, units=firsts[:, None, None] + self.units)
+        return dataclasses.replace(self, units=firsts[:, None, None] + self.units, run=None)
 
     def _parts(self, of_elements: torch.Tensor) -> torch.Tensor:
         num_shards, num_lines, num_columns = self.units.shape
@@ -159,7 +173,10 @@ class Tile:
         sums = sums.reshape(-1).to(totals.dtype)
         if offset:
             sums = sums - _wrapped(offset * self.num_panels * self.per_line * self.per_column)
-        totals.index_add_(0, self.units.reshape(-1), sums)
+        if self.run is not None:
+            totals[self.run].add_(sums)
+        else:
+            totals.index_add_(0, self.units.reshape(-1), sums)
 
     def count(self, totals: torch.Tensor) -> None:
         """Add to the ``totals`` of units, int64, how many elements each has."""
@@ -173,7 +190,8 @@ class Tile:
 
     def spread(self, of_units: torch.Tensor, out: torch.Tensor) -> None:
         """Write what there is ``of_units``, bool, into ``out``, of the elements."""
-        self._parts(out).copy_(torch.take(of_units, self.units)[:, None, :, None, :, None])
+        own = torch.take(of_units, self.units) if self.run is None else of_units[self.run].view(self.units.shape)
+        self._parts(out).copy_(own[:, None, :, None, :, None])
 
 
 def _wrapped(number: int) -> int:
@@ -184,3 +202,10 @@ def _wrapped(number: int) -> int:
 def _run(units: IntArray) -> int:
     """Return the greatest length of stretches, each of equal ones, into which ``units`` can be divided."""
     return int(np.gcd.reduce(np.append(np.flatnonzero(np.diff(units)) + 1, len(units))))
+
+
+def _follow(of_lines: IntArray, of_columns: IntArray) -> tuple[int | None, int]:
+    """Return the first of the units of some lines and columns, if they follow each other, and how many there are."""
+    num = len(of_columns)
+    follow = (np.diff(of_columns) == 1).all() and (np.diff(of_lines) == num).all()
+    return int(of_lines[0] + of_columns[0]) if follow else None, len(of_lines) * num

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch
 from distprune.collectives import max_together
 from distprune.patterns.base import Ranked
 from distprune.patterns.inquiry import Question
-from distprune.patterns.unit_lines import Tile, UnitLines
+from distprune.patterns.unit_lines import IntArray, Tile, UnitLines
 from distprune.scores import LocalScores, Score, grid_scale, summable
 from distprune.selection import Order, Put, raise_nans
 from distprune.shards import count_true, fetched, is_small
@@ -30,16 +31,16 @@ def unit_order(score: Score) -> Order:
     return Order("value", score.dtype(torch.float32) if score.scores_units else torch.int64)
 
 
-class ShardUnits:
-    """The units of shards that are laid out alike, and what their elements make of them. No communication.
+class Addends:
+    """What the elements of shards that are laid out alike add to their units. No communication.
 
     ``scores``: of one shard, or of several small ones on the host (see :meth:`kind`), whose elements are read together.
     ``odd_chunks``: the numbers of those in which an addend is infinite, or NaN; :func:`agree_on_scales` finds them.
     """
 
-    def __init__(self, scores: Sequence[LocalScores], lines: UnitLines) -> None:
-        self.scores, self.lines = scores, lines
-        self._first = scores[0]
+    def __init__(self, scores: Sequence[LocalScores]) -> None:
+        self.scores = scores
+        self._first, self.owned = scores[0], scores[0].shard.owned
         self._device = self._first.device
         self.odd_chunks: Sequence[int] = ()
 
@@ -50,21 +51,23 @@ class ShardUnits:
         return (scores.shard.local.dtype, scores.shard.owned) if numel and is_small(numel, scores.device) else None
 
     def empty_table(self, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the table of ``num`` units without elements."""
-        table = torch.zeros((num, NUM_COLUMNS), dtype=torch.int64, device=device)
+        """Return the table of ``num`` units without elements, column by column in memory."""
+        table = torch.zeros((NUM_COLUMNS, num), dtype=torch.int64, device=device).t()
         if self._first.score.combined_by != "sum":
             table[:, SUM] = VALUES.first
         return table
 
-    def table(self, scales: Sequence[int]) -> torch.Tensor:
-        """Return what the local units add up to, (shards, units, NUM_COLUMNS). ``scales``: by shard.
+    def sums(
+        self, tiles: Iterable[tuple[slice | torch.Tensor, Tile]], num_units: int, size: int, scales: Sequence[int]
+    ) -> torch.Tensor:
+        """Return what ``tiles`` of all shards add up to, (shards, ``num_units``, NUM_COLUMNS).
 
-        Without scales only what is gone is there. Of extremes, SUM is the key of the largest value, or of the largest
-        of the negative values.
+        ``size``: of a unit, in elements. ``scales``: by shard; without them only what is gone is there. Of extremes,
+        SUM is the key of the largest value, or of the largest of the negative values.
         """
         num, sign = len(self.scores), _sign(self._first.score)
-        table = self.empty_table(num * len(self.lines.ids), self._device)
-        for at, units in self._tiles():
+        table = self.empty_table(num * num_units, self._device)
+        for at, units in tiles:
             gone = self._gone(at)
             if scales and sign is not None:
                 units.take_largest(table[:, SUM], VALUES.keys(self._addends(at, gone).to(torch.float64) * sign))
@@ -75,10 +78,10 @@ class ShardUnits:
                     units.add(table[:, NUM_INFINITE], infinite * values.sign().to(torch.int64))
                     values = values.masked_fill(infinite, 0.0)
                 signed = self._first.score.ordered_by != "magnitude"
-                units.add(table[:, SUM], *summable(values, scales, self.lines.size, signed=signed))
+                units.add(table[:, SUM], *summable(values, scales, size, signed=signed))
             if gone is not None:
                 units.add(table[:, NUM_GONE], gone)
-        return table.view(num, len(self.lines.ids), NUM_COLUMNS)
+        return table.view(num, num_units, NUM_COLUMNS)
 
     def largest(self) -> torch.Tensor:
         """Return the largest size of an addend, (chunks, shards) float64: NaN where one is."""
@@ -100,6 +103,63 @@ class ShardUnits:
             largest = values.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1).to(torch.float64)
             torch.maximum(found[:, 0], largest, out=found[:, 0])
         return found
+
+    def _values(self, at: slice | torch.Tensor) -> torch.Tensor:
+        """Return the scores ``at``, of one shard after the other."""
+        if len(self.scores) == 1:
+            return self._first.values(at)
+        return self._first.joined_values([(each, at) for each in self.scores])
+
+    def _gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
+        if len(self.scores) == 1:
+            return self._first.is_gone(at)
+        return self._first.joined_gone([(each, at) for each in self.scores])
+
+    @cached_property
+    def _fills_gone(self) -> bool:
+        """Whether the scores of what is gone are not what it adds to its units."""
+        first = self._first
+        if first.counts_gone or first.regrows:
+            return False
+        are_zero = first.score.zero_where_weights_are and first.score.of_zero == 0
+        return not (are_zero and all(each.gone is each.shard.local for each in self.scores))
+
+    def _filled(self, at: slice | torch.Tensor, gone: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scores ``at``, where what is gone has those that it adds: floats that torch computes with."""
+        values = self._values(at)
+        if not values.is_floating_point() or values.element_size() == 1:
+            values = values.to(torch.float64)
+        if self._fills_gone:
+            gone = self._gone(at) if gone is None else gone
+            values = values if gone is None else values.masked_fill(gone, self._first.score.of_zero)
+        return values
+
+    def _addends(self, at: slice | torch.Tensor, gone: torch.Tensor | None) -> torch.Tensor:
+        """Return what the elements ``at`` add to their units, given which are ``gone`` (``None``: none)."""
+        values = self._filled(at, gone)
+        return values.abs() if self._first.score.ordered_by == "magnitude" else values
+
+
+class ShardUnits(Addends):
+    """The units of shards that are laid out alike. ``shift``: what their numbers are more than those of ``lines``."""
+
+    def __init__(self, scores: Sequence[LocalScores], lines: UnitLines, shift: int = 0) -> None:
+        super().__init__(scores)
+        self.lines, self.shift = lines, shift
+
+    @property
+    def cut_ids(self) -> IntArray:
+        """The numbers of the cut units."""
+        return self.lines.ids[self.lines.cut] + self.shift
+
+    @property
+    def whole_ids(self) -> IntArray:
+        """The numbers of the whole units."""
+        return self.lines.ids[self.lines.is_whole] + self.shift
+
+    def table(self, scales: Sequence[int]) -> torch.Tensor:
+        """Return what the local units add up to: see :meth:`sums`."""
+        return self.sums(self._tiles(), len(self.lines.ids), self.lines.size, scales)
 
     def decide(self, keep: torch.Tensor, puts: Sequence[Put]) -> Sequence[torch.Tensor]:
         """Put what stays of the elements, given which units stay, (shards, units), on their device.
@@ -123,12 +183,15 @@ class ShardUnits:
                 put.stays(at, own)
         return counts.unbind()
 
-    def question(self, i: int, first: int, table: torch.Tensor, num_ranks: int) -> Question:
-        """Return what the homes of the cut units of shard ``i`` are told, and asked: of what this rank owns, scores."""
-        cut = np.flatnonzero(self.lines.is_cut)
-        told = table[torch.from_numpy(cut)] if self.scores[i].shard.owned else self.empty_table(len(cut))
-        rows = np.column_stack([first + self.lines.ids[cut], told.numpy()])
-        return Question(self.lines.homes(self.lines.ids[cut], num_ranks), lambda places: rows[places].tobytes())
+    def question(self, i: int, first: int, of_cut: torch.Tensor, num_ranks: int) -> Question:
+        """Return what the homes of the cut units of shard ``i`` are told, and asked: of what this rank owns, scores.
+
+        ``of_cut``: their table, on the host.
+        """
+        ids = self.cut_ids
+        told = of_cut if self.scores[i].shard.owned else self.empty_table(len(ids))
+        rows = np.column_stack([first + ids, told.numpy()])
+        return Question(self.lines.homes(ids, num_ranks), lambda places: rows[places].tobytes())
 
     def _tiles(self) -> Iterable[tuple[slice, Tile]]:
         """Return local elements, and the units of those of all shards."""
@@ -137,44 +200,9 @@ class ShardUnits:
             return self.lines.tiles()
         return ((at, tile.repeated(num, len(self.lines.ids))) for at, tile in self.lines.tiles())
 
-    def _values(self, at: slice) -> torch.Tensor:
-        """Return the scores ``at``, of one shard after the other."""
-        if len(self.scores) == 1:
-            return self._first.values(at)
-        return self._first.joined_values([(each, at) for each in self.scores])
-
-    def _gone(self, at: slice) -> torch.Tensor | None:
-        if len(self.scores) == 1:
-            return self._first.is_gone(at)
-        return self._first.joined_gone([(each, at) for each in self.scores])
-
-    @cached_property
-    def _fills_gone(self) -> bool:
-        """Whether the scores of what is gone are not what it adds to its units."""
-        first = self._first
-        if first.counts_gone or first.regrows:
-            return False
-        are_zero = first.score.zero_where_weights_are and first.score.of_zero == 0
-        return not (are_zero and all(each.gone is each.shard.local for each in self.scores))
-
-    def _filled(self, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scores ``at``, where what is gone has those that it adds: floats that torch computes with."""
-        values = self._values(at)
-        if not values.is_floating_point() or values.element_size() == 1:
-            values = values.to(torch.float64)
-        if self._fills_gone:
-            gone = self._gone(at) if gone is None else gone
-            values = values if gone is None else values.masked_fill(gone, self._first.score.of_zero)
-        return values
-
-    def _addends(self, at: slice, gone: torch.Tensor | None) -> torch.Tensor:
-        """Return what the elements ``at`` add to their units, given which are ``gone`` (``None``: none)."""
-        values = self._filled(at, gone)
-        return values.abs() if self._first.score.ordered_by == "magnitude" else values
-
 
 def agree_on_scales(
-    ranked: Ranked, num_addends: Sequence[int], parts: Callable[[], Sequence[ShardUnits]], *, together: bool
+    ranked: Ranked, num_addends: Sequence[int], parts: Callable[[], Sequence[Addends]], *, together: bool
 ) -> list[int]:
     """Return the scale of every member's grid, or, ``together``, of one grid for all. Every rank must call it.
 
@@ -192,14 +220,15 @@ def agree_on_scales(
             part.odd_chunks = np.flatnonzero(~of_chunks.isfinite().all(1).numpy()).tolist()
             if part.scores[0].shard.owned:
                 for scores, size in zip(part.scores, of_chunks.nan_to_num(0.0, 0.0).amax(0).tolist(), strict=True):
-                    largest[ranked.index[scores.shard.name]] = size
+                    i = ranked.index[scores.shard.name]
+                    largest[i] = max(size, float(largest[i]))
         odd = [part for part in parts() if part.odd_chunks and part.scores[0].shard.owned]
         for part, of_odd in zip(odd, fetched([part.largest_of_odd() for part in odd]) if odd else (), strict=True):
             for scores, (size, nans) in zip(part.scores, of_odd.tolist(), strict=True):
                 i = ranked.index[scores.shard.name]
                 largest[i] = torch.inf if nans else max(size, float(largest[i]))
                 if nans:
-                    num_nans[scores.shard.name] = int(nans)
+                    num_nans[scores.shard.name] = num_nans.get(scores.shard.name, 0) + int(nans)
 
     found = max_together(ranked.comm, (len(num_addends),), fill, torch.float64).tolist()
     of_all, most = max(found, default=0.0), max(num_addends, default=0)
@@ -224,16 +253,19 @@ def _sign(score: Score) -> float | None:
     return {"sum": None, "max": 1.0, "min": -1.0}[score.combined_by]
 
 
-def sums_of(table: torch.Tensor, score: Score) -> torch.Tensor:
+def sums_of(table: torch.Tensor, score: Score, *, may_be_odd: bool = True) -> torch.Tensor:
     """Return the keys of units, int64: the sums of their elements, negated if the score is ``descending``; or extremes.
 
+    ``may_be_odd``: some may have infinite elements.
     With more +inf than -inf the sum is +inf, and the reverse; with as many of both, the sum of the finite elements.
     """
     order = unit_order(score)
     if score.combined_by != "sum":
         return table[..., SUM] if score.combined_by == "max" else -table[..., SUM]
-    sums = table[..., SUM].masked_fill(table[..., NUM_INFINITE] > 0, order.last)
-    sums = sums.masked_fill(table[..., NUM_INFINITE] < 0, order.first)
+    sums = table[..., SUM]
+    if may_be_odd:
+        sums = sums.masked_fill(table[..., NUM_INFINITE] > 0, order.last)
+        sums = sums.masked_fill(table[..., NUM_INFINITE] < 0, order.first)
     return -sums if score.descending else sums
 
 
@@ -252,8 +284,10 @@ class UnitKeys:
         return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
 
     def joined_keys(
-        self, order: Order, pieces: Sequence[tuple[UnitKeys, slice]], out: torch.Tensor | None = None
+        self, order: Order, pieces: Sequence[tuple[Any, slice]], out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if not all(isinstance(units, UnitKeys) for units, _ in pieces):
+            return torch.cat([units.keys(order, at) for units, at in pieces])
         values = torch.cat([units.values[at] for units, at in pieces])
         is_gone = torch.cat([units.is_gone[at] for units, at in pieces])
         return order.keys(values, out).masked_fill_(is_gone, order.gone)

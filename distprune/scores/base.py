@@ -8,6 +8,7 @@ score of a unit is what the scores of its elements add up to.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from distprune.hints import WALK
 from distprune.shards import (
+    Geometry,
     LocalShard,
     as_array,
     batches,
@@ -178,6 +180,17 @@ class LocalScores:
         read = self.score.reads(self.shard, self.evidence)
         return read if self.gone is None or any(self.gone is each for each in read) else [*read, self.gone]
 
+    def viewed(self, geometry: Geometry, view: Callable[[torch.Tensor], torch.Tensor]) -> LocalScores:
+        """Return the scores of those elements that ``view`` takes of a tensor of local shape: what ``geometry`` names.
+
+        The shape of the parameter stays, whatever that of the geometry.
+        """
+        local = view(self.shard.local)
+        shard = self.shard.having(local=local, geometry=geometry, original_shape=self.shard.shape)
+        gone = local if self.gone is self.shard.local else None if self.gone is None else view(self.gone)
+        evidence = {name: view(tensor) for name, tensor in self.evidence.items()}
+        return dataclasses.replace(self, shard=shard, evidence=evidence, gone=gone)
+
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of the local offsets that are processed at a time."""
         numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
@@ -215,11 +228,11 @@ class LocalScores:
             keys.masked_fill_(gone, order.gone)
         return keys
 
-    def joined_values(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor:
+    def joined_values(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor:
         """Return the scores of ``pieces`` of several small shards, as :meth:`values`: this one's first."""
         return self.score.joined([scores._elements(at) for scores, at in pieces])
 
-    def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice]]) -> torch.Tensor | None:
+    def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor | None:
         """Return which elements of ``pieces`` of several small shards are gone, as :meth:`is_gone`."""
         dtypes = {None if scores.gone is None else scores.gone.dtype for scores, _ in pieces}
         if dtypes == {None}:

@@ -23,7 +23,7 @@ from distprune.selection.device_decide import Drafts, decide_on_device
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
-from distprune.shards import batches, by_accelerator, is_small
+from distprune.shards import Geometry, batches, by_accelerator, is_small
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +34,7 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], 
     Return of each how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for: int64, on
     the device of the scores.
     """
-    bounds = [_Bound(standings, entry) for entry in entries]
+    bounds = [_Bound(standings, each.competition, each.geometry, each.first_position) for each in entries]
     kinds: list[object] = [
         bound.order if is_small(entry.geometry.local_numel, entry.scores.device) else None
         for entry, bound in zip(entries, bounds, strict=True)
@@ -58,6 +58,16 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], 
 
     everything = [entry.whole for entry in entries]
     return decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, decide_alone)
+
+
+def stays_of(
+    standings: Standings, keys: torch.Tensor, competition: int, geometry: Geometry, first_position: int
+) -> torch.Tensor:
+    """Return which of some elements stay, bool, given all of their ``keys``, and what an entry says of them. Local."""
+    stays = torch.empty(len(keys), dtype=torch.bool, device=keys.device)
+    for part, key in _Bound(standings, competition, geometry, first_position).parts(slice(0, len(keys))):
+        torch.gt(keys[part], key, out=stays[part])
+    return stays
 
 
 def decide_together(
@@ -102,13 +112,12 @@ def decide_together(
 class _Bound:
     """What is pruned of an entry: keys of ``key`` at most before the offset ``edge``, and below it from there on."""
 
-    def __init__(self, standings: Standings, entry: Entry) -> None:
-        of, geometry = entry.competition, entry.geometry
+    def __init__(self, standings: Standings, of: int, geometry: Geometry, first_position: int) -> None:
         self.order, self.key = standings.competitions[of].order, int(standings.keys.low[of])
         last = int(standings.positions.low[of])
         if standings.only_gone[of]:
             self.key, last = self.order.gone, int(standings.num_positions[of])
-        self.edge = geometry.num_before(last + 1 - entry.first_position)
+        self.edge = geometry.num_before(last + 1 - first_position)
 
     def parts(self, at: slice) -> list[tuple[slice, int]]:
         """Return the stretches of the elements ``at``, which begin at 0, and the highest key that is pruned there."""

@@ -117,7 +117,7 @@ class DeviceTally:
         needs_scan, keys = standings.needs_scan, standings.keys
         sums = _DeviceSums(counts, self._chunks, (keys.low, keys.high))
         new: dict[Order, _Aside] = {}
-        read: dict[Order, list[tuple[Chunk, torch.Tensor, torch.Tensor]]] = {}  # what is kept, and gone
+        read: dict[Order, list[tuple[Chunk, tuple[torch.Tensor, torch.Tensor] | None]]] = {}  # what is kept, and gone
         memory: dict[int, torch.Tensor] = {}  # for what stays, by entry
         for chunk in self._counted(counts):
             order, values = chunk.order, chunk.keys()
@@ -133,9 +133,11 @@ class DeviceTally:
                 if order not in new:
                     new[order] = self._new_aside(order)
                 new[order].add(chunk, values, inside, self._slots(chunk))
-                read.setdefault(order, []).append((chunk, kept, (values < order.first).sum()))
+                of_draft = (kept, (values < order.first).sum()) if id(chunk.entries[0]) in memory else None
+                read.setdefault(order, []).append((chunk, of_draft))
             else:
                 sums.add(values, inside, low, row, width)
+            del values, kept, above, inside  # before the next ones are made
         for part in (part for aside in [*self._aside, *new.values()] for part in aside.parts()):
             (low, high), row, width = sums.of(part)
             sums.add(part.keys, (part.keys >= low) & (part.keys <= high), low, row, width)
@@ -147,9 +149,9 @@ class DeviceTally:
         sums.take(needs_scan)
         self._aside += new.values()
         for of_order, survivors in zip(read.values(), found, strict=True):
-            for (chunk, kept, gone), (own_keys, offsets) in zip(of_order, survivors or (), strict=True):
-                if len(chunk.entries) == 1:
-                    (entry,) = chunk.entries
+            for (chunk, of_draft), (own_keys, offsets) in zip(of_order, survivors or (), strict=True):
+                if of_draft is not None:
+                    (kept, gone), (entry,) = of_draft, chunk.entries
                     draft = Draft(kept, own_keys, offsets, gone, memory[id(entry)], entry.scores)
                     self.drafts[draft_key(chunk)] = draft
         are_read = {chunk for of_order in read.values() for chunk, *_ in of_order}
@@ -293,10 +295,10 @@ class _DeviceSums:
 
 
 def _flags(chunk: Chunk, memory: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """Return where to write what stays of ``chunk``: it becomes a part of the mask. ``None``: it has several masks."""
-    if len(chunk.entries) > 1:
+    """Return where to write what stays of ``chunk``: it becomes a part of the mask. ``None``: not of one."""
+    entry = chunk.entries[0]
+    if len(chunk.entries) > 1 or not entry.drafts:
         return None
-    (entry,) = chunk.entries
     if id(entry) not in memory:
         memory[id(entry)] = torch.empty(entry.geometry.local_numel, dtype=torch.bool, device=device)
     return memory[id(entry)][chunk.at]

@@ -27,7 +27,7 @@ from distprune.collectives import Communicator, together
 from distprune.host_loops import load
 from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts, summed_values, told_ends
-from distprune.selection.decide import decide
+from distprune.selection.decide import decide, stays_of
 from distprune.selection.device_decide import Drafts
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.order import Order
@@ -37,7 +37,7 @@ from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry, key_chunks
 from distprune.selection.tally import Tally
 from distprune.selection.told import can_tell, tell_keys
-from distprune.shards import by_accelerator, count_true, fetched, on_host
+from distprune.shards import Geometry, by_accelerator, count_true, fetched, on_host
 
 # Elements on the host: loading the compiled loops takes 0.9 s, of which each gets back about a nanosecond. For fewer
 # they are used only if they are loaded already.
@@ -58,6 +58,10 @@ class Selection:
     def decide(self, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
         """Put what stays of ``entries``, or of pieces of some: see :func:`distprune.selection.decide.decide`."""
         return decide(self.standings, entries, puts, self.drafts)
+
+    def stays(self, keys: torch.Tensor, competition: int, geometry: Geometry, first_position: int) -> torch.Tensor:
+        """Return which of some elements stay: see :func:`distprune.selection.decide.stays_of`."""
+        return stays_of(self.standings, keys, competition, geometry, first_position)
 
 
 def select_lowest(

@@ -48,7 +48,7 @@ class Keyed(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter's local elements in a competition."""
+    """One parameter's local elements in a competition. ``drafts``: on a device its first read may write what stays."""
 
     name: str
     scores: Keyed
@@ -56,6 +56,7 @@ class Entry:
     owned: bool
     competition: int
     first_position: int  # the place, among the competition's positions, of flat index 0
+    drafts: bool = True
 
     @property
     def whole(self) -> tuple[Keyed, slice]:
