@@ -163,7 +163,7 @@ def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, 
     assert reports[0]["perplexity_after"].keys() == {str(text_file)}
     card = (tmp_path / "out1" / "README.md").read_text()
     assert "| left | layers 3 of 4; mlp 21 of 28" in card
-    assert "distprune shrink model --seed 0 --eval text.txt" in card
+    assert "distprune shrink model --eval text.txt" in card
     assert "--calibration text.txt" in card
     assert "--mlp 0.75 --heads 2 --layers 3" in card
     assert "sparse" not in card
