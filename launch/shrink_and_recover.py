@@ -31,9 +31,9 @@ if "RANK" in os.environ:
 # On several ranks both are in FSDP2 shards.
 model, teacher = (prune.load(arguments.model, dtype=torch.float32) for _ in range(2))
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-num_windows = arguments.samples + 8
+num_windows = 8 + 2 * arguments.samples
 windows = prune.calibration_windows(arguments.text, tokenizer, num_windows, arguments.sequence_length)
-held_out, samples = windows[:8], windows[8:]
+held_out, samples, to_train = windows[:8], windows[8::2], windows[9::2]  # what was fitted to teaches less
 dense = prune.perplexity(model, held_out)
 shrunk = prune.shrink_model(model, samples, mlp=arguments.mlp)
 before = prune.perplexity(model, held_out)
@@ -41,7 +41,7 @@ before = prune.perplexity(model, held_out)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # made now: the parameters are new ones
 generator = torch.Generator().manual_seed(rank)  # every rank reads other windows
 for step in range(arguments.steps):
-    batch = samples[torch.randint(len(samples), (arguments.batch_size,), generator=generator)]
+    batch = to_train[torch.randint(len(to_train), (arguments.batch_size,), generator=generator)]
     with torch.no_grad():
         wanted = teacher(input_ids=batch).logits.log_softmax(dim=-1).flatten(0, 1)
     found = model(input_ids=batch).logits.log_softmax(dim=-1).flatten(0, 1)
