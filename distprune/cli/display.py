@@ -22,7 +22,7 @@ _INTERVAL = 30.0  # seconds in which a log hears something
 class Display(Watcher):
     """Shows things on one rank, and nothing on the others. ``verbose``: all of a report, before its summary.
 
-    In a log, where standard error is no terminal, something is said every ``interval`` seconds inside a ``with``.
+    Inside a ``with`` something is said every ``interval`` seconds; on a terminal where no bar moves, in a log always.
     """
 
     def __init__(self, *, visible: bool, verbose: bool = False, interval: float = _INTERVAL) -> None:
@@ -34,7 +34,7 @@ class Display(Watcher):
         self._heartbeat = Heartbeat(self._write, interval)
 
     def __enter__(self) -> Self:
-        if self._visible and not self._has_bars:
+        if self._visible:
             self._heartbeat.start()
         return self
 
@@ -49,7 +49,10 @@ class Display(Watcher):
             self._heartbeat.said()
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text + "\n")
+        if self._bar is None:
+            sys.stderr.write(text + "\n")
+        else:
+            self._tqdm.write(text, file=sys.stderr)  # above the bar
 
     @override
     def begin(self, stage: str) -> None:
@@ -61,8 +64,9 @@ class Display(Watcher):
         if self._has_bars:
             bar = self._bar_of(stage, unit=unit, unit_scale=unit == "bytes", total=total)
             bar.update(done - bar.n)
+            self._heartbeat.said()
         shown = [f"{of / 2**20:,.0f}" if unit == "bytes" else f"{of:,}" for of in (done, total)]
-        self._heartbeat.at(f"{' of '.join(shown)} {'MiB' if unit == 'bytes' else unit}")
+        self._heartbeat.at(f"{' of '.join(shown)} {'MiB' if unit == 'bytes' else unit}", stage)
 
     @override
     def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
@@ -77,6 +81,7 @@ class Display(Watcher):
             bar = self._bar_of("pruning", unit="block", initial=num_done - 1, total=num_blocks, mininterval=0)
             bar.set_postfix_str(f"error {shown}", refresh=False)
             bar.update(num_done - bar.n)
+            self._heartbeat.said()
         else:
             left = sum(self._block_seconds) / len(self._block_seconds) * (num_blocks - num_done)
             self.say(

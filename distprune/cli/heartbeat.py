@@ -1,4 +1,4 @@
-"""A word now and then from a job in a log, so that nobody takes a long stage for one that hangs."""
+"""A word now and then from a job, so that nobody takes a long stage for one that hangs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class Heartbeat:
         """Note that a stage begins."""
         self._stage, self._how_far, self._began = stage, "", self._now()
 
-    def at(self, how_far: str) -> None:
-        """Note how far the stage is."""
+    def at(self, how_far: str, stage: str | None = None) -> None:
+        """Note how far the stage is, which may be another one than the last."""
+        if stage not in (None, self._stage):
+            self.begin(str(stage))
         self._how_far = how_far
 
     def said(self) -> None:

@@ -170,7 +170,6 @@ def test_a_log_hears_something_every_interval() -> None:
 
 def test_a_job_in_a_log_is_alive(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(visible=True, interval=0.001) as display:
-        display.begin("loading")
         display.progress("loading", "bytes", 3 << 20, 9 << 20)
         shown = ""
         while "loading, 3 of 9 MiB: 00:00" not in shown:
@@ -185,12 +184,14 @@ def test_the_bar_shows_time_left_and_the_error(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     display = Display(visible=True)
     display.progress("loading", "bytes", 1 << 20, 2 << 20)
+    display.say("said above the bar")
     display.block(block_entry(3, {"fc1": 0.25, "fc2": 0.75}), 5)
     display.close()
     shown = capsys.readouterr().err
     assert "loading:   0%|          | 0.00/2.10M" in shown
     assert "4/5 [00:00<00:00" in shown
     assert "error 0.5000" in shown
+    assert "\rsaid above the bar\n" in shown
     assert "pruned" not in shown
 
 
