@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distprune.checkpoint import import_extra, name_of_model
-from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
+from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.jobs.figures import by_kind, evaluated, range_of, trial_rows, work_rows
 from distprune.jobs.options import Job, options_of
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
@@ -44,7 +44,7 @@ def model_card(report: JobReport[Work]) -> bytes:
     if of_hub:
         card.data.base_model = name
     if card.data.license is None:
-        card.data.license = read_json(report.model / CONFIG_NAME).get("license")
+        card.data.license = json.loads((report.model / CONFIG_NAME).read_bytes()).get("license")
     is_sparse = not isinstance(report.work, SmallerModel)
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
     done, verb = _DONE[type(report.work)]
