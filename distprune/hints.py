@@ -17,8 +17,10 @@ WALK = 'with calibration samples: prune_blocks(model, samples, 0.5, method="{}")
 _SHARE = "say sparsity={}: the share of zeros a call ends with"
 _METHOD = 'say method="admm", "sparsegpt" or "wanda", or a Score'
 _SCORE = 'say score="magnitude"; methods that need calibration samples, such as "wanda", are those of prune_blocks'
+_SCHEDULE = "say schedule=constant({0}), or cubic({0}, stop=1000): the share of zeros at each step"
 _STAYS = "say what stays: mlp=0.75, heads=6, layers=24, or parameters=0.8 of all"
 _N_BY_M = 'say pattern="2:4"'
+_BY_LAYER = "say sparsity={{NAME: share, ...}}, a share for each layer: 0 for one that stays dense"
 _SHARES = ("amount", "ratio", "prune_ratio", "pruning_ratio", "sparsity_ratio", "target_sparsity")
 _COUNTS = ("n", "m", "prunen", "prunem")
 
@@ -27,12 +29,17 @@ _BY_SCORE: dict[str, str] = {
     **dict.fromkeys(_COUNTS, _N_BY_M),
     **dict.fromkeys(("method", "pruning_method"), _SCORE),
 }
-_BY_METHOD: dict[str, str] = _BY_SCORE | dict.fromkeys(("score", "pruning_method"), _METHOD)
+_BY_METHOD: dict[str, str] = {
+    **_BY_SCORE,
+    **dict.fromkeys(("score", "pruning_method"), _METHOD),
+    **dict.fromkeys(("include", "exclude"), _BY_LAYER),
+}
 _HINTS: dict[str, Mapping[str, str]] = {
     "prune_model": _BY_SCORE,
     "prune_shards": _BY_SCORE,
     "compute_masks": _BY_SCORE,
     "prune_blocks": _BY_METHOD,
+    "SparseTraining": _BY_SCORE | dict.fromkeys((*_SHARES, "sparsity"), _SCHEDULE),
     "shrink_model": {
         **dict.fromkeys((*_SHARES, *_COUNTS, "sparsity", "pattern"), _STAYS),
         **dict.fromkeys(
@@ -43,20 +50,21 @@ _HINTS: dict[str, Mapping[str, str]] = {
 
 
 def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return ``function``, which says the way to go where it is called with a keyword that it does not have.
+    """Return ``function``, or an ``__init__``, which says the way to go for a keyword that it does not have.
 
     >>> with_hints(lambda sparsity: sparsity)(sparsty=0.5)
     Traceback (most recent call last):
         ...
     TypeError: <lambda>() takes no 'sparsty'; did you mean 'sparsity'?
     """
-    known = inspect.signature(function).parameters
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    called_as = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name, value in kwargs.items():
             if name not in known:
-                raise TypeError(_unknown(function.__name__, name, value, [*known]))
+                raise TypeError(_unknown(called_as, name, value, known))
         return function(*args, **kwargs)
 
     return called

@@ -30,6 +30,7 @@ from distprune import (
     brief,
     compute_masks,
     constant,
+    cubic,
     hints,
     prune_blocks,
     prune_model,
@@ -83,7 +84,15 @@ def test_examples(tmp_path: Path) -> None:
         (prune_model, {"include_names": "*"}, r"takes no 'include_names'; did you mean 'include'\?"),
         (prune_blocks, {"sparsity_ratio": 0.5}, "say sparsity=0.5"),
         (prune_blocks, {"score": "wanda"}, r'say method="admm", "sparsegpt" or "wanda"'),
+        (prune_blocks, {"include": "*q_proj"}, r"prune_blocks\(\) takes no 'include'; say sparsity={NAME: share, ...}"),
         (shrink_model, {"prune_ratio": 0.5}, "say what stays: mlp=0.75"),
+        (
+            SparseTraining.__init__,
+            {"amount": 0.3},
+            r"SparseTraining\(\) takes no 'amount'; say schedule=constant\(0.3\)",
+        ),
+        (SparseTraining.__init__, {"epochs": 9}, r"it takes model, optimizer, schedule"),
+        (cubic, {"steps": 9}, r"cubic\(\) takes no 'steps'; did you mean 'stop'\?"),
     ],
 )
 def test_keywords_from_elsewhere(call: Callable[..., object], keywords: dict[str, object], message: str) -> None:

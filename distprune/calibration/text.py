@@ -13,6 +13,7 @@ import torch
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
+_LONGEST_NAME = 255  # characters
 _WHOLE = 1 << 23  # bytes of a file that is tokenized whole: seconds
 _PIECE = 1 << 16  # bytes that are looked through at a time for where a word or a line begins; more than a word has
 
@@ -34,7 +35,9 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
 def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
     """Return windows of a ``text`` in memory, as :func:`draw_windows` does of a file. Local."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return _cut(ids, "the text", num_windows, length, torch.Generator().manual_seed(seed))
+    is_name = len(text) <= _LONGEST_NAME and "\n" not in text  # mistyped, perhaps
+    source = f"the text {text!r} (there is no file of that name)" if is_name else "the text"
+    return _cut(ids, source, num_windows, length, torch.Generator().manual_seed(seed))
 
 
 def _cut(ids: list[int], source: str, num_windows: int | None, length: int, generator: torch.Generator) -> torch.Tensor:

@@ -54,7 +54,7 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         if any(path.iterdir()):
             if not overwrite:
                 raise FileExistsError(
-                    f"the output directory {path} exists and is not empty; name another or pass --overwrite"
+                    f"the output directory {path} exists and is not empty; name another or pass overwrite=True"
                 )
             _check_replaceable(path, inputs)
         mounts = [mount for mount in _mounts() if path in (mount, *mount.parents)]

@@ -32,13 +32,17 @@ class PruneJob(PruningJob):
         "global: all weights compete (the default). tensor: those of each tensor.", default=None, panel=METHOD
     )
     include: tuple[str, ...] = ask(
-        "Prune the parameters that match, instead of the default ones. Repeatable.",
+        "Prune the parameters that match, instead of the default ones. Repeatable. By weights alone: not with "
+        "--calibration, admm, sparsegpt or wanda.",
         default=(),
         metavar="NAMES",
         panel=METHOD,
     )
     exclude: tuple[str, ...] = ask(
-        "Leave out the parameters that match. Repeatable.", default=(), metavar="NAMES", panel=METHOD
+        "Leave out the parameters that match. Repeatable. By weights alone, as --include.",
+        default=(),
+        metavar="NAMES",
+        panel=METHOD,
     )
 
     @override

@@ -178,7 +178,7 @@ def open_unfinished(
 
 def _check_same_job(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:
     if not resume:
-        raise FileExistsError(f"{folder} is an unfinished job; pass --resume to go on with it, or remove it")
+        raise FileExistsError(f"{folder} is an unfinished job; pass resume=True to go on with it, or remove it")
     different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if different:
         shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in different)

@@ -301,7 +301,7 @@ def own_share(shares: Mapping[str, int | float], name: str) -> int | float:
         ValueError: there is none.
     """
     if name not in shares:
-        raise ValueError(f"there is no sparsity for {name!r}; give one for each parameter, or exclude it")
+        raise ValueError(f"there is no sparsity for {name!r}; give one for each parameter: 0 leaves it dense")
     return shares[name]
 
 

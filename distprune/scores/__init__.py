@@ -70,7 +70,8 @@ def as_score(score: ScoreLike) -> Score:
     if isinstance(score, str):
         if score not in SCORES:
             walk = f"; {WALK.format(score)}" if score in ("admm", "sparsegpt") else ""
-            known = f"use {', '.join(SCORES)}, a Score or a function of weights"
+            alone = ", ".join(name for name, of in SCORES.items() if of.needs in ((), ("gradient",)))
+            known = f"use {alone}, in SparseTraining also movement, a Score or a function of weights"
             raise ValueError(f"score={score!r} is not known; {known}{walk}")
         return SCORES[score]()
     if callable(score) and not isinstance(score, type):

@@ -286,8 +286,13 @@ def local_scores(
         of_shard = (evidence or {}).get(shard.name, {})
         missing = [name for name in score.needs if name not in of_shard]
         if missing:
-            walk = f"; {WALK.format(score.name)}" if missing == ["input_norm"] else ""
-            raise ValueError(f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given{walk}")
+            way = {
+                "input_norm": f"; {WALK.format(score.name)}",
+                "movement": "; SparseTraining sums it up, step by step",
+            }
+            raise ValueError(
+                f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given{way.get(missing[0], '')}"
+            )
         found.append(LocalScores(shard, score, of_shard, shard.local if in_place else None))
     return found
 

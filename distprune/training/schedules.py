@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from distprune.hints import with_hints
 from distprune.patterns import check_share
 
 Schedule = Callable[[int], float]
@@ -49,6 +50,7 @@ def stepwise(sparsities: Mapping[int, float]) -> Schedule:
     return partial(_level_at, steps, levels)
 
 
+@with_hints
 def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, every: int = 1) -> Schedule:
     """Return the cubic schedule: it rises fast at first and slowly at the end.
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from distprune.brief import one_line, share
 from distprune.collectives import Group, agree, communicator, together
+from distprune.hints import with_hints
 from distprune.models import NamePattern
 from distprune.patterns import Pattern, Scope, says_how_much
 from distprune.pruning.prune_model import Request, prune_requested
@@ -75,6 +76,7 @@ class SparseTraining:
         NotImplementedError: at a step: the optimizer steps within the backward pass, where ranks are not in step.
     """
 
+    @with_hints
     def __init__(
         self,
         model: nn.Module,

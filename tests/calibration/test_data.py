@@ -71,8 +71,10 @@ def test_windows_of_text_and_of_several_files(tmp_path: Path) -> None:
     assert calibration_windows([one, str(other)], letters, 5, 4).tolist() == of_one + of_other
     assert calibration_windows([one, other], letters, 1, 4, seed=3).tolist() == load(one, 1, 4, seed=3)
     assert len(calibration_windows([one, other], letters, None, 4)) == 104
-    with pytest.raises(ValueError, match="the text holds 26 tokens; 128 samples of 2048 tokens"):
-        calibration_windows(string.ascii_lowercase, letters)
+    with pytest.raises(ValueError, match="the text holds 260 tokens; 128 samples of 2048 tokens"):
+        calibration_windows(string.ascii_lowercase * 10, letters)
+    with pytest.raises(ValueError, match=r"the text 'notes.txt' \(there is no file of that name\) holds 8 tokens"):
+        calibration_windows("notes.txt", letters)
     with pytest.raises(FileNotFoundError, match="there is no calibration file nothing"):
         calibration_windows([Path("nothing")], letters)
     with pytest.raises(ValueError, match="samples=0 of sequence_length=4"):

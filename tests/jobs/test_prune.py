@@ -146,7 +146,7 @@ def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
     run_prune_job(job)
     before = contents(tmp_path / "out")
     more = dataclasses.replace(job, sparsity=0.6)
-    with pytest.raises(FileExistsError, match="pass --overwrite"):
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
         run_prune_job(more)
     assert contents(tmp_path / "out") == before
     run_prune_job(dataclasses.replace(more, overwrite=True))

@@ -375,7 +375,7 @@ def test_resumed(models: Path, tmp_path: Path, model: str, case: str, monkeypatc
 
     unfinished = tmp_path / ".out.unfinished"
     interrupted(job, 16, monkeypatch)
-    with pytest.raises(FileExistsError, match="pass --resume"):
+    with pytest.raises(FileExistsError, match="pass resume=True"):
         run_threads(2, on_rank, job)
     for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True, method="random"), catch=True):
         assert "the job was another" in str(error)

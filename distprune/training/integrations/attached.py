@@ -40,19 +40,25 @@ class Options(_OfHold, total=False):
 class Attached:
     """Sparse training that is to begin, or has begun. Without a schedule, the zeros that are there are held.
 
-    ``loads_later``: zeros may come with a checkpoint, after it has begun.
+    ``loads_later``: zeros may come with a checkpoint, after it has begun. ``by_parameter``: there is :meth:`news`.
 
     Raises:
         TypeError: an argument that needs a schedule, and there is none.
     """
 
     def __init__(
-        self, schedule: Schedule | Mapping[str, Schedule] | None, options: Options, *, loads_later: bool = False
+        self,
+        schedule: Schedule | Mapping[str, Schedule] | None,
+        options: Options,
+        *,
+        loads_later: bool = False,
+        by_parameter: bool = True,
     ) -> None:
         without = sorted(options.keys() - _OfHold.__annotations__.keys())
         if schedule is None and without:
             raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
         self._schedule, self._options, self._loads_later = schedule, options, loads_later
+        self._by_parameter = by_parameter
         self.training: SparseTraining | Hold | None = None
         self._at_begin: dict[str, Counts] = {}
         self._told: dict[str, float] = {}
@@ -107,7 +113,7 @@ class Attached:
         """Return the share of zeros of each parameter, to be logged, if it is not as it was returned last. Local."""
         now = self.training.sparsities if isinstance(self.training, SparseTraining) else {}
         now = now or {name: counts.sparsity for name, counts in self._at_begin.items()}
-        if now == self._told:
+        if now == self._told or not self._by_parameter:
             return {}
         self._told = now
         return {f"sparsity/{name}": share for name, share in now.items()}

@@ -34,7 +34,8 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
     ``WeightAveraging`` gave the model their averages. Checkpoints of ``ModelCheckpoint`` keep the -0.0 of weights that
     are not held, so that they can be resumed.
 
-    It logs ``sparsity`` as modules log, and when it changes ``sparsity/NAME`` of each parameter to all loggers.
+    It logs ``sparsity`` as modules log, and when it changes ``sparsity/NAME`` of each parameter to all loggers, unless
+    ``log_parameters`` is False.
 
     Every rank must have it: it communicates as :class:`distprune.SparseTraining`, two rounds at the beginning, and one
     of 64 bytes at the end.
@@ -45,8 +46,14 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
             nor a zero.
     """
 
-    def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
-        self._attached = Attached(schedule, options)
+    def __init__(
+        self,
+        schedule: Schedule | Mapping[str, Schedule] | None = None,
+        *,
+        log_parameters: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        self._attached = Attached(schedule, options, by_parameter=log_parameters)
         self._loaded: dict[str, Any] = {}  # a checkpoint's, until training begins
 
     @property

@@ -41,9 +41,9 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
     saved before the end of the schedule; where hardly any of its weights are zero, those of the end become zero, with a
     warning. Sums of :class:`distprune.Movement` are not in a Trainer's checkpoint: they begin anew, with a warning.
 
-    The logs have a ``sparsity``, and when it changes ``sparsity/NAME`` of each parameter. A Trainer calls a user's
-    callbacks after its own, such as TensorBoard's and wandb's: :meth:`put_first` lets those see it. The one of all is
-    in ``trainer.state.log_history`` in any case.
+    The logs have a ``sparsity``, and when it changes ``sparsity/NAME`` of each parameter, unless ``log_parameters`` is
+    False. A Trainer calls a user's callbacks after its own, such as TensorBoard's and wandb's: :meth:`put_first` lets
+    those see it. The one of all is in ``trainer.state.log_history`` in any case.
 
     Every rank must have it: it communicates as :class:`distprune.SparseTraining`, and two rounds at the beginning.
 
@@ -53,8 +53,14 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
             schedule nor a zero.
     """
 
-    def __init__(self, schedule: Schedule | Mapping[str, Schedule] | None = None, **options: Unpack[Options]) -> None:
-        self._attached = Attached(schedule, options)
+    def __init__(
+        self,
+        schedule: Schedule | Mapping[str, Schedule] | None = None,
+        *,
+        log_parameters: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        self._attached = Attached(schedule, options, by_parameter=log_parameters)
 
     @property
     def training(self) -> SparseTraining | Hold | None:

@@ -29,6 +29,9 @@ def test_neither_schedule_nor_zeros() -> None:
     prune.prune_model(model, 0.5)
     attached.begin(model, optimizer)
     assert (attached.sparsity, attached.news(), attached.news()) == (0.5, {"sparsity/weight": 0.5}, {})
+    attached = Attached(None, {}, by_parameter=False)
+    attached.begin(model, optimizer)
+    assert (attached.sparsity, attached.news()) == (0.5, {})
 
 
 class Without:
