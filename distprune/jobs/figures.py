@@ -16,6 +16,7 @@ from distprune.brief import count, share
 from distprune.calibration import SELF
 from distprune.checkpoint import TensorReport
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
+from distprune.patterns import as_pattern
 from distprune.pruning import PruneReport
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
@@ -107,7 +108,7 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     if report.zeros is not None:
         yield "sparsity", str(report.zeros)
     if isinstance(work, PruneReport):
-        yield from (("method", work.score), ("pattern", work.pattern))
+        yield from (("method", work.score), ("pattern", _pattern_in_words(report.job)))
     elif isinstance(work, Trained):
         yield "method", work.method
         windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
@@ -117,9 +118,23 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
         yield "method", f"{work.walk.method}, {work.pattern}"
         yield "refit", asked["refit"].replace("_", " ")
     else:
-        yield from (("method", work.walk.method), ("pattern", work.pattern))
+        yield from (("method", work.walk.method), ("pattern", _pattern_in_words(report.job, walks=True)))
     if isinstance(work, Walked):
         yield "calibration", _windows(work, asked)
+
+
+def _pattern_in_words(job: Any, *, walks: bool = False) -> str:
+    """Return the pattern of a ``PruningJob``, and which weights compete where it leaves that open.
+
+    A walk decides each matrix by itself; by Wanda, each row of an unstructured one.
+    """
+    pattern = as_pattern(job.pattern, job.sparsity, None if walks else job.scope)
+    if not pattern.has_scope:
+        return str(pattern)
+    if walks:
+        by_row = job.method == "wanda" and pattern.by_row() is not pattern
+        return f"{pattern}, each {'row' if by_row else 'matrix'} by itself"
+    return f"{pattern} over all weights" if vars(pattern)["scope"] == "global" else f"{pattern}, each tensor by itself"
 
 
 def _trained_on(asked: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ def test_a_job_in_place(model_folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert card.data.base_model is None  # a directory is no id of the hub
     assert card.data.tags == ["distprune", "pruned", "sparse"]
     assert "| sparsity | 50.0 % of " in card.text
+    assert "| pattern | unstructured over all weights |" in card.text
     assert "| calibration | none: weights are chosen by their values alone |" in card.text
     assert block_of("bash", card.text) == (
         "distprune prune model --dtype bfloat16 --sparsity 0.5 --method magnitude --output out\n"
@@ -51,13 +52,15 @@ def test_a_job_in_place(model_folder: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_one_shot_job(job: OneShotJob) -> None:
     (Path(job.model) / "README.md").write_text(OWN)
-    run_one_shot_job(job)
+    report = run_one_shot_job(job)
     card: Any = ModelCard((Path(job.output) / "README.md").read_text())
     assert card.data.license == "apache-2.0"
     assert card.data.base_model == "org/dense"  # as the card before says
     assert card.data.tags == ["distprune", "llama", "pruned", "sparse"]
     assert "| calibration | 5 windows of 24 tokens of text.txt |" in card.text
-    assert "| method | sparsegpt |" in card.text
+    assert "| method | sparsegpt |\n| pattern | unstructured, each matrix by itself |" in card.text
+    by_wanda = dataclasses.replace(report, job=dataclasses.replace(job, method="wanda"))
+    assert "| pattern | unstructured, each row by itself |" in model_card(by_wanda).decode()
     assert card.text.rstrip().endswith("# A llama\n\nIt grazes.")
 
 
