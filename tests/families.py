@@ -137,7 +137,7 @@ REFUSED = {
     "glm_moe_dsa": _MORE,
     "hrm_text": _LISTS,
     "hy_v4": _MORE,
-    "reformer": _BETWEEN,
+    "reformer": _MORE,
     "xlm": _BETWEEN,
     "zaya": _MORE,
 }

@@ -80,7 +80,8 @@ def mapped_tensors(files: Sequence[WeightFile]) -> Iterator[dict[str, torch.Tens
 def _known_model(directory: HfDirectory) -> tuple[nn.Module, Regions] | None:
     """Return transformers' model, and where the tensors are in it; ``None``: it has none, or makes more of them."""
     kinds = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if read_json(directory.path / CONFIG_NAME).get("model_type") not in kinds:
+    kind = read_json(directory.path / CONFIG_NAME).get("model_type")
+    if not isinstance(kind, str) or kind not in kinds:
         return None
     try:
         return build_on_meta(directory)
