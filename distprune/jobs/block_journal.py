@@ -95,7 +95,7 @@ class BlockJournal:
         try:
             yield
         except OSError as error:
-            kept = f"; {number} of {len(self._blocks)} blocks are kept, --resume goes on with them" if number else ""
+            kept = f"; {number} of {len(self._blocks)} blocks are kept, resume=True goes on with them" if number else ""
             raise OSError(error.errno, f"{error.strerror}{kept}") from error
 
     def end(self) -> list[Mapping[str, Any]]:

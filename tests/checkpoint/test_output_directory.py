@@ -251,7 +251,7 @@ def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_
 def test_what_a_killed_job_replaced_takes_the_place_of_an_empty_directory(tmp_path: Path) -> None:
     make_old(tmp_path / ".out.replaced-01234567")
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="--overwrite"), writing(tmp_path / "out"):
+    with pytest.raises(FileExistsError, match="overwrite=True"), writing(tmp_path / "out"):
         pass
     assert content(tmp_path) == OLD
 

@@ -13,7 +13,7 @@ from tests.checkpoint.test_output_directory import make_old
 
 def test_not_empty_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "old").touch()
-    with pytest.raises(FileExistsError, match="--overwrite"):
+    with pytest.raises(FileExistsError, match="overwrite=True"):
         check_output(tmp_path)
 
 

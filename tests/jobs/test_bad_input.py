@@ -191,7 +191,7 @@ def test_a_disk_that_fills_up(pool: ProcessPool, job: OneShotJob, full_rank: int
         assert error.startswith("OSError: ")
         assert "cannot write 'model.layers.1." in error
         assert ": No space left on device" in error
-        assert "1 of 2 blocks are kept, --resume goes on with them" in error
+        assert "1 of 2 blocks are kept, resume=True goes on with them" in error
     assert not Path(job.output).exists()
     is_resumed_to_the_same_bytes(pool, job)
 

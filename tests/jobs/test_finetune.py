@@ -149,7 +149,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_p
     again = dataclasses.replace(saving, resume=True)
     for error in pool.run(2, run_on_rank, saving):
         assert error.startswith("FileExistsError: ")
-        assert "pass --resume" in error
+        assert "pass resume=True" in error
     others: list[dict[str, Any]] = [{"steps": 7}, {"learning_rate": 0.1}, {"seed": 1}, {"save_every": 9.0}]
     for changed in others:
         for error in pool.run(2, run_on_rank, dataclasses.replace(again, **changed)):

@@ -130,7 +130,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     if dies_in_block:
         for error in pool.run(world_size, run_on_rank, job, None):
             assert "FileExistsError" in error
-            assert "--resume" in error
+            assert "resume=True" in error
         for changed in ({"samples": 4}, {"pattern": Unstructured(0.4)}, {"method": "magnitude"}, {"seed": 3}):
             for error in pool.run(world_size, run_on_rank, dataclasses.replace(again, **changed), None):
                 assert "cannot be resumed" in error
