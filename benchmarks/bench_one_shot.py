@@ -37,6 +37,7 @@ METHODS = {
     "ADMM": "--method admm --own-words 0 --refit none",
     "ADMM, uniform": "--method admm --own-words 0 --refit none --allocation uniform",
     "ADMM, blocks fitted": "--method admm --own-words 0",
+    "ADMM, own words": "--method admm --refit none",
     "default": "--method admm",
     "default, no text": "--method admm --calibration self",
 }

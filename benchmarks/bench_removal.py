@@ -42,7 +42,9 @@ UNITS: dict[str, Any] = {
 LAYERS, NUM_LAYERS = "6 of 30 layers", 24
 OWN = ", with own words"
 METHODS: dict[str, Any] = {
-    f"OBS, refitted towards the dense model{OWN}": {"targets": "dense"},
+    f"OBS, blocks fitted{OWN}": {"refit": "block"},
+    f"OBS, as by default{OWN}": {},
+    "OBS, as by default": {},
     "OBS, refitted towards the dense model": {"targets": "dense"},
     "OBS, refitted to the pruned model's own outputs": {"targets": "own"},
     "Taylor, refitted towards the dense model": {"criterion": "taylor", "targets": "dense"},
@@ -52,11 +54,13 @@ METHODS: dict[str, Any] = {
     "magnitude": {"criterion": "magnitude", "refit": "none"},
 }
 LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and whether the others make up for them
-    f"loss, healed{OWN}": ("loss", "dense"),
-    "loss, healed": ("loss", "dense"),
-    "loss": ("loss", "own"),
-    "influence (ShortGPT), healed": ("influence", "dense"),
-    "influence (ShortGPT)": ("influence", "own"),
+    f"loss, blocks fitted{OWN}": ("loss", {"refit": "block"}),
+    f"loss, healed{OWN}": ("loss", {}),
+    "loss, healed": ("loss", {}),
+    "loss": ("loss", {"targets": "own"}),
+    f"influence (ShortGPT), healed{OWN}": ("influence", {}),
+    "influence (ShortGPT), healed": ("influence", {}),
+    "influence (ShortGPT)": ("influence", {"targets": "own"}),
 }
 BUDGET, SHARE = "20 % of the blocks' parameters", 0.2
 BUDGET_METHODS: dict[str, Any] = {  # what ``shrink_model`` is asked for; the budget where there is nothing
@@ -117,13 +121,13 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
             started = time.perf_counter()
             choose_units(model, samples, UNITS[case.what], **METHODS[case.method])
         else:
-            criterion, targets = LAYER_METHODS[case.method]
+            criterion, refitted = LAYER_METHODS[case.method]
             by = some if criterion == "loss" else samples
             gone = order_layers(model, by, NUM_LAYERS, criterion=criterion) if not known.layers else ()
             layers = known.layers or sorted({*range(len(decoder_blocks(model)))} - {*gone})
             found |= {"layers": layers, "loss_samples": loss_samples}
             started = time.perf_counter()
-            choose_units(model, samples, {}, layers=layers, targets=targets)
+            choose_units(model, samples, {}, layers=layers, **refitted)
             stack.enter_context(skipping(model, set(range(len(decoder_blocks(model)))) - {*layers}))
         seconds = time.perf_counter() - started
         return found | {"perplexity": evaluate(model, tokenizer, texts), "seconds": seconds}

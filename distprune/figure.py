@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra
+from distprune.checkpoint.disk import write_whole
 
 _DOTS_PER_INCH = 150
 
@@ -32,14 +33,14 @@ def png_of(figure: Any) -> bytes:
 
 
 def write_png(figure: Any, path: str | Path) -> None:
-    """Write ``figure`` into the file ``path``. Local.
+    """Write ``figure`` into the file ``path``, whole or not at all. Local.
 
     Raises:
         ValueError: the file is no ``.png``.
         OSError: it cannot be written.
     """
     check_picture(path)
-    Path(path).write_bytes(png_of(figure))
+    write_whole(Path(path), png_of(figure), sync=False)
 
 
 def check_picture(path: str | Path) -> None:

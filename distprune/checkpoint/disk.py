@@ -1,4 +1,4 @@
-"""Waiting for the disk: which rank syncs which of the files that all ranks have written.
+"""Files that are whole or not there, and waiting for the disk: which rank syncs what all ranks have written.
 
 ``fsync`` has the kernel put on the disk what it holds of a file, whichever of its processes wrote it. Of what another
 machine's kernel holds, on a file system that they share, it knows nothing. So it is right, and enough, that of the
@@ -49,3 +49,25 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def partial_of(path: Path) -> Path:
+    """Return where the file ``path`` is written, before it is whole. Local."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write ``content`` into the file ``path``, whole or not at all. Local; for one rank. ``sync``: wait for the disk.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    beside = partial_of(path)
+    try:
+        beside.write_bytes(content)
+        if sync:
+            sync_file(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -19,6 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import check_shared, make_staging, publish, remove_files
+from distprune.checkpoint.disk import partial_of
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
@@ -26,7 +27,6 @@ from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import RUNNING, Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
-from distprune.jobs.words_file import partial_of
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
 WORDS_NAME = "own_words.tokens"  # what the model wrote; by its name no weights

@@ -9,16 +9,11 @@ from pathlib import Path
 import torch
 
 from distprune.checkpoint import import_extra
-from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.disk import write_whole
 from distprune.version import __version__
 
 _TOKENS = "token_ids"
 _FORMAT = {"format": "distprune own words"}
-
-
-def partial_of(path: Path) -> Path:
-    """Return where the file ``path`` is written, before it is whole. Local."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object], *, sync: bool = True) -> None:
@@ -32,11 +27,7 @@ def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object]
     save = import_extra("safetensors.torch", "hf").save
     versions = {"distprune": str(__version__), **{name: version(name) for name in ("torch", "transformers")}}
     metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
-    beside = partial_of(path)
-    beside.write_bytes(save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata))
-    if sync:
-        sync_file(beside)
-    beside.replace(path)
+    write_whole(path, save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata), sync=sync)
 
 
 def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:

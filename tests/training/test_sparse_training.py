@@ -349,6 +349,10 @@ def test_report(tmp_path: Path) -> None:
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r"training\.pdf is no name of a picture"):
         report.draw(tmp_path / "training.pdf")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        report.draw(tmp_path / "folder.png")
+    assert sorted(path.name for path in tmp_path.glob("*png*")) == ["folder.png", "training.png"]  # nothing beside
     drawn = sparsity.lines[0].get_xydata().tolist()
     assert drawn == [[0, 0], [1, 0.3], [4, 0.5], [5, 0.5], [6, 0.5]]
     assert sparsity.lines[1].get_xydata().tolist() == [[5, 0.5]]
