@@ -35,7 +35,11 @@ def demo_model(folder: Path = DEMO) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as staging:
             convert(source, Path(staging) / MODEL)
-            (Path(staging) / MODEL).rename(target)
+            try:
+                (Path(staging) / MODEL).rename(target)
+            except OSError:
+                if not target.is_dir():  # else another process was faster
+                    raise
     return target
 
 

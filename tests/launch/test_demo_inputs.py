@@ -22,6 +22,16 @@ def test_the_model_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [source.suffix for source in converted] == [".gguf"]
 
 
+def test_another_process_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(_: Path, target: Path) -> None:
+        target.mkdir()
+        (tmp_path / "smollm2-135m").mkdir()
+        (tmp_path / "smollm2-135m" / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(demo_inputs, "convert", convert)
+    assert (demo_inputs.demo_model(tmp_path) / "config.json").read_text() == "theirs"
+
+
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"none")
     monkeypatch.setattr(demo_inputs, "_files_of", lambda *_: [tmp_path / "broken.gguf"])
