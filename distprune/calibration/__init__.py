@@ -18,7 +18,7 @@ from distprune.calibration.own_words import SELF, TOP_K, own_words, samples_of, 
 from distprune.calibration.past_blocks import past_blocks
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
-from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics, StageDone
+from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.calibration.text import first_tokens
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
@@ -40,7 +40,6 @@ __all__ = [
     "MomentsOf",
     "SampleGroup",
     "Sensitivity",
-    "StageDone",
     "Targets",
     "TokenIds",
     "Visitor",

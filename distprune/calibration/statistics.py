@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,6 +40,7 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.sums import SHIFT, InputSums
 from distprune.calibration.targets import Beside, DenseSample, Targets
+from distprune.calibration.walk import Walk
 from distprune.collectives import Alone, Communicator
 from distprune.models import LinearLayer
 from distprune.shards import are_finite, own_settings
@@ -110,6 +111,17 @@ class InputStatistics:
             self._error = self._error or error
         finally:
             self._inputs.clear()
+
+    def run(self, walk: Walk, index: int) -> None:
+        """Take in what the layers are given while block ``index`` of ``walk`` runs on all samples, as far as awaited.
+
+        Every rank must call it: what the block communicates. What it raises is kept, for :meth:`reduce`.
+        """
+        with self.listening(), walk.block(index) as run:
+            for sample in range(walk.num_samples):
+                self.begin_sample(counts=sample < walk.num_counted)
+                with suppress(StageDone):
+                    run(sample)
 
     @own_settings()
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:

@@ -24,11 +24,13 @@ from distprune.oneshot import (
     Allocation,
     BlockRefit,
     OneShotMethod,
+    Permute,
     Sequential,
     WalkRequest,
     allocate,
     default_sequential,
     default_targets,
+    permuted_for,
     prune_blocks,
     refit_of,
     shape_of,
@@ -64,10 +66,17 @@ class OneShotJob(PruningJob, CalibratedJob):
         panel=METHOD,
     )
 
+    permute: Permute = ask(
+        "mlp: for N:M, put MLP channels in the order in which most is kept.",
+        default="none",
+        panel=METHOD,
+    )
+
     @override
     def check_asked(self) -> None:
         super().check_asked()
         refit_of(self.refit, self.method, self.targets)
+        permuted_for(self.permute, as_pattern(self.pattern, self.sparsity))
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
@@ -138,7 +147,9 @@ def run_one_shot_job(
         expert_memory = fit_memory(run, shape, asked)
         with open_unfinished(run, job) as unfinished:
             samples = calibrated.samples(run, job, unfinished)
-            journal = BlockJournal(run, unfinished, model, updates=updates_weights(job.method, job.targets))
+            journal = BlockJournal(
+                run, unfinished, model, updates=updates_weights(job.method, job.targets) or job.permute != "none"
+            )
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
             pattern = as_pattern(job.pattern, job.sparsity)
@@ -156,6 +167,7 @@ def run_one_shot_job(
                     targets=job.targets,
                     target_share=job.target_share,
                     refit=job.refit,
+                    permute=job.permute,
                     offload=job.offload,
                     expert_memory=expert_memory,
                     finished=journal.finished,

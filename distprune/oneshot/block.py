@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +22,6 @@ from distprune.calibration import (
     Moments,
     MomentsOf,
     SampleGroup,
-    StageDone,
     Targets,
     Walk,
     learn_order,
@@ -30,13 +30,15 @@ from distprune.calibration import (
 from distprune.collectives import Communicator, cannot_meet, max_together, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
-from distprune.oneshot.block_layers import BlockLayers, unreached
+from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
+from distprune.oneshot.channel_order import find_channels, order_channels
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import BlockTrial, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.shards import LocalShard, local_of, on_host
+from distprune.patterns import NByM
+from distprune.shards import LocalShard, on_host
 
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
@@ -64,6 +66,7 @@ class WalkOptions:
     seed: int = 0  # of the fit
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
     tries: bool = False  # a block on a device: by a trial
+    permutes: NByM | None = None  # before a block is pruned, the channels of its MLP, for this pattern
 
     @property
     def has_targets(self) -> bool:
@@ -126,6 +129,7 @@ def run_blocks(
         sequential="layer" if options.by_layer else "block",
         target_share=options.target_share,
         refit="block" if options.fits else "none",
+        permute="none" if options.permutes is None else "mlp",
         num_samples=len(samples),
         blocks=tuple(reports),
         num_parameters=num_parameters,
@@ -160,14 +164,19 @@ class _BlockPruner:
     tries: bool
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
+    permuted: int = -1  # the last block whose channels have changed places
 
     def prune(self, index: int) -> BlockReport:
         """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
         comm, walk, options = self.comm, self.walk, self.options
         traffic = comm.traffic.copy()
-        seconds = dict.fromkeys(("forward", "reduce", "target", "factor", "sweep", "fit"), 0.0)
+        stages = ("forward", "reduce", "target", "factor", "sweep", "fit")
+        seconds = dict.fromkeys(stages if options.permutes is None else ("permute", *stages), 0.0)
         clock = partial(_clock, seconds)
         name, linears = walk.blocks[index][0], self.linears[index].linears
+        if options.permutes is not None:
+            with clock("permute"):
+                self._permute(index, options.permutes)
         with clock("forward"):
             order = self._order(index, linears)
             targets = self._dense_pass(index, linears, order) if options.has_targets else None
@@ -199,6 +208,25 @@ class _BlockPruner:
         linears = linear_layers(self.walk.blocks[index][1]).values()
         matrices = {linear.parameter_path for linear in linears} - dense.keys()
         return fit_block(self.comm, self.walk, index, matrices, self.num_windows, self.options.seed, advances)
+
+    def _permute(self, index: int, pattern: NByM) -> None:
+        """Put the channels of block ``index``, which is dense, in their order, by what its MLPs are given now.
+
+        Every rank must call it: rounds of :meth:`InputStatistics.reduce`, and of ``order_channels`` for each MLP.
+        """
+        comm, (name, block) = self.comm, self.walk.blocks[index]
+        if index == self.permuted:
+            return
+        with together(comm):
+            linears = self.linears[index].linears
+            found = find_channels(self.walk.model, block, linears, pattern.m)
+        if found:
+            some = {reader: linears[reader] for reader in found}
+            statistics = InputStatistics(some, "features", self.walk.sample_group, comm)
+            statistics.run(self.walk, index)
+            for of in itertools.chain(*self._reduced(statistics, name, lambda _: nullcontext(), None)):
+                order_channels(comm, name, block, found[of.names[0]], of, linears, self.owned, pattern)
+        self.permuted = index
 
     def _prune_stages(
         self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: BlockTrial | None
@@ -236,7 +264,7 @@ class _BlockPruner:
         """
         comm, block, trial = self.comm, self.walk.blocks[index][1], BlockTrial()
         with together(comm):
-            before = _copies(block)
+            before = copies_of(block)
         try:
             done = prune_stages(trial)
             return dataclasses.replace(done, totals=trial.outcomes(comm, [*done.num_tokens]))
@@ -244,7 +272,7 @@ class _BlockPruner:
             if cannot_meet(error):
                 raise
         with together(comm):
-            _write(block, before)
+            write_copies(block, before)
         return None
 
     def _reduced(
@@ -270,8 +298,10 @@ class _BlockPruner:
         whether it is restored shows only when it is not dense any more. Every rank must call it.
         """
         comm, walk, block = self.comm, self.walk, self.walk.blocks[index][1]
+        if self.options.has_targets and self.options.permutes is not None:
+            self._permute(index, self.options.permutes)  # the dense stream went through the block like this
         with together(comm):
-            dense = _copies(block) if self.options.has_targets else {}
+            dense = copies_of(block) if self.options.has_targets else {}
         with together(comm):
             is_done = restore()
         if not is_done:
@@ -287,15 +317,15 @@ class _BlockPruner:
     def _standing_in(self, block: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Let ``weights``, of this rank, stand in ``block`` for its own while this lasts. Every rank: two rounds."""
         with together(self.comm):
-            own = _copies(block)
-            _write(block, weights)
+            own = copies_of(block)
+            write_copies(block, weights)
         try:
             yield
         except BaseException:
-            _write(block, own)
+            write_copies(block, own)
             raise
         with together(self.comm):
-            _write(block, own)
+            write_copies(block, own)
 
     def _next(self, index: int) -> int:
         """Return the block after block ``index`` that is not skipped, or how many blocks there are."""
@@ -347,28 +377,14 @@ class _BlockPruner:
         self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder, targets: Targets | None
     ) -> InputStatistics:
         """Run block ``index``, as far as ``linears`` ask for, on all samples, and return what they are given."""
+        options, walk = self.options, self.walk
         awaited = linears if order.called_once.issuperset(linears) else ()
-        options = self.options
         needs = "pairs" if options.has_targets else options.needs
-        sums = options.needs_sums
         statistics = InputStatistics(
-            linears, needs, self.walk.sample_group, self.comm, targets, awaited, sums, self.walk.offload
+            linears, needs, walk.sample_group, self.comm, targets, awaited, options.needs_sums, walk.offload
         )
-        with statistics.listening(), self.walk.block(index) as run:
-            for sample in range(self.walk.num_samples):
-                statistics.begin_sample(counts=sample < self.walk.num_counted)
-                with suppress(StageDone):
-                    run(sample)
+        statistics.run(walk, index)
         return statistics
-
-
-def _copies(block: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: local_of(parameter.detach()).clone() for name, parameter in block.named_parameters()}
-
-
-def _write(block: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    for name, parameter in block.named_parameters():
-        local_of(parameter.detach()).copy_(weights[name])
 
 
 @contextmanager

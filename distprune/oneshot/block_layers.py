@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from distprune.calibration import Moments
 from distprune.models import UNUSUAL, LinearLayer, check_experts, dense_weights, linear_layers
 from distprune.patterns import Pattern
-from distprune.shards import Matrix
+from distprune.shards import Matrix, local_of
 
 _NUM_NAMED = 3  # weights that a warning names for each reason
 _UNREACHED = "no token reached it"
@@ -86,3 +87,14 @@ def _warn(dense: Mapping[str, Sequence[str]]) -> None:
         names = list(dict.fromkeys(names))  # the experts of a parameter have one name
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         warnings.warn(f"{', '.join(map(repr, names[:_NUM_NAMED]))}{more} stay dense: {reason}", stacklevel=2)
+
+
+def copies_of(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's parts of all parameters, by name. Local."""
+    return {name: local_of(parameter.detach()).clone() for name, parameter in block.named_parameters()}
+
+
+def write_copies(block: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
+    """Write ``copies``, of :func:`copies_of`, into ``block``. Local."""
+    for name, parameter in block.named_parameters():
+        local_of(parameter.detach()).copy_(copies[name])

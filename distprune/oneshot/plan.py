@@ -18,7 +18,7 @@ from distprune.oneshot.block_layers import BlockLayers, find_layers
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
-from distprune.patterns import Pattern, as_pattern, own_share
+from distprune.patterns import NByM, Pattern, as_pattern, own_share
 from distprune.pruning.agreement import check_seed, with_seed
 from distprune.scores import Magnitude, Random, Score, Wanda
 from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
@@ -27,6 +27,7 @@ OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]
 BlockRefit = Literal["block", "none"]
+Permute = Literal["mlp", "none"]
 
 _TARGET_SHARE = 0.5  # of the way to dense targets
 
@@ -81,6 +82,7 @@ def make_plan(
     target_share: float | None = None,
     expert_memory: int = EXPERT_MEMORY,
     refit: BlockRefit | None = None,
+    permute: Permute = "none",
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
@@ -121,6 +123,7 @@ def make_plan(
         fits=refit == "block",
         seed=seed or 0,
         tries=True,
+        permutes=permuted_for(permute, pattern),
     )
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
@@ -130,6 +133,7 @@ def make_plan(
         "sequential": sequential,
         "target_share": repr(share),
         "refit": refit,
+        "permute": permute,
         "expert_memory": repr(expert_memory),
     }
     axis = shared_axis(model)
@@ -155,6 +159,21 @@ def refit_of(
     if refit == "block":
         check_can_fit(targets)
     return refit
+
+
+def permuted_for(permute: Permute, pattern: Pattern) -> NByM | None:
+    """Return the pattern for which channels change places, if they do. Local.
+
+    Raises:
+        ValueError: no such choice, or another pattern than N:M.
+    """
+    if permute not in get_args(Permute):
+        raise ValueError(f"{permute=} is none of {', '.join(get_args(Permute))}")
+    if permute == "none":
+        return None
+    if not isinstance(pattern, NByM):
+        raise ValueError(f"{permute=} is for patterns such as '2:4', in whose groups channels meet, not {pattern!r}")
+    return pattern
 
 
 def check_can_fit(targets: TargetsOf) -> None:

@@ -14,7 +14,7 @@ from distprune.hints import with_hints
 from distprune.models import Found, count_parameters, other_blocks
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Sequential, TargetsOf, make_plan
+from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Permute, Sequential, TargetsOf, make_plan
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
@@ -37,6 +37,7 @@ def prune_blocks(
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     refit: BlockRefit | None = None,
+    permute: Permute = "none",
     group: Group = None,
     offload: bool = False,
     expert_memory: int = EXPERT_MEMORY,
@@ -89,6 +90,10 @@ def prune_blocks(
         refit: ``"block"``: each block is fitted as a whole once its layers are pruned, over the weights that stay and
             its 1-D parameters, norms and biases, to what the dense model puts out there (see ``oneshot.block_fit``);
             experts with the rest. Or ``"none"``. Default: ``"block"`` with dense targets.
+        permute: ``"mlp"``, for N:M: before a block is pruned, the channels of its MLP change places, so that the layer
+            that reads them keeps more (see ``oneshot.channel_order``). Layers in front have other rows then, and the
+            block puts out the same. What knows channels by their numbers must be made afterwards: optimizers, masks.
+            Experts keep theirs, and so does a block whose channels are not each other's like. Default: ``"none"``.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM
@@ -112,8 +117,9 @@ def prune_blocks(
     Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and those
     of ``RootParameters`` under FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of
     block, to learn in which order it runs its layers, where that is asked for; for a block 1, with dense targets 2,
-    with ``on_block`` 1 more, on a device 2 more; with ``refit`` those of ``fit_block``; and for the layers that are
-    pruned at once those of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
+    with ``on_block`` 1 more, on a device 2 more; with ``refit`` those of ``fit_block``; with ``permute`` those of
+    ``InputStatistics.reduce`` and ``order_channels``; and for the layers that are pruned at once those of
+    ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
     Under tensor parallelism inputs of row-wise layers are gathered, one round a sample each, but for what Wanda needs.
 
     Raises:
@@ -138,7 +144,18 @@ def prune_blocks(
 
     def look() -> tuple[Found, Facts, Score, OneShotPlan]:
         plan = make_plan(
-            model, samples, method, pattern, sparsity, seed, sequential, targets, target_share, expert_memory, refit
+            model,
+            samples,
+            method,
+            pattern,
+            sparsity,
+            seed,
+            sequential,
+            targets,
+            target_share,
+            expert_memory,
+            refit,
+            permute,
         )
         facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
         found = Found(plan.shards, [], False, True, count_parameters(model))

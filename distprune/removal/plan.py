@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from distprune.models import Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
-from distprune.removal.select import KeptIndices
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
-from distprune.shards import Fsdp2Params, even_parts, find_flat_parts
+from distprune.shards import Fsdp2Params, KeptIndices, even_parts, find_flat_parts
 
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, UnitKind, str], torch.Tensor]

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives import Group, communicator, together
 from distprune.models import decoder_blocks
 from distprune.removal.plan import Kept, check_ascending, check_layout, holder_of, plan_units
-from distprune.removal.select import select
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, text_config
-from distprune.shards import Fsdp2Params, drop_modules, local_shard, reset_forward, resize
+from distprune.shards import Fsdp2Params, drop_modules, local_shard, reset_forward, resize, select
 
 
 def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:

@@ -50,6 +50,7 @@ from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.own_settings import own_settings, plain_attention
 from distprune.shards.parameter_range import ParameterRange, gradients_of, ranges_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
+from distprune.shards.select import KeptIndices, select
 from distprune.shards.staged import fetch_in_turn, send_in_turn
 from distprune.shards.torch_private import private
 
@@ -58,6 +59,7 @@ __all__ = [
     "Arriving",
     "Fsdp2Params",
     "Geometry",
+    "KeptIndices",
     "LocalMatrix",
     "LocalShard",
     "Managed",
@@ -116,6 +118,7 @@ __all__ = [
     "row_chunks",
     "runs_of",
     "runs_of_splits",
+    "select",
     "send_in_turn",
     "sent",
     "sent_together",

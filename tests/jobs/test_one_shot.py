@@ -116,12 +116,17 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
 
 
-@pytest.mark.parametrize(("method", "dies_in_block", "world_size"), pairs_first(["wanda", "admm"], [0, 1], [2, 1]))
+@pytest.mark.parametrize(
+    ("method", "dies_in_block", "world_size"), pairs_first(["wanda", "admm", "permuted"], [0, 1], [2, 1])
+)
 @pytest.mark.sampled(1)
 def test_a_killed_job_goes_on_to_the_same_bytes(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
 ) -> None:
-    job = dataclasses.replace(job, method=method)
+    if method == "permuted":
+        job = dataclasses.replace(job, method="admm", pattern=NByM(2, 4), permute="mlp")
+    else:
+        job = dataclasses.replace(job, method=method)
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
     assert pool.run(world_size, run_on_rank, whole, None) == [""] * world_size
     assert pool.run(world_size, run_on_rank, job, dies_in_block) == ["killed"] * world_size
@@ -131,7 +136,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
         for error in pool.run(world_size, run_on_rank, job, None):
             assert "FileExistsError" in error
             assert "resume=True" in error
-        for changed in ({"samples": 4}, {"pattern": Unstructured(0.4)}, {"method": "magnitude"}, {"seed": 3}):
+        for changed in ({"samples": 4}, {"pattern": NByM(4, 8)}, {"method": "magnitude"}, {"seed": 3}):
             for error in pool.run(world_size, run_on_rank, dataclasses.replace(again, **changed), None):
                 assert "cannot be resumed" in error
                 assert next(iter(changed)) in error

@@ -37,7 +37,7 @@ __all__ = [
     "share_alike",
 ]
 
-# The method as it is by default, or "sequential targets" in front of it.
+# The method as it is by default, or "sequential targets" in front of it; "permuted" before all.
 Case: TypeAlias = tuple[str, Pattern]
 Pruned: TypeAlias = tuple[dict[str, torch.Tensor], OneShotReport]  # all weights, whole
 
@@ -68,6 +68,8 @@ TARGETS: list[Case] = [
     ("block own admm", HALF),
     ("admm", PerRow(0.3)),
     ("admm", BLOCKS),
+    ("permuted wanda", NByM(2, 4)),
+    ("permuted admm", NByM(2, 4)),
 ]
 CASES += TARGETS
 FEW: list[Case] = [("wanda", HALF), ("sparsegpt", HALF), ("admm", HALF)]
@@ -92,7 +94,9 @@ def share_alike(model: nn.Module, masks: dict[str, torch.Tensor]) -> float:
 def options(method: str) -> dict[str, Any]:
     """Return the arguments of ``prune_blocks`` that a case's text stands for."""
     *how, method = method.split()
-    return {"method": method, **dict(zip(("sequential", "targets"), how, strict=False))}
+    permute = {"permute": "mlp"} if "permuted" in how else {}
+    how = [word for word in how if word != "permuted"]
+    return {"method": method, **permute, **dict(zip(("sequential", "targets"), how, strict=False))}
 
 
 def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: Any) -> None:
@@ -167,7 +171,7 @@ def check_ranks(
         together.load_state_dict(weights, strict=False)
         check_counts(together, of_ranks, method, pattern)
         kept = {name: weight != 0 for name, weight in matrices(alone).items()}
-        updates = method.endswith(("sparsegpt", "admm")) or "dense" in method
+        updates = method.endswith(("sparsegpt", "admm")) or "dense" in method or "permuted" in method
         assert share_alike(together, kept) >= (0.999 if updates else least if method == "wanda" else 1.0)
         assert perplexity(together) == pytest.approx(perplexity(alone), rel=1e-3)
         for name, weight in matrices(together).items():

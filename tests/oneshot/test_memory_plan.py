@@ -24,6 +24,7 @@ from distprune.oneshot import (
     room,
     shape_of,
 )
+from distprune.oneshot.block_layers import copies_of
 from distprune.oneshot.memory_plan import (
     BEFORE,
     BLOCK,
@@ -166,14 +167,14 @@ def on_rank_of(_: int, layout: str) -> tuple[Counter[str], MemoryPlan]:
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch, as_on_a_device():
-        seen, copies = seen_of(patch), block._copies
+        seen, copies = seen_of(patch), copies_of
 
         def copying(of_block: Any) -> dict[str, torch.Tensor]:
             found = copies(of_block)
             seen(None).has(BEFORE, sum(of.nbytes for of in found.values()))
             return found
 
-        patch.setattr(block, "_copies", copying)
+        patch.setattr(block, "copies_of", copying)
         patch.setattr(room, "plan_walk", planning)
         prune_blocks(model, samples(4, LENGTH), method="admm", pattern="2:4")
     return seen(None).memory, plans[0]

@@ -1,4 +1,6 @@
-"""The elements of a sharded tensor that stay, evenly spread again: each rank hands over at most its shard."""
+"""The elements of a sharded tensor that stay, or change places, evenly spread again: each rank hands over at most its
+shard.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
-from distprune.shards import indices_of, runs_of_splits, splits_of
+from distprune.shards.geometry import indices_of, runs_of_splits
+from distprune.shards.layouts import splits_of
 
 # What one rank has for another: of every slice, where it is with the sender and where with the receiver.
 _Piece = list[tuple[torch.Tensor, torch.Tensor]]
@@ -18,8 +21,8 @@ _Piece = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class KeptIndices:
-    """What stays along ``dim``: global indices, ascending. (kept,), or (size of dim 0, kept): other ones in each slice
-    along dim 0."""
+    """What stays along ``dim``: global indices, each at most once, in any order. (kept,), or (size of dim 0, kept):
+    other ones in each slice along dim 0."""
 
     dim: int
     index: torch.Tensor  # int64

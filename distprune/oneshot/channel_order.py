@@ -1,0 +1,179 @@
+"""The channels of an MLP in the order in which N of every M inputs of the layer that reads them keep most.
+
+A block puts out the same in whatever order its MLP's channels are, but for the rounding of sums; which of them share a
+group of M decides what N:M has to give up (Pool and Yu, Channel Permutations for N:M Sparsity, NeurIPS 2021).
+A weight counts as its square times that of its inputs, as a share of its row's. Channels are dealt out to the groups
+by their sums. Then, for each place in a group in turn, the channels there are taken out of all groups and go where they
+add most: an assignment (as of Zhang et al., Plug-and-Play, ICLR 2024), here by exchanges of two. All that is summed are
+whole numbers, so that the order is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from distprune.calibration import Moments
+from distprune.collectives import Communicator, sum_together, together
+from distprune.models import LinearLayer, Units, find_units
+from distprune.oneshot.rows import Rows, whole_rows
+from distprune.patterns import NByM
+from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select
+
+_NUM_TURNS, _NUM_SWEEPS = 6, 3  # turns of a place; of all pairs of groups within a turn
+_SHARE_BITS, _LARGEST_BITS = 26, 30  # of a row's sum as a whole number; of its largest weight before that
+_CACHED = 1 << 18  # elements that are compared with one group at a time, on the host
+
+
+def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], m: int) -> dict[str, Units]:
+    """Return the MLPs of ``block`` whose channels can change places, by which of the ``readers`` reads them. Local.
+
+    None of experts; none with a parameter that ``model`` has in another place, too; none whose channels are not a
+    multiple of ``m``, or a single group.
+    """
+    try:
+        found = find_units(block, "mlp")
+    except NotImplementedError:  # channels that are not each other's like
+        return {}
+    places = Counter(id(of) for _, of in model.named_parameters(remove_duplicate=False))
+    parameters = dict(block.named_parameters(remove_duplicate=False))
+
+    def can_move(units: Units) -> bool:
+        is_alone = all(cut.expert is None and places[id(parameters[cut.parameter])] == 1 for cut in units.cuts)
+        return is_alone and units.reader in readers and units.num_units % m == 0 and units.num_units > m
+
+    return {units.reader: units for units in found if units.reader is not None and can_move(units)}
+
+
+def order_channels(
+    comm: Communicator,
+    block_name: str,
+    block: nn.Module,
+    units: Units,
+    moments: Moments,
+    linears: Mapping[str, LinearLayer],
+    owned: Mapping[str, bool],
+    pattern: NByM,
+) -> None:
+    """Put the channels ``units`` of ``block`` in the order in which ``pattern`` keeps most of what reads them.
+
+    ``moments``: of that one of ``linears``, ``"features"``; ``owned``: parameters that this rank counts, by their names
+    in the model. Every rank must call it: the rounds of ``whole_rows``, ``channel_order`` and ``move_channels``; none
+    where no token came.
+    """
+    (reader,) = moments.names
+    path = linears[reader].parameter_path
+    if moments.num_tokens:
+        with whole_rows(comm, {reader: linears[reader]}, {path: owned[f"{block_name}.{path}"]}) as rows:
+            order = channel_order(comm, rows[reader], moments.square_sums, pattern.n, pattern.m)
+        move_channels(comm, block, units, order)
+
+
+def channel_order(comm: Communicator, rows: Rows, square_sums: torch.Tensor, n: int, m: int) -> torch.Tensor:
+    """Return the order of the inputs of a layer in which ``n`` of every ``m`` keep most, (in,) int64, on the CPU.
+
+    ``rows``: this rank's of the layer; ``square_sums`` (in,): of its inputs, everywhere. Beside a float32 copy of its
+    rows a rank needs memory for three of (in/m)^2 int64. Every rank must call it: 1 round of 8 bytes an input, and 6,
+    or ``m`` if that is more, of 8 bytes for each pair of groups.
+    """
+    num_groups = len(square_sums) // m
+    shares: list[torch.Tensor] = []
+
+    def begin(words: torch.Tensor) -> None:
+        if rows.owned and rows.weight.numel():
+            with own_settings():
+                shares.append(_shares(rows.weight.detach(), square_sums))
+                words.copy_(shares[0].sum(dim=0, dtype=torch.int64))
+
+    totals = sum_together(comm, (len(square_sums),), begin)
+    dealt = totals.argsort(descending=True, stable=True).view(m, num_groups)
+    dealt[1::2] = dealt[1::2].flip(1)
+    groups = dealt.t().contiguous()
+    for turn in range(max(_NUM_TURNS, m)):
+        place = turn % m
+
+        def fill(words: torch.Tensor, place: int = place) -> None:
+            if shares:
+                words.copy_(_gains(shares[0], groups, place, n))
+
+        gains = sum_together(comm, (num_groups, num_groups), fill)
+        goes_to = torch.from_numpy(_assigned(gains.numpy()))
+        groups[goes_to, place] = groups[:, place].clone()
+    return groups.flatten()
+
+
+def move_channels(comm: Communicator, block: nn.Module, units: Units, order: torch.Tensor) -> None:
+    """Put the channels ``units`` of ``block`` into ``order``, (channels,) int64: of which each place is taken now.
+
+    In place; the parameters stay the same objects. Every rank must call it: for each parameter two rounds of 64 bytes
+    and those of ``select``.
+    """
+    for cut in units.cuts:
+        with together(comm):
+            parameter = block.get_parameter(cut.parameter).detach()
+            shard = local_shard(cut.parameter, parameter)
+            index = torch.arange(parameter.shape[cut.dim], dtype=torch.int64, device="cpu")
+            index[cut.index.flatten()] = cut.index[order].flatten()
+            local = shard.local.view(shard.geometry.local_shape)
+        moved = select(comm, parameter, local, list(parameter.shape), KeptIndices(cut.dim, index))
+        with together(comm):
+            local.copy_(moved)
+
+
+def _shares(weight: torch.Tensor, square_sums: torch.Tensor) -> torch.Tensor:
+    """Return what weights (rows, in) count, int32: all of a row together about 2^26."""
+    found = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
+    of_inputs = square_sums.to(weight.device, torch.float64)
+    for some, out in row_chunks(weight, found):
+        sizes = some.double().square_().mul_(of_inputs)
+        largest = sizes.amax(dim=1, keepdim=True)
+        whole = sizes.div_(torch.where(largest > 0, largest, 1)).mul_(2.0**_LARGEST_BITS).round_().long()
+        total = whole.sum(dim=1, keepdim=True).clamp_(min=1)
+        out.copy_((whole << _SHARE_BITS).div_(total, rounding_mode="floor"))
+    return found
+
+
+def _gains(shares: torch.Tensor, groups: torch.Tensor, place: int, n: int) -> torch.Tensor:
+    """Return what each channel at ``place`` of ``groups`` (groups, m) adds to what the rest of each group keeps.
+
+    (channels, groups), int64: where it is among the ``n`` largest of a row, what it is above the one it displaces.
+    """
+    num_groups, m = groups.shape
+    free = groups[:, place].to(shares.device)
+    others = groups[:, [at for at in range(m) if at != place]].to(shares.device)
+    gains = torch.zeros((num_groups, num_groups), dtype=torch.int64, device=shares.device)
+    num_elements = _CACHED if on_host(shares.device) else chunk_size(shares.device)
+    for some in torch.split(shares, max(1, num_elements // (num_groups * m))):
+        least = some[:, others].sort(dim=2, descending=True).values[:, :, n - 1]  # (rows, groups)
+        own = some[:, free]  # (rows, channels)
+        for group in range(num_groups):
+            gains[:, group] += (own - least[:, group : group + 1]).clamp_(min=0).sum(dim=0, dtype=torch.int64)
+    return gains
+
+
+def _assigned(gains: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return to which group each channel goes, one to each, so that no exchange of two gains more."""
+    num = len(gains)
+    goes_to = np.arange(num)
+    num_players = num + num % 2  # every pair once a sweep, as in a tournament
+    ring = np.tile(np.arange(1, num_players), 2)
+    for _ in range(_NUM_SWEEPS):
+        before = goes_to.copy()
+        for shift in range(num_players - 1):
+            seated = np.concatenate([[0], ring[shift : shift + num_players - 1]])
+            one, other = seated[: num_players // 2], seated[num_players // 2 :][::-1]
+            meet = (one < num) & (other < num)
+            one, other = one[meet], other[meet]
+            now = gains[one, goes_to[one]] + gains[other, goes_to[other]]
+            better = gains[one, goes_to[other]] + gains[other, goes_to[one]] > now
+            one, other = one[better], other[better]
+            goes_to[one], goes_to[other] = goes_to[other], goes_to[one]
+        if (goes_to == before).all():
+            break
+    return goes_to
