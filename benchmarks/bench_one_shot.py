@@ -33,13 +33,16 @@ REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
 # A row of the table is a method and a pattern: its name, and what it is on the command line.
 METHODS = {
     "Wanda": "--method wanda --own-words 0",
+    "Wanda, permuted": "--method wanda --own-words 0 --permute mlp",
     REFERENCE: "--method sparsegpt --own-words 0",
     "ADMM": "--method admm --own-words 0 --refit none",
     "ADMM, uniform": "--method admm --own-words 0 --refit none --allocation uniform",
     "ADMM, blocks fitted": "--method admm --own-words 0",
     "ADMM, own words": "--method admm --refit none",
     "default": "--method admm",
+    "default, permuted": "--method admm --permute mlp",
     "default, no text": "--method admm --calibration self",
+    "default, no text, permuted": "--method admm --calibration self --permute mlp",
 }
 PATTERNS = {
     "50 %": "--pattern unstructured --sparsity 0.5",
@@ -70,7 +73,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         for pattern in arguments.patterns:
             for seed in arguments.seeds:
                 for method in arguments.methods:
-                    if "uniform" not in method or pattern == "60 %":  # elsewhere ADMM is uniform by itself
+                    only = "60 %" if "uniform" in method else "2:4" if "permuted" in method else pattern
+                    if pattern == only:  # ADMM is uniform by itself below 60 %
                         for ranks in arguments.ranks:
                             yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
 

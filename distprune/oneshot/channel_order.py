@@ -24,7 +24,7 @@ from distprune.collectives import Communicator, sum_together, together
 from distprune.models import LinearLayer, Units, find_units
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns import NByM
-from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select
+from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select, sent
 
 _NUM_TURNS, _NUM_SWEEPS = 6, 3  # turns of a place; of all pairs of groups within a turn
 _SHARE_BITS, _LARGEST_BITS = 26, 30  # of a row's sum as a whole number; of its largest weight before that
@@ -145,8 +145,8 @@ def _gains(shares: torch.Tensor, groups: torch.Tensor, place: int, n: int) -> to
     (channels, groups), int64: where it is among the ``n`` largest of a row, what it is above the one it displaces.
     """
     num_groups, m = groups.shape
-    free = groups[:, place].to(shares.device)
-    others = groups[:, [at for at in range(m) if at != place]].to(shares.device)
+    here = sent(groups, shares.device)
+    free, others = here[:, place], torch.cat([here[:, :place], here[:, place + 1 :]], dim=1)
     gains = torch.zeros((num_groups, num_groups), dtype=torch.int64, device=shares.device)
     num_elements = _CACHED if on_host(shares.device) else chunk_size(shares.device)
     for some in torch.split(shares, max(1, num_elements // (num_groups * m))):

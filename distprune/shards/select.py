@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
+from distprune.shards.device import sent
 from distprune.shards.geometry import indices_of, runs_of_splits
 from distprune.shards.layouts import splits_of
 
@@ -58,7 +59,7 @@ def select(
         if not axes:
             kept = local.new_empty(kept_shape)
             for part, at, out in zip(parts, slices, _parts(kept, is_sliced), strict=False):
-                torch.index_select(part, part_dim, at.to(part.device), out=out)
+                torch.index_select(part, part_dim, sent(at, part.device), out=out)
             return kept
         sending, coming = _moves(comm, tensor, axes, dim, shape[dim], slices)
         num_bytes = local.element_size() * math.prod((*local.shape[is_sliced:dim], *local.shape[dim + 1 :]))
@@ -67,7 +68,7 @@ def select(
     def make() -> dict[int, torch.Tensor]:
         going = {rank: zip(parts, piece, strict=False) for rank, piece in enumerate(sending) if piece}
         return {
-            rank: as_bytes([part.index_select(part_dim, at.to(part.device)) for part, (at, _) in pieces])
+            rank: as_bytes([part.index_select(part_dim, sent(at, part.device)) for part, (at, _) in pieces])
             for rank, pieces in going.items()
         }
 

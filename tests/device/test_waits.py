@@ -42,6 +42,7 @@ SOLVERS: dict[str, Any] = {
     "sparsegpt": prune.NByM(2, 4),
     "admm": prune.Unstructured(0.5),
     "fitted admm": prune.Unstructured(0.5),
+    "permuted wanda": prune.NByM(2, 4),
 }
 # By call: waits of the host, and tensors that it sends. To be lowered with what lowers them, down to
 # prune_model 8 and O(1), a held step 0 and 0, a step of training O(rounds) and O(1), a one-shot block 4 and O(1).
@@ -60,6 +61,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "training that prunes": (6, 0),
     "training that regrows": (12, 6),
     "wanda": (2, 0),
+    "permuted wanda": (10, 9),  # an MLP: 6 of them where its channels go, in turns
     "sparsegpt": (2, 0),
     "admm": (3, 0),  # one more for the dense stream
     "fitted admm": (8, 0),  # errors before and after, sizes of parameters twice, and whether all was finite
@@ -111,8 +113,9 @@ def of_block(device: torch.device, name: str) -> Counts:
     for num_blocks in (2, 3):
         model = tiny_model("llama", num_hidden_layers=num_blocks).to(device)
         with Costs(DEVICE) as costs:
-            *fitted, method = name.split()
-            how: dict[str, Any] = {"method": method, "refit": "block" if fitted else "none"}
+            *more, method = name.split()
+            how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}
+            how["permute"] = "mlp" if "permuted" in more else "none"
             prune.prune_blocks(model, samples(4), **how, pattern=SOLVERS[name], group=Alone())
         found.append((costs.waits, costs.sends))
     (waits, sends), (more_waits, more_sends) = found
