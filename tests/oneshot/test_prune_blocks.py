@@ -186,11 +186,17 @@ def test_sparsities_by_parameter() -> None:
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
 
 
+OF_FOUR: list[Case] = [*FEW, ("permuted wanda", NByM(2, 4))]
+
+
 @pytest.mark.parametrize(
     ("key", "cases"),
     [
-        *in_turn([("llama", (2, 2)), ("gpt2", (4,)), ("mixtral", (2, 2))], FEW),
-        *(only_whole(key, FEW) for key in (("llama", (4,)), ("gpt2", (2, 2)), ("mixtral", (4,)))),
+        *in_turn([("llama", (2, 2)), ("gpt2", (4,)), ("mixtral", (2, 2))], [*FEW, ("permuted wanda", NByM(2, 4))]),
+        *(
+            only_whole(key, [*FEW, ("permuted wanda", NByM(2, 4))])
+            for key in (("llama", (4,)), ("gpt2", (2, 2)), ("mixtral", (4,)))
+        ),
     ],
 )
 @pytest.mark.sampled(1)
