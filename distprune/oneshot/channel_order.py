@@ -34,8 +34,9 @@ _CACHED = 1 << 18  # elements that are compared with one group at a time, on the
 def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], m: int) -> dict[str, Units]:
     """Return the MLPs of ``block`` whose channels can change places, by which of the ``readers`` reads them. Local.
 
-    None of experts; none with a parameter that ``model`` has in another place, too; none whose channels are not a
-    multiple of ``m``, or a single group.
+    None of experts; none with a parameter that ``model`` has in another place, too; none with buffers or parameters
+    beside those that are known, such as masks and adapters; none whose channels are not a multiple of ``m``, or a
+    single group.
     """
     try:
         found = find_units(block, "mlp")
@@ -44,9 +45,15 @@ def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], 
     places = Counter(id(of) for _, of in model.named_parameters(remove_duplicate=False))
     parameters = dict(block.named_parameters(remove_duplicate=False))
 
+    def is_all(units: Units) -> bool:
+        module, cut = block.get_submodule(units.name), {cut.parameter for cut in units.cuts}
+        others = {name for name, of in module.named_parameters(units.name) if units.num_units in of.shape} - cut
+        return not others and next(module.buffers(), None) is None
+
     def can_move(units: Units) -> bool:
-        is_alone = all(cut.expert is None and places[id(parameters[cut.parameter])] == 1 for cut in units.cuts)
-        return is_alone and units.reader in readers and units.num_units % m == 0 and units.num_units > m
+        fits = units.num_units % m == 0 and units.num_units > m and units.reader in readers
+        is_plain = all(cut.expert is None and places[id(parameters.get(cut.parameter))] == 1 for cut in units.cuts)
+        return fits and is_plain and is_all(units)
 
     return {units.reader: units for units in found if units.reader is not None and can_move(units)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune import prune_blocks
+from distprune import l1_unstructured, prune_blocks
 from distprune.collectives import Alone, communicator
 from distprune.models import decoder_blocks
 from distprune.oneshot.channel_order import _assigned, channel_order, find_channels, move_channels
@@ -162,6 +162,13 @@ def test_what_cannot_change_places() -> None:
     width = len(block.get_parameter("mlp.up_proj.weight"))
     for of, m in ((names, width), (names, width - 1), (["mlp.up_proj"], 4)):
         assert not find_channels(model, block, of, m)
+    changed: Any = decoder_blocks(model)[2][1]
+    assert find_channels(model, changed, names, 4)
+    changed.mlp.adapter = nn.Linear(width, 3, bias=False)
+    assert not find_channels(model, changed, names, 4)
+    del changed.mlp.adapter
+    l1_unstructured(changed.mlp.gate_proj, "weight", 0.5)
+    assert not find_channels(model, changed, names, 4)
     other: Any = decoder_blocks(model)[1][1]
     other.mlp.up_proj.weight = block.get_parameter("mlp.up_proj.weight")
     assert not find_channels(model, block, names, 4)
