@@ -66,9 +66,9 @@ class OneShotJob(PruningJob, CalibratedJob):
         panel=METHOD,
     )
 
-    permute: Permute = ask(
-        "mlp: for N:M, put MLP channels in the order in which most is kept.",
-        default="none",
+    permute: Permute | None = ask(
+        "mlp: for N:M, put MLP channels in the order in which most is kept (the default with dense targets); or none.",
+        default=None,
         panel=METHOD,
     )
 
@@ -76,9 +76,14 @@ class OneShotJob(PruningJob, CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         refit_of(self.refit, self.method, self.targets)
-        permuted_for(self.permute, as_pattern(self.pattern, self.sparsity))
+        self.permutes()
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
+
+    def permutes(self) -> bool:
+        """Return whether channels change places. Local; raises as ``permuted_for``."""
+        pattern = as_pattern(self.pattern, self.sparsity)
+        return permuted_for(self.permute, self.method, self.targets, pattern) is not None
 
     def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
         """Return what the walk's plan is asked for. Local."""
@@ -148,7 +153,7 @@ def run_one_shot_job(
         with open_unfinished(run, job) as unfinished:
             samples = calibrated.samples(run, job, unfinished)
             journal = BlockJournal(
-                run, unfinished, model, updates=updates_weights(job.method, job.targets) or job.permute != "none"
+                run, unfinished, model, updates=updates_weights(job.method, job.targets) or job.permutes()
             )
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))

@@ -82,7 +82,7 @@ def make_plan(
     target_share: float | None = None,
     expert_memory: int = EXPERT_MEMORY,
     refit: BlockRefit | None = None,
-    permute: Permute = "none",
+    permute: Permute | None = None,
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
     check_seed(seed)
@@ -115,6 +115,7 @@ def make_plan(
         raise ValueError(f"{sequential=} is none of {', '.join(get_args(Sequential))}")
     share = share_of_targets(targets or default_targets(method), target_share)
     refit = refit_of(refit, method, targets)
+    permutes = permuted_for(permute, method, targets, pattern)
     options = WalkOptions(
         solver.needs,
         sequential == "layer",
@@ -123,7 +124,7 @@ def make_plan(
         fits=refit == "block",
         seed=seed or 0,
         tries=True,
-        permutes=permuted_for(permute, pattern),
+        permutes=permutes,
     )
     facts = {
         "method": method if isinstance(method, str) else type(method).__name__,
@@ -133,7 +134,7 @@ def make_plan(
         "sequential": sequential,
         "target_share": repr(share),
         "refit": refit,
-        "permute": permute,
+        "permute": repr(permutes),
         "expert_memory": repr(expert_memory),
     }
     axis = shared_axis(model)
@@ -161,12 +162,19 @@ def refit_of(
     return refit
 
 
-def permuted_for(permute: Permute, pattern: Pattern) -> NByM | None:
-    """Return the pattern for which channels change places, if they do. Local.
+def permuted_for(
+    permute: Permute | None,
+    method: OneShotMethod | Score | Solver[Any],
+    targets: TargetsOf | None,
+    pattern: Pattern,
+) -> NByM | None:
+    """Return the pattern for which channels change places, if they do; by default N:M where targets are dense. Local.
 
     Raises:
         ValueError: no such choice, or another pattern than N:M.
     """
+    if permute is None:
+        return pattern if isinstance(pattern, NByM) and (targets or default_targets(method)) == "dense" else None
     if permute not in get_args(Permute):
         raise ValueError(f"{permute=} is none of {', '.join(get_args(Permute))}")
     if permute == "none":

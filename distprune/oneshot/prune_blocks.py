@@ -37,7 +37,7 @@ def prune_blocks(
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     refit: BlockRefit | None = None,
-    permute: Permute = "none",
+    permute: Permute | None = None,
     group: Group = None,
     offload: bool = False,
     expert_memory: int = EXPERT_MEMORY,
@@ -93,7 +93,8 @@ def prune_blocks(
         permute: ``"mlp"``, for N:M: before a block is pruned, the channels of its MLP change places, so that the layer
             that reads them keeps more (see ``oneshot.channel_order``). Layers in front have other rows then, and the
             block puts out the same. What knows channels by their numbers must be made afterwards: optimizers, masks.
-            Experts keep theirs, and so does a block whose channels are not each other's like. Default: ``"none"``.
+            Experts keep theirs, and so does a block whose channels are not each other's like. Or ``"none"``. Default:
+            ``"mlp"`` for N:M with dense targets.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM

@@ -115,7 +115,7 @@ def of_block(device: torch.device, name: str) -> Counts:
         with Costs(DEVICE) as costs:
             *more, method = name.split()
             how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}
-            how["permute"] = "mlp" if "permuted" in more else "none"
+            how |= {"permute": "mlp"} if "permuted" in more else {}
             prune.prune_blocks(model, samples(4), **how, pattern=SOLVERS[name], group=Alone())
         found.append((costs.waits, costs.sends))
     (waits, sends), (more_waits, more_sends) = found

@@ -24,6 +24,7 @@ __all__ = [
     "CASES",
     "FEW",
     "HALF",
+    "PLAIN",
     "TARGETS",
     "TOKENS",
     "Case",
@@ -42,6 +43,7 @@ Case: TypeAlias = tuple[str, Pattern]
 Pruned: TypeAlias = tuple[dict[str, torch.Tensor], OneShotReport]  # all weights, whole
 
 TOKENS = samples(5)
+PLAIN: dict[str, Any] = {"refit": "none", "permute": "none"}  # layer by layer, as the oracle
 HALF, BLOCKS = Unstructured(0.5), Block(4, 0.4)
 CASES: list[Case] = [
     ("wanda", HALF),
@@ -137,7 +139,7 @@ def check_counts(model: nn.Module, report: OneShotReport, method: str, pattern: 
 def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Pruned:
     """Prune ``model`` and return its weights, whole. Every rank must call it."""
     method, pattern = case
-    report = prune_blocks(model, tokens, **options(method), pattern=pattern, refit="none", seed=3)
+    report = prune_blocks(model, tokens, **{**PLAIN, **options(method)}, pattern=pattern, seed=3)
     return {name: whole(p) for name, p in model.named_parameters()}, report
 
 
@@ -164,7 +166,7 @@ def check_ranks(
     """
     for index, (method, pattern) in enumerate(cases):
         alone = make()
-        report = prune_blocks(alone, tokens, **options(method), pattern=pattern, refit="none", seed=3)
+        report = prune_blocks(alone, tokens, **{**PLAIN, **options(method)}, pattern=pattern, seed=3)
         check_counts(alone, report, method, pattern)
         weights, of_ranks = everywhere[0][index]
         together: Any = make()
