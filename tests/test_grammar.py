@@ -43,6 +43,7 @@ GRAMMAR: dict[str, Any] = {
     "targets": None,
     "target_share": None,
     "refit": None,
+    "permute": None,
     "include": (),
     "exclude": (),
     "dtype": None,

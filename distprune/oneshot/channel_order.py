@@ -87,7 +87,7 @@ def channel_order(comm: Communicator, rows: Rows, square_sums: torch.Tensor, n: 
 
     ``rows``: this rank's of the layer; ``square_sums`` (in,): of its inputs, everywhere. Beside a float32 copy of its
     rows a rank needs memory for three of (in/m)^2 int64. Every rank must call it: 1 round of 8 bytes an input, and 6,
-    or ``m`` if that is more, of 8 bytes for each pair of groups.
+    or ``m`` if that is more, of 8 bytes for each pair of groups; and 1 of 64 bytes.
     """
     num_groups = len(square_sums) // m
     shares: list[torch.Tensor] = []
@@ -99,20 +99,18 @@ def channel_order(comm: Communicator, rows: Rows, square_sums: torch.Tensor, n: 
                 words.copy_(shares[0].sum(dim=0, dtype=torch.int64))
 
     totals = sum_together(comm, (len(square_sums),), begin)
-    dealt = totals.argsort(descending=True, stable=True).view(m, num_groups)
-    dealt[1::2] = dealt[1::2].flip(1)
-    groups = dealt.t().contiguous()
-    for turn in range(max(_NUM_TURNS, m)):
-        place = turn % m
-
-        def fill(words: torch.Tensor, place: int = place) -> None:
+    groups, gains, num_turns = totals, totals, max(_NUM_TURNS, m)
+    for turn in range(num_turns):
+        # What fails in it is raised on all ranks.
+        def fill(words: torch.Tensor, turn: int = turn, gains: torch.Tensor = gains) -> None:
+            nonlocal groups
+            groups = _exchanged(groups, gains, (turn - 1) % m) if turn else _dealt(totals, m)
             if shares:
-                words.copy_(_gains(shares[0], groups, place, n))
+                words.copy_(_gains(shares[0], groups, turn % m, n))
 
         gains = sum_together(comm, (num_groups, num_groups), fill)
-        goes_to = torch.from_numpy(_assigned(gains.numpy()))
-        groups[goes_to, place] = groups[:, place].clone()
-    return groups.flatten()
+    with together(comm):
+        return _exchanged(groups, gains, (num_turns - 1) % m).flatten()
 
 
 def move_channels(comm: Communicator, block: nn.Module, units: Units, order: torch.Tensor) -> None:
@@ -143,6 +141,20 @@ def _shares(weight: torch.Tensor, square_sums: torch.Tensor) -> torch.Tensor:
         whole = sizes.div_(torch.where(largest > 0, largest, 1)).mul_(2.0**_LARGEST_BITS).round_().long()
         total = whole.sum(dim=1, keepdim=True).clamp_(min=1)
         out.copy_((whole << _SHARE_BITS).div_(total, rounding_mode="floor"))
+    return found
+
+
+def _dealt(totals: torch.Tensor, m: int) -> torch.Tensor:
+    """Return groups of channels, (groups, m): the largest ``totals`` one to each, the next in turn, to and fro."""
+    ranked = totals.argsort(descending=True, stable=True).view(m, -1)
+    ranked[1::2] = ranked[1::2].flip(1)
+    return ranked.t().contiguous()
+
+
+def _exchanged(groups: torch.Tensor, gains: torch.Tensor, place: int) -> torch.Tensor:
+    """Return ``groups`` once the channels at ``place`` have gone where they gain most."""
+    found = groups.clone()
+    found[torch.from_numpy(_assigned(gains.numpy())), place] = groups[:, place]
     return found
 
 
