@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from torch import nn
 
 from distprune.calibration import Walk, WindowGradients
 from distprune.collectives import Communicator, together
+from distprune.oneshot.block_layers import num_places
 from distprune.shards import LocalShard, bits_of, local_shard, on_host, own_settings, row_chunks
 
 BATCH, NUM_EPOCHS = 4, 2  # windows; passes over all of them
@@ -110,7 +110,7 @@ def num_steps(num_windows: int) -> int:
 
 def _shared(model: nn.Module, block: nn.Module) -> set[int]:
     """Return the ids of parameters of ``block`` that ``model`` has elsewhere, too."""
-    everywhere, own = (Counter(id(of) for _, of in m.named_parameters(remove_duplicate=False)) for m in (model, block))
+    everywhere, own = num_places(model), num_places(block)
     return {which for which, num in own.items() if everywhere[which] > num}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,11 @@ def _warn(dense: Mapping[str, Sequence[str]]) -> None:
         names = list(dict.fromkeys(names))  # the experts of a parameter have one name
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         warnings.warn(f"{', '.join(map(repr, names[:_NUM_NAMED]))}{more} stay dense: {reason}", stacklevel=2)
+
+
+def num_places(module: nn.Module) -> Counter[int]:
+    """Return in how many places of ``module`` each parameter is, by its id. Local."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def copies_of(block: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ whole numbers, so that the order is the same on any number of ranks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 from distprune.calibration import Moments
 from distprune.collectives import Communicator, sum_together, together
 from distprune.models import LinearLayer, Units, find_units
+from distprune.oneshot.block_layers import num_places
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns import NByM
 from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select, sent
@@ -42,7 +42,7 @@ def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], 
         found = find_units(block, "mlp")
     except NotImplementedError:  # channels that are not each other's like
         return {}
-    places = Counter(id(of) for _, of in model.named_parameters(remove_duplicate=False))
+    places = num_places(model)
     parameters = dict(block.named_parameters(remove_duplicate=False))
 
     def is_all(units: Units) -> bool:

@@ -167,10 +167,10 @@ def on_rank_of(_: int, layout: str) -> tuple[Counter[str], MemoryPlan]:
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch, as_on_a_device():
-        seen, copies = seen_of(patch), copies_of
+        seen = seen_of(patch)
 
         def copying(of_block: Any) -> dict[str, torch.Tensor]:
-            found = copies(of_block)
+            found = copies_of(of_block)
             seen(None).has(BEFORE, sum(of.nbytes for of in found.values()))
             return found
 
