@@ -33,7 +33,7 @@ REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
 # A row of the table is a method and a pattern: its name, and what it is on the command line.
 METHODS = {
     "Wanda": "--method wanda --own-words 0",
-    "Wanda, permuted": "--method wanda --own-words 0 --permute mlp",
+    "Wanda, permuted": "--method wanda --own-words 0 --permute channels",
     REFERENCE: "--method sparsegpt --own-words 0",
     "ADMM": "--method admm --own-words 0 --refit none --permute none",
     "ADMM, uniform": "--method admm --own-words 0 --refit none --permute none --allocation uniform",

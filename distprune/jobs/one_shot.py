@@ -67,7 +67,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     )
 
     permute: Permute | None = ask(
-        "mlp: for N:M, put MLP channels in the order in which most is kept (the default with dense targets); or none.",
+        "channels: for N:M, put them in the order in which most is kept (the default with dense targets); or none.",
         default=None,
         panel=METHOD,
     )

@@ -31,7 +31,8 @@ from distprune.collectives import Communicator, cannot_meet, max_together, toget
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
 from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
-from distprune.oneshot.channel_order import find_channels, order_channels
+from distprune.oneshot.channel_order import order_channels
+from distprune.oneshot.channels import find_channels
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import BlockTrial, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
@@ -66,7 +67,7 @@ class WalkOptions:
     seed: int = 0  # of the fit
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
     tries: bool = False  # a block on a device: by a trial
-    permutes: NByM | None = None  # before a block is pruned, the channels of its MLP, for this pattern
+    permutes: NByM | None = None  # before a block is pruned, its channels change places, for this pattern
 
     @property
     def has_targets(self) -> bool:
@@ -129,7 +130,7 @@ def run_blocks(
         sequential="layer" if options.by_layer else "block",
         target_share=options.target_share,
         refit="block" if options.fits else "none",
-        permute="none" if options.permutes is None else "mlp",
+        permute="none" if options.permutes is None else "channels",
         num_samples=len(samples),
         blocks=tuple(reports),
         num_parameters=num_parameters,
@@ -210,9 +211,10 @@ class _BlockPruner:
         return fit_block(self.comm, self.walk, index, matrices, self.num_windows, self.options.seed, advances)
 
     def _permute(self, index: int, pattern: NByM) -> None:
-        """Put the channels of block ``index``, which is dense, in their order, by what its MLPs are given now.
+        """Put the channels of block ``index``, which is dense, in their order, by what it is given now.
 
-        Every rank must call it: rounds of :meth:`InputStatistics.reduce`, and of ``order_channels`` for each MLP.
+        Every rank must call it: rounds of :meth:`InputStatistics.reduce`, and of ``order_channels`` for each layer that
+        reads some.
         """
         comm, (name, block) = self.comm, self.walk.blocks[index]
         if index == self.permuted:

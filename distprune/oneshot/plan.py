@@ -27,7 +27,7 @@ OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]
 TargetsOf = Literal["own", "dense"]
 BlockRefit = Literal["block", "none"]
-Permute = Literal["mlp", "none"]
+Permute = Literal["channels", "none"]
 
 _TARGET_SHARE = 0.5  # of the way to dense targets
 

@@ -90,11 +90,12 @@ def prune_blocks(
         refit: ``"block"``: each block is fitted as a whole once its layers are pruned, over the weights that stay and
             its 1-D parameters, norms and biases, to what the dense model puts out there (see ``oneshot.block_fit``);
             experts with the rest. Or ``"none"``. Default: ``"block"`` with dense targets.
-        permute: ``"mlp"``, for N:M: before a block is pruned, the channels of its MLP change places, so that the layer
-            that reads them keeps more (see ``oneshot.channel_order``). Layers in front have other rows then, and the
-            block puts out the same. What knows channels by their numbers must be made afterwards: optimizers, masks.
-            Experts keep theirs, and so does a block whose channels are not each other's like. Or ``"none"``. Default:
-            ``"mlp"`` for N:M with dense targets.
+        permute: ``"channels"``, for N:M: before a block is pruned, the channels of its MLP change places, and values
+            within each key and value head, so that the layers that read them keep more (see
+            ``oneshot.channel_order``). Layers in front have other rows then, and the block puts out the same. What
+            knows channels by their numbers must be made afterwards: optimizers, masks, caches. Experts keep theirs, and
+            so does a block whose channels are not each other's like. Or ``"none"``. Default: ``"channels"`` for N:M
+            with dense targets.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM

@@ -107,7 +107,7 @@ class OneShotReport(Totals):
     num_bytes: int
     peak_memory: tuple[int, ...]
     num_parameters: int | None = None  # None: blocks are missing here that were restored, or not asked for
-    permute: str = "none"  # "mlp": the channels of each block's MLP changed places before it was pruned
+    permute: str = "none"  # "channels": those of each block changed places before it was pruned
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

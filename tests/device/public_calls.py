@@ -308,7 +308,7 @@ PUBLIC_CALLS: dict[str, Call] = {
             ("admm", prune.Unstructured(0.5)),
         )
     },
-    "blocks permuted 2:4": partial(_blocks, "wanda", prune.NByM(2, 4), permute="mlp"),
+    "blocks permuted 2:4": partial(_blocks, "wanda", prune.NByM(2, 4), permute="channels"),
     "shrunk": partial(_shrunk, mlp=0.5, heads=2, layers=2),
     "shrunk groups": partial(_shrunk, kv_groups=0.5, criterion="activation", refit="none"),
 }

@@ -61,7 +61,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "training that prunes": (6, 0),
     "training that regrows": (12, 6),
     "wanda": (2, 0),
-    "permuted wanda": (10, 9),  # an MLP: 6 of them where its channels go, in turns
+    "permuted wanda": (17, 19),  # values and an MLP: 6 each where channels go, in turns
     "sparsegpt": (2, 0),
     "admm": (3, 0),  # one more for the dense stream
     "fitted admm": (8, 0),  # errors before and after, sizes of parameters twice, and whether all was finite
@@ -115,7 +115,7 @@ def of_block(device: torch.device, name: str) -> Counts:
         with Costs(DEVICE) as costs:
             *more, method = name.split()
             how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}
-            how |= {"permute": "mlp"} if "permuted" in more else {}
+            how |= {"permute": "channels"} if "permuted" in more else {}
             prune.prune_blocks(model, samples(4), **how, pattern=SOLVERS[name], group=Alone())
         found.append((costs.waits, costs.sends))
     (waits, sends), (more_waits, more_sends) = found

@@ -124,7 +124,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
 ) -> None:
     if method == "permuted":
-        job = dataclasses.replace(job, method="admm", pattern=NByM(2, 4), permute="mlp")
+        job = dataclasses.replace(job, method="admm", pattern=NByM(2, 4), permute="channels")
     else:
         job = dataclasses.replace(job, method=method)
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))

@@ -96,7 +96,7 @@ def share_alike(model: nn.Module, masks: dict[str, torch.Tensor]) -> float:
 def options(method: str) -> dict[str, Any]:
     """Return the arguments of ``prune_blocks`` that a case's text stands for."""
     *how, method = method.split()
-    permute = {"permute": "mlp"} if "permuted" in how else {}
+    permute = {"permute": "channels"} if "permuted" in how else {}
     how = [word for word in how if word != "permuted"]
     return {"method": method, **permute, **dict(zip(("sequential", "targets"), how, strict=False))}
 

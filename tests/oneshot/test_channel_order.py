@@ -1,4 +1,4 @@
-"""The order of an MLP's channels: N:M keeps more in it, a block puts out the same, all numbers of ranks find it."""
+"""The order of a block's channels: N:M keeps more in it, a block puts out the same, all numbers of ranks find it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from distprune import l1_unstructured, prune_blocks
+from distprune import prune_blocks
 from distprune.collectives import Alone, communicator
-from distprune.models import decoder_blocks
-from distprune.oneshot.channel_order import _assigned, channel_order, find_channels, move_channels
+from distprune.oneshot.channel_order import _assigned, channel_order, move_channels
+from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows
 from distprune.shards import Runs
-from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import matrices, sharded
+from tests.oneshot.test_channels import channels_of, turned
 from tests.oneshot.test_tensor_parallel import wrapped
 from tests.worlds import ProcessPool, run_threads
 from tests.wrapped import whole
@@ -45,13 +45,29 @@ def rows_of(weight: torch.Tensor, start: int = 0, stop: int | None = None, *, ow
     return Rows(weight[start:stop].clone(), runs, len(weight), owned, "block.down")
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 4), (3, 4)])
-def test_more_is_kept(n: int, m: int) -> None:
+def reads(num_channels: int, num_heads: int = 1, copies: int = 1) -> MovableChannels:
+    """Return channels that a layer reads: ``copies`` query heads of each of ``num_heads``."""
+    inputs = torch.arange(num_channels * copies).view(num_heads, copies, -1)
+    return MovableChannels(num_heads, (), "down", inputs.transpose(1, 2).reshape(num_channels, copies))
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "num_heads", "copies", "lost"),
+    [(2, 4, 1, 1, 0.75), (4, 8, 1, 1, 0.75), (1, 4, 1, 1, 0.75), (3, 4, 1, 1, 0.75), (2, 4, 3, 2, 0.92)],
+)
+def test_more_is_kept(n: int, m: int, num_heads: int, copies: int, lost: float) -> None:
+    """Less the more inputs have to agree on an order."""
     weight, sums = drawn(24, 96)
-    order = channel_order(Alone(), rows_of(weight), sums, n, m)
-    assert sorted(order.tolist()) == list(range(96))
-    before, after = (kept(weight, sums, of, n, m) for of in (torch.arange(96), order))
-    assert 1 - after < 0.75 * (1 - before)
+    channels = reads(96 // copies, num_heads, copies)
+    order = channel_order(Alone(), rows_of(weight), sums, channels, n, m)
+    length = len(order) // num_heads
+    assert [sorted(of_head) for of_head in order.view(num_heads, -1).tolist()] == [
+        list(range(start, start + length)) for start in range(0, len(order), length)
+    ]
+    moved = torch.empty(96, dtype=torch.int64)
+    moved[channels.reader_index.flatten()] = channels.reader_index[order].flatten()
+    before, after = (kept(weight, sums, of, n, m) for of in (torch.arange(96), moved))
+    assert 1 - after < lost * (1 - before)
 
 
 def test_near_the_best_there_is() -> None:
@@ -61,7 +77,7 @@ def test_near_the_best_there_is() -> None:
         parts = [(0, *some) for some in itertools.combinations(range(1, 8), 3)]
         orders = [torch.tensor([*part, *(set(range(8)) - set(part))]) for part in parts]
         every = [kept(weight, sums, order, 2, 4) for order in orders]
-        found = kept(weight, sums, channel_order(Alone(), rows_of(weight), sums, 2, 4), 2, 4)
+        found = kept(weight, sums, channel_order(Alone(), rows_of(weight), sums, reads(8), 2, 4), 2, 4)
         shares.append((found - statistics.median(every)) / (max(every) - statistics.median(every)))
     assert min(shares) > 0
     assert statistics.fmean(shares) > 0.6
@@ -82,104 +98,54 @@ def test_no_exchange_of_two_gains_more(num: int) -> None:
             assert total == max(np.trace(gains), np.trace(gains[::-1]))
 
 
-def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor) -> tuple[list[int], int, int]:
+def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor, num_heads: int) -> tuple[list[int], int, int]:
     start, stop = (0, 10, 10, 24)[rank : rank + 2] if rank < 3 else (0, 24)
     comm = communicator(None)
-    order = channel_order(comm, rows_of(weight, start, stop, owned=rank < 3), sums, 2, 4)
+    order = channel_order(comm, rows_of(weight, start, stop, owned=rank < 3), sums, reads(96, num_heads), 2, 4)
     return order.tolist(), comm.traffic.num_rounds, comm.traffic.num_bytes
 
 
-def test_any_number_of_ranks_finds_the_same() -> None:
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_any_number_of_ranks_finds_the_same(num_heads: int) -> None:
     """Rows are shared out unevenly; a rank that has a copy of them counts none."""
     weight, sums = drawn(24, 96)
-    alone = channel_order(Alone(), rows_of(weight), sums, 2, 4).tolist()
-    for order, num_rounds, num_bytes in run_threads(4, on_thread, weight, sums):
+    alone = channel_order(Alone(), rows_of(weight), sums, reads(96, num_heads), 2, 4).tolist()
+    num_pairs = 24 * 24 // num_heads
+    for order, num_rounds, num_bytes in run_threads(4, on_thread, weight, sums, num_heads):
         assert order == alone
-        assert (num_rounds, num_bytes) == (8, 8 * (96 + 1) + 6 * 8 * (24 * 24 + 1) + 64)
+        assert (num_rounds, num_bytes) == (8, 8 * (96 + 1) + 6 * 8 * (num_pairs + 1) + 64)
 
 
-def moved(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Turn the channels of every MLP around; return what the model puts out then, and its matrices, whole."""
+def moved_on_rank(_: int, layout: str, architecture: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     comm = communicator(None) if torch.distributed.is_initialized() else Alone()
-    for _, block in decoder_blocks(model):
-        found = find_channels(model, block, matrices_of(block), 2)
-        for units in found.values():
-            move_channels(comm, block, units, torch.arange(units.num_units).flip(0))
-        assert found
+    model = sharded(tiny_model(architecture)) if layout == "fsdp" else wrapped(layout, architecture)
+    for block, channels in channels_of(model, 2):
+        move_channels(comm, block, channels, turned(channels))
     with torch.no_grad():
         logits: Any = model(input_ids=TOKENS, use_cache=False).logits
     return whole(logits), {name: whole(weight) for name, weight in matrices(model).items()}
 
 
-def matrices_of(block: nn.Module) -> list[str]:
-    return [name for name, _ in block.named_modules()]
-
-
-def moved_on_rank(_: int, layout: str, architecture: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return moved(sharded(tiny_model(architecture)) if layout == "fsdp" else wrapped(layout, architecture))
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "architecture"),
-    [
-        (1, "plain", "llama"),
-        (1, "plain", "gpt2"),
-        (1, "plain", "phi3"),
-        (2, "fsdp", "llama"),
-        (2, "fsdp", "gpt2"),
-        (2, "tp", "llama"),
-        (4, "fsdp-tp", "llama"),
-    ],
+    [(2, "fsdp", "llama"), (2, "fsdp", "gpt2"), (2, "fsdp", "opt"), (2, "tp", "llama"), (4, "fsdp-tp", "llama")],
 )
-def test_a_block_puts_out_the_same(pool: ProcessPool, num_ranks: int, layout: str, architecture: str) -> None:
-    """Whose weights are elsewhere, biases with them."""
-    changes = {"num_key_value_heads": 2} if "tp" in layout else {}
-    changes = ONE_SHOT_ARCHITECTURES["llama"] if architecture == "phi3" else changes  # whose gates and ups are fused
-    dense = tiny_model(architecture, **changes)
+def test_shards_move(pool: ProcessPool, num_ranks: int, layout: str, architecture: str) -> None:
+    """As the whole does, biases with their rows."""
+    dense = tiny_model(architecture, **({"num_key_value_heads": 2} if "tp" in layout else {}))
     with torch.no_grad():
         wanted: Any = dense(input_ids=TOKENS, use_cache=False).logits
-    found = (
-        [moved(tiny_model(architecture, **changes))]
-        if num_ranks == 1
-        else pool.run(num_ranks, moved_on_rank, layout, architecture)
-    )
-    before = matrices(dense)
-    for logits, weights in found:
+    for block, channels in channels_of(dense, 2):
+        move_channels(Alone(), block, channels, turned(channels))
+    for logits, weights in pool.run(num_ranks, moved_on_rank, layout, architecture):
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
-        for name, weight in weights.items():
-            last = name.rpartition(".")[2]
-            if last in ("down_proj", "c_proj") and "mlp" in name:
-                assert torch.equal(weight, before[name].flip(1))
-            elif last in ("gate_proj", "up_proj", "c_fc"):
-                assert torch.equal(weight, before[name].flip(0))
-
-
-def test_what_cannot_change_places() -> None:
-    model = tiny_model("llama")
-    block = decoder_blocks(model)[0][1]
-    names = matrices_of(block)
-    assert list(find_channels(model, block, names, 4)) == ["mlp.down_proj"]
-    width = len(block.get_parameter("mlp.up_proj.weight"))
-    for of, m in ((names, width), (names, width - 1), (["mlp.up_proj"], 4)):
-        assert not find_channels(model, block, of, m)
-    changed: Any = decoder_blocks(model)[2][1]
-    assert find_channels(model, changed, names, 4)
-    changed.mlp.adapter = nn.Linear(width, 3, bias=False)
-    assert not find_channels(model, changed, names, 4)
-    del changed.mlp.adapter
-    l1_unstructured(changed.mlp.gate_proj, "weight", 0.5)
-    assert not find_channels(model, changed, names, 4)
-    other: Any = decoder_blocks(model)[1][1]
-    other.mlp.up_proj.weight = block.get_parameter("mlp.up_proj.weight")
-    assert not find_channels(model, block, names, 4)
-    experts = tiny_model("mixtral")
-    of_experts = decoder_blocks(experts)[0][1]
-    assert not find_channels(experts, of_experts, matrices_of(of_experts), 2)
+        for name, weight in matrices(dense).items():
+            assert torch.equal(weights[name], weight)
 
 
 @pytest.mark.parametrize(
     ("permute", "pattern", "message"),
-    [("mlp", "row", "patterns such as '2:4'"), ("heads", "2:4", "is none of mlp, none")],
+    [("channels", "row", "patterns such as '2:4'"), ("heads", "2:4", "is none of channels, none")],
 )
 def test_refused(permute: Any, pattern: str, message: str) -> None:
     sparsity = None if pattern == "2:4" else 0.5
@@ -187,14 +153,16 @@ def test_refused(permute: Any, pattern: str, message: str) -> None:
         prune_blocks(tiny_model("llama"), TOKENS, sparsity, pattern=pattern, permute=permute)
 
 
-def test_the_reader_loses_less() -> None:
+def test_readers_lose_less() -> None:
     reports = [
         prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern="2:4", permute=permute)
-        for permute in ("none", "mlp")
+        for permute in ("none", "channels")
     ]
-    assert [report.permute for report in reports] == ["none", "mlp"]
-    before, after = (report.blocks[0].layers[-1] for report in reports)
-    assert before.name == after.name == "model.layers.0.mlp.down_proj"
-    assert before.relative_error is not None
-    assert after.relative_error is not None
-    assert after.relative_error < before.relative_error
+    assert [report.permute for report in reports] == ["none", "channels"]
+    for of_layer in (3, 6):
+        before, after = (report.blocks[0].layers[of_layer] for report in reports)
+        assert before.name == after.name
+        assert before.name.endswith(("o_proj", "down_proj"))
+        assert before.relative_error is not None
+        assert after.relative_error is not None
+        assert after.relative_error < before.relative_error

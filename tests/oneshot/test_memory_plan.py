@@ -141,7 +141,7 @@ def test_a_plan_is_what_a_walk_takes(
     def on_rank(_: int) -> tuple[Seen, int]:
         model = sharded(mixture())
         memory = question.expert_memory
-        how: dict[str, Any] = {"method": method, "pattern": "2:4", "refit": "none"}
+        how: dict[str, Any] = {"method": method, "pattern": "2:4", "refit": "none", "permute": "none"}
         report = prune_blocks(model, samples(4, LENGTH), **how, expert_memory=memory)
         return seen(None), report.blocks[0].num_bytes
 
