@@ -40,8 +40,6 @@ from distprune.oneshot import (
 from distprune.oneshot.walk_costs import DEVICE, speeds_of
 from distprune.patterns import as_pattern
 
-_GRADIENTS_FROM = 0.6  # the sparsity from which shares by gradients are the default
-
 
 @asked
 class OneShotJob(PruningJob, CalibratedJob):
@@ -54,8 +52,8 @@ class OneShotJob(PruningJob, CalibratedJob):
         panel=METHOD,
     )
     allocation: Allocation | None = ask(
-        "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less; the "
-        "default from 0.6 on with admm.",
+        "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less (admm's "
+        "default).",
         default=None,
         panel=METHOD,
     )
@@ -119,8 +117,8 @@ class OneShotJob(PruningJob, CalibratedJob):
         if self.allocation is not None:
             return self.allocation
         # Wanda and SparseGPT are by default as the papers have them.
-        is_high = isinstance(share, float) and share >= _GRADIENTS_FROM and self.method == "admm"
-        return "gradients" if is_high and pattern.by_row().is_by_row else "uniform"
+        is_shared_out = isinstance(share, float) and self.method == "admm" and pattern.by_row().is_by_row
+        return "gradients" if is_shared_out else "uniform"
 
 
 def run_one_shot_job(

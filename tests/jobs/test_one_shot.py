@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from distprune import NByM, PerRow, Unstructured
+from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration import WindowGradients
 from distprune.checkpoint import ModelWriter, hf_save, inspect_directory
 from distprune.cli import main
@@ -151,12 +151,12 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("method", "pattern", "allocation", "by"),
     [
-        ("admm", Unstructured(0.6), None, "gradients"),
+        ("admm", Unstructured(0.3), None, "gradients"),
         ("admm", Unstructured(0.6), "uniform", "uniform"),
         ("wanda", PerRow(0.7), None, "uniform"),  # as the paper has it
         ("wanda", Unstructured(0.7), "gradients", "gradients"),
         ("sparsegpt", Unstructured(0.5), None, "uniform"),
-        ("admm", PerRow(0.5), "gradients", "gradients"),
+        ("admm", Block(4, 0.5), None, "uniform"),  # blocks compete over all rows
         ("wanda", NByM(2, 4), None, "uniform"),
     ],
 )
