@@ -40,8 +40,10 @@ METHODS = {
     "ADMM, blocks fitted": "--method admm --own-words 0 --permute none",
     "ADMM, own words": "--method admm --refit none --permute none",
     "default, not permuted": "--method admm --permute none",
+    "default, uniform": "--method admm --allocation uniform",
     "default": "--method admm",
     "default, no text, not permuted": "--method admm --calibration self --permute none",
+    "default, no text, uniform": "--method admm --calibration self --allocation uniform",
     "default, no text": "--method admm --calibration self",
 }
 PATTERNS = {
@@ -102,7 +104,8 @@ def run(_: int, job: OneShotJob, texts: Path) -> dict[str, Any]:
     def of(found: Evaluation) -> dict[str, float]:
         return by_kind(lambda path: found.perplexity[str(path)], texts)
 
-    seconds, writing = report.seconds["prune"], report.seconds.get("write words", 0.0)
+    writing, allocating = (report.seconds.get(stage, 0.0) for stage in ("write words", "allocate"))
+    seconds = report.seconds["prune"] + allocating
     return {"dense": of(report.before), "perplexity": of(report.after), "seconds": seconds, "writing": writing}
 
 
