@@ -14,7 +14,7 @@ from distprune.calibration.data import (
 from distprune.calibration.listening import listening
 from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.order import BlockOrder, learn_order
-from distprune.calibration.own_words import SELF, TOP_K, own_words, samples_of, writing_bytes
+from distprune.calibration.own_words import SELF, TOP_K, own_words, samples_of, texts_of, writing_bytes
 from distprune.calibration.past_blocks import past_blocks
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
@@ -65,6 +65,7 @@ __all__ = [
     "samples_of",
     "shared_axis",
     "spread",
+    "texts_of",
     "token_digest",
     "triangle_shape",
     "unpack_triangle",

@@ -1,8 +1,9 @@
 """Windows of tokens that a model writes itself: calibration where there is no text, or text of one kind only.
 
-Nouns: a *window* begins with a *prompt*, one random token or given ones, and the model continues it. Each token is
-drawn from the model's distribution by a number in [0, 1) that follows from the seed, the window and the position
-alone: which rank writes a window, and beside which others, changes nothing but the rounding of its logits.
+Nouns: a *text* begins with a *prompt*, one random token or given ones, and the model continues it. A *window* of given
+ones is one text; without them it holds several, one behind the other, so that few windows are about many things. Each
+token is drawn from the model's distribution by a number in [0, 1) that follows from the seed, the text and the position
+alone: which rank writes a text, and beside which others, changes nothing but the rounding of its logits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000
 SELF = "self"  # samples that the model writes
 _NUM_WINDOWS, _LENGTH = 128, 2048  # of those
+_NUM_TEXTS, _LEAST = 4, 32  # of a window without a prompt; tokens of each, or there are fewer
 _UNKNOWN_WIDTH, _UNKNOWN_LAYERS = 8192, 64  # of a model whose config does not say its sizes: large
 _LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transformers, ours and a mask
 
@@ -84,7 +86,8 @@ def own_words(
     >>> own_words(llama, 2, 6).shape
     torch.Size([2, 6])
 
-    By the ``generate`` of transformers. The end-of-sequence token does not end a window: documents follow each other.
+    By the ``generate`` of transformers. Each window holds four texts, or fewer of 32 tokens or more, none of which
+    knows of those before it. The end-of-sequence token does not end a text: documents follow each other.
     To be given to :func:`distprune.prune_blocks` and others as ``samples``.
 
     Args:
@@ -93,17 +96,17 @@ def own_words(
         samples, sequence_length: how many windows, and of how many tokens.
         tokenizer: of transformers; then first tokens are those that it has, and special those that it says. Else the
             config says it, which may count more tokens than there are.
-        prompts: what the windows begin with, (samples, at least 1) int64. ``None``: each with one random token of
-            the vocabulary that is not special.
+        prompts: what the windows begin with, (samples, at least 1) int64; each is one text then. ``None``: every text
+            begins with one random token of the vocabulary that is not special.
         temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
-        cache_memory: bytes of keys and values, and logits, on one rank: as many windows are written at a time. Weights
+        cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. Weights
             that FSDP2 has sharded are gathered once if they all fit into as many bytes more; else block by block, for
-            one token of all windows at a time.
+            one token of all texts at a time.
         progress: called with (tokens written on all ranks, all tokens to write).
 
-    Windows are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
+    Texts are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
     beyond those of the model: 2 of 64 bytes, those of ``find_sample_group``, one of all windows, and for each token
-    of a window those of ``in_step``.
+    of a text those of ``in_step``.
 
     Raises:
         ValueError, TypeError: on every rank: arguments out of range or unequal on two ranks, a window longer than the
@@ -117,25 +120,27 @@ def own_words(
     comm, bare = communicator(group), bare_model(model)
     with together(comm):
         _check(bare, samples, sequence_length, prompts, temperature, top_k, seed, cache_memory)
+        num_texts, length = samples, sequence_length
         if prompts is None:
-            prompts = random_tokens(bare, samples, seed, tokenizer)
+            num_texts, length = texts_of(samples, sequence_length)
+            prompts = random_tokens(bare, num_texts, seed, tokenizer)
         prompts = prompts.cpu()
         check_fit(prompts, bare)
         check_fit(prompts.new_zeros(1, sequence_length), bare)
         reset_forward(bare)
         axis = shared_axis(bare)
-        size = _batch_size(bare, sequence_length, cache_memory)
+        size = _batch_size(bare, length, cache_memory)
         asked = [samples, sequence_length, temperature, top_k, seed, cache_memory]
-        vocabulary, num_steps = vocabulary_of(bare), sequence_length - prompts.shape[1]
+        vocabulary, num_steps = vocabulary_of(bare), length - prompts.shape[1]
         device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-        written = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
+        written = torch.zeros(num_texts, length, dtype=torch.int64, device="cpu")
         facts = {"asked": asked, "prompts": token_digest(prompts), "progress": progress is not None}
     agree(comm, facts)
     sample_group = find_sample_group(comm, axis)
 
     def tell(num_done: int, num_now: int, step: int) -> None:
         if progress is not None:
-            progress(num_done * num_steps + num_now * step, samples * num_steps)
+            progress(num_done * num_steps + num_now * step, num_texts * num_steps)
 
     with (
         _gathered(bare, cache_memory) as is_gathered,
@@ -143,29 +148,36 @@ def own_words(
         _generating(bare) as generate,
     ):
         num_done = 0
-        for of_groups in _rounds(samples, size, sample_group.num_groups):
+        for of_groups in _rounds(num_texts, size, sample_group.num_groups):
             own = of_groups[sample_group.number] if sample_group.number < len(of_groups) else []
-            windows, num_now = own or [samples - 1], sum(map(len, of_groups))  # all ranks run as many forwards
-            choice = TokenChoice(windows, vocabulary, temperature, top_k, seed, partial(tell, num_done, num_now))
-            found = run(generate, prompts[windows].to(device), sequence_length, choice)
+            texts, num_now = own or [num_texts - 1], sum(map(len, of_groups))  # all ranks run as many forwards
+            choice = TokenChoice(texts, vocabulary, temperature, top_k, seed, partial(tell, num_done, num_now))
+            found = run(generate, prompts[texts].to(device), length, choice)
             choice.check()
             if own and sample_group.rank == 0:
                 written[own] = found.cpu()
             num_done += num_now
     reset_forward(bare)
-    return sum_together(comm, written.shape, lambda words: words.copy_(written))
+    told = sum_together(comm, written.shape, lambda words: words.copy_(written))
+    return told.view(samples, -1)[:, :sequence_length].contiguous()
+
+
+def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
+    """Return how many texts windows without prompts hold, and of how many tokens, of the last ones too many. Local."""
+    num = max(1, min(_NUM_TEXTS, sequence_length // _LEAST))
+    return num_windows * num, -(-sequence_length // num)
 
 
 def writing_bytes(
-    model: nn.Module, num_windows: int, sequence_length: int, num_ranks: int, cache_memory: int = CACHE_MEMORY
+    model: nn.Module, num_texts: int, length: int, num_ranks: int, cache_memory: int = CACHE_MEMORY
 ) -> int:
-    """Return what :func:`own_words` takes at most of each of ``num_ranks`` with different windows. Local.
+    """Return what writing texts takes at most of each of ``num_ranks`` with different ones. Local.
 
     That is keys, values and logits; where there are more ranks, also gathered weights. ``model`` may be on meta.
     """
-    num_here = min(_batch_size(model, sequence_length, cache_memory), -(-num_windows // num_ranks))
+    num_here = min(_batch_size(model, length, cache_memory), -(-num_texts // num_ranks))
     weights = num_bytes(model) if num_ranks > 1 else 0
-    return num_here * _window_bytes(model, sequence_length) + (weights if weights <= cache_memory else 0)
+    return num_here * _text_bytes(model, length) + (weights if weights <= cache_memory else 0)
 
 
 def _check(
@@ -223,7 +235,7 @@ def _gathered(model: nn.Module, most: int) -> Iterator[bool]:
 
 @contextmanager
 def _generating(model: nn.Module) -> Iterator[Callable[[torch.Tensor, int, TokenChoice], torch.Tensor]]:
-    """Yield what continues prompts (windows, k) to windows of a length; leave ``model`` as it was.
+    """Yield what continues prompts (texts, k) to texts of a length; leave ``model`` as it was.
 
     Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). Local.
     """
@@ -250,24 +262,24 @@ def _generating(model: nn.Module) -> Iterator[Callable[[torch.Tensor, int, Token
             anything.generation_config = before
 
 
-def _rounds(num_windows: int, size: int, num_groups: int) -> Iterator[list[list[int]]]:
-    """Yield what each sample group writes at a time: at most ``size`` windows, all groups and times about as many."""
-    num_rounds = -(-num_windows // (size * num_groups))
-    size = -(-num_windows // (num_rounds * num_groups))
-    batches = [list(range(num_windows))[start : start + size] for start in range(0, num_windows, size)]
+def _rounds(num_texts: int, size: int, num_groups: int) -> Iterator[list[list[int]]]:
+    """Yield what each sample group writes at a time: at most ``size`` texts, all groups and times about as many."""
+    num_rounds = -(-num_texts // (size * num_groups))
+    size = -(-num_texts // (num_rounds * num_groups))
+    batches = [list(range(num_texts))[start : start + size] for start in range(0, num_texts, size)]
     for start in range(0, len(batches), num_groups):
         yield batches[start : start + num_groups]
 
 
 def _batch_size(model: nn.Module, length: int, cache_memory: int) -> int:
-    """Return for how many windows there is memory, one at least. Local."""
+    """Return for how many texts there is memory, one at least. Local."""
     if getattr(text_config(model), "model_type", "") == "rwkv":  # transformers broadcasts states of a batch over others
         return 1
-    return max(cache_memory // _window_bytes(model, length), 1)
+    return max(cache_memory // _text_bytes(model, length), 1)
 
 
-def _window_bytes(model: nn.Module, length: int) -> int:
-    """Return what a window takes while it is written: keys and values, and logits. Local."""
+def _text_bytes(model: nn.Module, length: int) -> int:
+    """Return what a text takes while it is written: keys and values, and logits. Local."""
     config = text_config(model)
 
     def size(*names: str) -> int | None:

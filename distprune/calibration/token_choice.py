@@ -1,4 +1,4 @@
-"""Which token comes next: drawn from the likeliest, by a number that follows from the seed, window and position."""
+"""Which token comes next: drawn from the likeliest, by a number that follows from the seed, text and position."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from distprune.models import text_config
 _BITS = 53  # of a float64
 
 
-def draw(seed: int, window: int, position: int) -> float:
+def draw(seed: int, text: int, position: int) -> float:
     """Return a number in [0, 1) that the three numbers stand for. Local."""
-    digest = hashlib.sha256(f"{seed}:{window}:{position}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{text}:{position}".encode()).digest()
     return math.ldexp(int.from_bytes(digest[:8], "little") >> (64 - _BITS), -_BITS)
 
 
@@ -34,8 +34,8 @@ def vocabulary_of(model: nn.Module) -> int:
     return found
 
 
-def random_tokens(model: nn.Module, num_windows: int, seed: int, tokenizer: Any = None) -> torch.Tensor:
-    """Return one random token for each window, (num_windows, 1) int64: one that is there, and not special. Local.
+def random_tokens(model: nn.Module, num_texts: int, seed: int, tokenizer: Any = None) -> torch.Tensor:
+    """Return one random token for each text, (num_texts, 1) int64: one that is there, and not special. Local.
 
     Raises:
         ValueError: there is none.
@@ -51,32 +51,32 @@ def random_tokens(model: nn.Module, num_windows: int, seed: int, tokenizer: Any 
     if not allowed:
         raise ValueError(f"the vocabulary of {type(model).__name__} has no token that is not special")
     ids = sorted(allowed)
-    chosen = [[ids[int(draw(seed, window, 0) * len(ids))]] for window in range(num_windows)]
+    chosen = [[ids[int(draw(seed, text, 0) * len(ids))]] for text in range(num_texts)]
     return torch.tensor(chosen, dtype=torch.int64, device="cpu")
 
 
 class TokenChoice:
     """A logits processor of ``generate``, greedy: all logits but that of the token that was drawn become -inf.
 
-    ``windows``: the number of each row's window. ``tell`` is called with how many tokens each has.
+    ``texts``: the number of each row's text. ``tell`` is called with how many tokens each has.
     """
 
     def __init__(
         self,
-        windows: Sequence[int],
+        texts: Sequence[int],
         vocabulary: int,
         temperature: float,
         top_k: int,
         seed: int,
         tell: Callable[[int], None],
     ) -> None:
-        self._windows, self._vocabulary, self._seed, self._tell = windows, vocabulary, seed, tell
+        self._texts, self._vocabulary, self._seed, self._tell = texts, vocabulary, seed, tell
         self._temperature, self._top_k = temperature, top_k
         self._num_steps = 0
         self._is_number: torch.Tensor | None = None  # by row: so were all the likeliest logits
 
     def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits (windows, vocabulary) that remain. Local.
+        """Return the logits (texts, vocabulary) that remain. Local.
 
         Raises:
             NotImplementedError: logits are cut.
@@ -86,7 +86,7 @@ class TokenChoice:
                 f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
             )
         position = input_ids.shape[1]
-        drawn = [[draw(self._seed, window, position)] for window in self._windows]
+        drawn = [[draw(self._seed, text, position)] for text in self._texts]
         at = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
         tokens, is_number = choose(logits, at, self._temperature, self._top_k)
         self._is_number = is_number if self._is_number is None else self._is_number & is_number
@@ -96,9 +96,9 @@ class TokenChoice:
 
     def check(self) -> None:
         """Raise a ValueError if any logits were NaN or infinite. Local."""
-        for window, is_number in zip(self._windows, [] if self._is_number is None else self._is_number, strict=False):
+        for text, is_number in zip(self._texts, [] if self._is_number is None else self._is_number, strict=False):
             if not is_number:
-                raise ValueError(f"the model's logits are NaN or Inf where it writes window {window}")
+                raise ValueError(f"the model's logits are NaN or Inf where it writes text {text}")
 
 
 def choose(logits: torch.Tensor, at: torch.Tensor, temperature: float, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,8 +53,8 @@ class CalibratedJob(ResumableJob):
     )
     sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST, panel=CALIBRATION)
     own_words: int | None = ask(
-        "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with one "
-        f"random token ({OWN_WORDS}; with --own-words-file as many as it holds).",
+        "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with "
+        f"random tokens ({OWN_WORDS}; with --own-words-file as many as it holds).",
         default=None,
         least=0,
         most=MOST,

@@ -71,10 +71,10 @@ def fit_memory(run: Run, model: ModelShape, asked: WalkRequest) -> int:
     return fitting.expert_memory
 
 
-def fit_writing(
-    comm: Communicator, model: nn.Module, nums_windows: Sequence[int], length: int, device: torch.device
-) -> None:
+def fit_writing(comm: Communicator, model: nn.Module, texts: Sequence[tuple[int, int]], device: torch.device) -> None:
     """Refuse to write where there is no room by far. Every rank must call it: the rounds of ``told_by_all``, and one.
+
+    ``texts``: how many, and of how many tokens, of each kind.
 
     Raises:
         ValueError: on every rank: less memory is free on one than writing takes beside the weights.
@@ -82,7 +82,7 @@ def fit_writing(
     num_here = num_on_machine(comm) if device.type == "cpu" else 1
     with together(comm):
         free = available_bytes(device)
-        taken = max(writing_bytes(model, num, length, comm.size) for num in nums_windows)
+        taken = max(writing_bytes(model, num, length, comm.size) for num, length in texts)
         if free is not None and SURE * taken > free // num_here:
             raise ValueError(
                 f"writing own words takes {gibibytes(taken)} of {gibibytes(free // num_here)} that are free on "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import SELF, check_fit, load_samples, own_words, token_digest
+from distprune.calibration import SELF, check_fit, load_samples, own_words, texts_of, token_digest
 from distprune.collectives import agree, together
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.journal import Item
@@ -158,27 +158,28 @@ def write_own_words(
     length: int,
     seed: int,
 ) -> torch.Tensor:
-    """Have ``model`` write: what continues each of ``prompts``, and ``num_own`` windows from one token each.
+    """Have ``model`` write: what continues each of ``prompts``, and ``num_own`` windows of texts from one token each.
 
     Every rank must call it: as :func:`fit_writing` and :func:`own_words`, which raise.
     """
-    kinds: list[tuple[torch.Tensor | None, int, int, int]] = []  # what they begin with, windows, steps, and a seed
+    # What windows begin with, how many, a seed, and their texts: how many, and of how many tokens.
+    kinds: list[tuple[torch.Tensor | None, int, int, tuple[int, int]]] = []
     if prompts is not None:
-        kinds.append((prompts, len(prompts), length - prompts.shape[1], ~seed))  # other draws than the others'
+        kinds.append((prompts, len(prompts), ~seed, (len(prompts), length)))  # other draws than the others'
     if num_own:
-        kinds.append((None, num_own, length - 1, seed))
-    total = sum(num * num_steps for _, num, num_steps, _ in kinds)
-    fit_writing(run.comm, model, [num for _, num, *_ in kinds], length, run.device)
+        kinds.append((None, num_own, seed, texts_of(num_own, length)))
+    to_write = [texts * (of_text - (1 if given is None else given.shape[1])) for given, *_, (texts, of_text) in kinds]
+    fit_writing(run.comm, model, [texts for *_, texts in kinds], run.device)
     parts, done = list[torch.Tensor](), 0
     with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
-        for given, num, num_steps, own_seed in kinds:
-            tell = partial(_tell, progress, done, total)
+        for (given, num, own_seed, _), tokens in zip(kinds, to_write, strict=True):
+            tell = partial(_tell, progress, done, sum(to_write))
             parts.append(
                 own_words(
                     model, num, length, prompts=given, seed=own_seed, tokenizer=tokenizer, group=run.comm, progress=tell
                 )
             )
-            done += num * num_steps
+            done += tokens
     with together(run.comm):
         return torch.cat(parts)
 

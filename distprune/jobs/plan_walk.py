@@ -10,7 +10,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.brief import one_line
-from distprune.calibration import SELF, available_bytes, load_samples, writing_bytes
+from distprune.calibration import SELF, available_bytes, load_samples, texts_of, writing_bytes
 from distprune.checkpoint import load_tokenizer, open_together, resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.collectives import communicator, together
@@ -109,8 +109,8 @@ def run_plan_job(
         counts = job.counts(num_text, num_in_file)
         asked = job.of_walk(job.ranks or comm.size, counts.total, on_device=on_device)
         num_written = 0 if words_file is not None else counts.continuing + counts.own
-        at_once = max(counts.continuing, counts.own) if num_written else 0
-        writing = writing_bytes(model, at_once, job.sequence_length, asked.num_ranks) if at_once else 0
+        texts = [(counts.continuing, job.sequence_length), texts_of(counts.own, job.sequence_length)]
+        writing = max(writing_bytes(model, *of, asked.num_ranks) for of in texts) if num_written else 0
         where = "a device" if on_device else "the host"
 
         def fits(plan: MemoryPlan) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.calibration import TOP_K, own_words
+from distprune.calibration import TOP_K, own_words, texts_of
 from distprune.checkpoint import load_model, load_tokenizer, mesh_of, name_of_model, open_together, resolve_model
 from distprune.collectives import agree, communicator, together
 from distprune.jobs.fit_memory import fit_writing
@@ -88,7 +88,7 @@ def run_sample_job(
         mesh = mesh_of(group, comm.size, device)
     with reporter.stage("loading", "bytes") as progress:
         model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
-    fit_writing(comm, model, [job.samples], job.sequence_length, device)
+    fit_writing(comm, model, [texts_of(job.samples, job.sequence_length)], device)
     started = time.perf_counter()
     with reporter.stage("writing own words", "tokens") as progress:
         words = own_words(

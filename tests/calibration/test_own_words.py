@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
+from distprune.calibration import texts_of
 from distprune.calibration.token_choice import choose, draw
 from distprune.models import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
@@ -62,6 +63,19 @@ def test_windows_of_one_batch_are_as_each_by_itself() -> None:
     assert torch.equal(own_words(model, 3, 12), at_once[:3])
     assert not torch.equal(own_words(model, 5, 12, seed=1), at_once)
     assert (own_words(model, 200, 2)[:, 0] > 2).all()  # 0, 1 and 2 are special
+
+
+@pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4)])
+def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_texts: int) -> None:
+    model, told = tiny_model("llama").double(), list[tuple[int, int]]()
+    each = -(-length // num_texts)
+    assert texts_of(2, length) == (2 * num_texts, each)
+    found = own_words(model, 2, length, progress=lambda *done: told.append(done))
+    assert found.shape == (2, length)
+    starts = found[:, ::each].flatten()
+    wanted = own_words(model, len(starts), each, prompts=starts[:, None])
+    assert torch.equal(found, wanted.view(2, -1)[:, :length])
+    assert told[-1] == (2 * num_texts * (each - 1),) * 2
 
 
 def test_continues_prompts_and_tells_how_far_it_is() -> None:
@@ -140,7 +154,7 @@ def failing_on_rank(rank: int, where: str) -> torch.Tensor:
     ("where", "message"),
     [
         ("forward", "division by zero"),
-        ("logits", "NaN or Inf where it writes window 1"),
+        ("logits", "NaN or Inf where it writes text 1"),
         ("progress", "boom 8"),
         ("seed", "different arguments: asked"),
     ],
