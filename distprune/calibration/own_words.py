@@ -158,8 +158,11 @@ def own_words(
                 written[own] = found.cpu()
             num_done += num_now
     reset_forward(bare)
-    told = sum_together(comm, written.shape, lambda words: words.copy_(written))
-    return told.view(samples, -1)[:, :sequence_length].contiguous()
+
+    def tell_windows(words: torch.Tensor) -> None:
+        words.copy_(written.view(samples, -1)[:, :sequence_length])
+
+    return sum_together(comm, (samples, sequence_length), tell_windows)
 
 
 def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
