@@ -249,7 +249,7 @@ def want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tu
     linear.want(x, (x_dense - x) @ linear.weight.T)
 
 
-def move(linear: Linear2d, share: float, damping: float = 0.1) -> None:
+def move(linear: Linear2d, share: float, damping: float = 0.3) -> None:
     """W + share E (H + damping diag H)^-1; zeros stay."""
     if linear.hessian is None or linear.wanted is None:
         return

@@ -92,7 +92,7 @@ def plain_removal(
             if is_healed:
                 move(linear, 1.0, 1.0)
             elif of_reader:
-                move(linear, of_reader, 0.1)
+                move(linear, of_reader, 0.3)
             if reader.kind in keep:
                 all_x = torch.cat(xs) if xs else torch.zeros(0, linear.weight.shape[1]).double()
                 rows = gradients.get(f"{name}.{reader.name}", (None, None))[1]

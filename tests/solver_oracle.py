@@ -101,7 +101,7 @@ def admm(
     products: torch.Tensor,
     pattern: Pattern,
     *,
-    damping: float = 0.1,
+    damping: float = 0.3,
     penalty: float = 1.0,
     num_steps: int = 8,
     num_closing: int = 6,

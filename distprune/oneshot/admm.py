@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
-from distprune.oneshot.damping import damped_factor
+from distprune.oneshot.damping import DAMPING, damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
 from distprune.patterns import Pattern
@@ -48,7 +48,7 @@ class ADMM(Solver["_Inputs"]):
 
     needs: ClassVar[MomentsOf] = "pairs"
     sends: ClassVar[bool] = True
-    damping: float = 0.1  # lambda
+    damping: float = DAMPING  # lambda
     score: Score = field(default=Computed(), init=False)
 
     @override

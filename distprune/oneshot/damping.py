@@ -8,6 +8,7 @@ import torch
 
 from distprune.shards import are_finite
 
+DAMPING = 0.3  # lambda, as a share of the diagonal, where weights are refitted: with less, few windows are overfitted
 _MAX_RAISED = 8
 
 Factorize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from distprune.calibration import Moments
-from distprune.oneshot.damping import damped_factor
+from distprune.oneshot.damping import DAMPING, damped_factor
 from distprune.oneshot.rows import Rows
 
 _CHUNK = 1 << 20  # weights that are worked on at a time
@@ -25,7 +25,7 @@ class Aim:
     """How far rows are moved to their target, and lambda."""
 
     share: float = 0.5
-    damping: float = 0.1
+    damping: float = DAMPING
 
 
 def has_target(moments: Moments, aim: Aim) -> bool:
