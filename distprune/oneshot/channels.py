@@ -19,7 +19,7 @@ from distprune.oneshot.block_layers import num_places
 
 @dataclass(frozen=True)
 class MovableChannels:
-    """MovableChannels that change places within ``num_heads`` parts of equally many consecutive ones.
+    """Channels that change places within ``num_heads`` parts of equally many consecutive ones.
 
     ``cuts``: what of each parameter goes with each channel; ``reader_index`` (channels, copies): which of the inputs of
     the linear layer ``reader``.
