@@ -75,8 +75,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         for pattern in arguments.patterns:
             for seed in arguments.seeds:
                 for method in arguments.methods:
-                    asks_nothing = "uniform" in method if pattern == "2:4" else "permuted" in method
-                    if not asks_nothing:
+                    says_nothing = "uniform" if pattern == "2:4" else "permuted"  # no shares; no groups
+                    if says_nothing not in method:
                         for ranks in arguments.ranks:
                             yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
 
