@@ -38,7 +38,7 @@ from distprune.oneshot import (
     updates_weights,
 )
 from distprune.oneshot.walk_costs import DEVICE, speeds_of
-from distprune.patterns import as_pattern
+from distprune.patterns import NByM, as_pattern
 
 
 @asked
@@ -74,18 +74,18 @@ class OneShotJob(PruningJob, CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         refit_of(self.refit, self.method, self.targets)
-        self.permutes()
+        self.permuted_for()
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
-    def permutes(self) -> bool:
-        """Return whether channels change places. Local; raises as ``permuted_for``."""
-        pattern = as_pattern(self.pattern, self.sparsity)
-        return permuted_for(self.permute, self.method, self.targets, pattern) is not None
+    def permuted_for(self) -> NByM | None:
+        """Return the pattern for which channels change places, if they do. Local; raises as the function does."""
+        return permuted_for(self.permute, self.method, self.targets, as_pattern(self.pattern, self.sparsity))
 
     def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
         """Return what the walk's plan is asked for. Local."""
         pattern, targets = as_pattern(self.pattern, self.sparsity), self.targets or default_targets(self.method)
+        permuted_for = self.permuted_for()
         return WalkRequest(
             num_ranks,
             num_samples,
@@ -99,6 +99,7 @@ class OneShotJob(PruningJob, CalibratedJob):
             offload=self.offload,
             speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
             tries=on_device,
+            permutes=0 if permuted_for is None else permuted_for.m,
         )
 
     def allocation_or_default(self) -> Allocation:
@@ -151,7 +152,10 @@ def run_one_shot_job(
         with open_unfinished(run, job) as unfinished:
             samples = calibrated.samples(run, job, unfinished)
             journal = BlockJournal(
-                run, unfinished, model, updates=updates_weights(job.method, job.targets) or job.permutes()
+                run,
+                unfinished,
+                model,
+                updates=updates_weights(job.method, job.targets) or job.permuted_for() is not None,
             )
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))

@@ -4,8 +4,9 @@ A block puts out the same in whatever order they are, but for the rounding of su
 decides what N:M has to give up (Pool and Yu, Channel Permutations for N:M Sparsity, NeurIPS 2021). A weight counts as
 its square times that of its inputs, as a share of its row's. Channels are dealt out to the groups by their sums. Then,
 for each place in a group in turn, the channels there are taken out of all groups and go where they add most: an
-assignment (as of Zhang et al., Plug-and-Play, ICLR 2024), here by exchanges of two. All that is summed are whole
-numbers, so that the order is the same on any number of ranks.
+assignment (as of Zhang et al., Plug-and-Play, ICLR 2024), here by exchanges of two, and of many groups among some
+hundreds at a time, other ones in each turn. All that is summed are whole numbers, so that the order is the same on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from distprune.patterns import NByM
 from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select, sent
 
 _NUM_TURNS, _NUM_SWEEPS = 6, 3  # turns of a place; of all pairs of groups within a turn
+_MOST_GROUPS = 512  # among which channels change places in one turn
 _SHARE_BITS, _LARGEST_BITS = 26, 30  # of a row's sum as a whole number; of its largest weight before that
 _CACHED = 1 << 18  # elements that are compared with one group at a time, on the host
 
@@ -61,12 +63,10 @@ def channel_order(
     """Return the order of ``channels`` in which ``n`` of every ``m`` keep most, (channels,) int64, on the CPU.
 
     ``rows``: this rank's of the layer that reads them; ``square_sums`` (in,): of its inputs, everywhere. Beside a
-    float32 copy of its rows a rank needs memory for three int64 for each pair of groups of a head. Every rank must call
-    it: 1 round of 8 bytes a channel, and 6, or ``m`` if that is more, of 8 bytes for each of those pairs; and 1 of 64
-    bytes.
+    float32 copy of its rows a rank needs memory for two int64 for each of ``num_pairs``. Every rank must call it: 1
+    round of 8 bytes a channel, ``num_turns`` of 8 bytes for each of those pairs; and 1 of 64 bytes.
     """
-    num_channels, num_heads = channels.num_channels, channels.num_heads
-    num_groups = num_channels // num_heads // m  # of each head
+    num_heads, num_groups = channels.num_heads, channels.num_channels // channels.num_heads // m
     shares: list[torch.Tensor] = []
 
     def begin(words: torch.Tensor) -> None:
@@ -75,19 +75,29 @@ def channel_order(
                 shares.append(_shares(rows.weight.detach(), square_sums, channels.reader_index))
                 words.copy_(shares[0].sum(dim=0, dtype=torch.int64))
 
-    totals = sum_together(comm, (num_channels,), begin)
-    groups, gains, num_turns = totals, totals, max(_NUM_TURNS, m)
-    for turn in range(num_turns):
+    totals = sum_together(comm, (channels.num_channels,), begin)
+    groups, gains = totals, totals
+    for turn in range(num_turns(m)):
         # What fails in it is raised on all ranks.
         def fill(words: torch.Tensor, turn: int = turn, gains: torch.Tensor = gains) -> None:
             nonlocal groups
-            groups = _exchanged(groups, gains, (turn - 1) % m) if turn else _dealt(totals.view(num_heads, -1), m)
+            groups = _exchanged(groups, gains, num_heads, turn - 1) if turn else _dealt(totals.view(num_heads, -1), m)
             if shares:
-                words.copy_(_gains(shares[0], groups, turn % m, n))
+                words.copy_(_gains(shares[0], groups, num_heads, turn, n))
 
-        gains = sum_together(comm, (num_heads, num_groups, num_groups), fill)
+        gains = sum_together(comm, (num_heads * num_pairs(num_groups),), fill)
     with together(comm):
-        return _exchanged(groups, gains, (num_turns - 1) % m).flatten()
+        return _exchanged(groups, gains, num_heads, num_turns(m) - 1).flatten()
+
+
+def num_turns(m: int) -> int:
+    """Return how often channels at one place in groups of ``m`` go where they add most."""
+    return max(_NUM_TURNS, m)
+
+
+def num_pairs(num_groups: int) -> int:
+    """Return of how many channels and groups of a head a turn asks what one adds to the other."""
+    return sum(len(part) ** 2 for part in _parts(1, num_groups, 0))
 
 
 def move_channels(comm: Communicator, block: nn.Module, channels: MovableChannels, order: torch.Tensor) -> None:
@@ -124,8 +134,17 @@ def _shares(weight: torch.Tensor, square_sums: torch.Tensor, index: torch.Tensor
     return found.flatten(0, 1)
 
 
+def _parts(num_heads: int, num_groups: int, turn: int) -> list[torch.Tensor]:
+    """Return which groups, of those of all heads, change channels with each other: by turns neighbours and not."""
+    num_parts = -(-num_groups // _MOST_GROUPS)
+    groups = torch.arange(num_groups, device="cpu")
+    if turn % 2:
+        groups = torch.cat([groups[first::num_parts] for first in range(num_parts)])
+    return [head * num_groups + part for head in range(num_heads) for part in groups.tensor_split(num_parts)]
+
+
 def _dealt(totals: torch.Tensor, m: int) -> torch.Tensor:
-    """Return groups of channels, (heads, groups, m), by ``totals`` (heads, channels of each).
+    """Return groups of channels, (groups of all heads, m), by ``totals`` (heads, channels of each).
 
     Within each head: the largest one to each group, the next in turn, to and fro.
     """
@@ -134,34 +153,38 @@ def _dealt(totals: torch.Tensor, m: int) -> torch.Tensor:
     ranked += torch.arange(0, totals.numel(), length, device=totals.device)[:, None]
     places = ranked.view(num_heads, m, -1)
     places[:, 1::2] = places[:, 1::2].flip(2)
-    return places.transpose(1, 2).contiguous()
+    return places.transpose(1, 2).reshape(-1, m)
 
 
-def _exchanged(groups: torch.Tensor, gains: torch.Tensor, place: int) -> torch.Tensor:
-    """Return ``groups`` once the channels at ``place`` have gone where they gain most."""
-    found = groups.clone()
-    for of_head, before, of_pairs in zip(found, groups, gains, strict=True):
-        of_head[torch.from_numpy(_assigned(of_pairs.numpy())), place] = before[:, place]
+def _exchanged(groups: torch.Tensor, gains: torch.Tensor, num_heads: int, turn: int) -> torch.Tensor:
+    """Return ``groups`` once the channels whose turn it is have gone where they gain most; see ``_gains``."""
+    found, place = groups.clone(), turn % groups.shape[1]
+    parts = _parts(num_heads, len(groups) // num_heads, turn)
+    for part, of_part in zip(parts, torch.split(gains, [len(part) ** 2 for part in parts]), strict=True):
+        goes_to = torch.from_numpy(_assigned(of_part.view(len(part), -1).numpy()))
+        found[part[goes_to], place] = groups[part, place]
     return found
 
 
-def _gains(shares: torch.Tensor, groups: torch.Tensor, place: int, n: int) -> torch.Tensor:
-    """Return what each channel at ``place`` of ``groups`` (heads, groups, m) adds to what the rest of each group keeps.
+def _gains(shares: torch.Tensor, groups: torch.Tensor, num_heads: int, turn: int, n: int) -> torch.Tensor:
+    """Return what each channel whose turn it is adds to what the rest of each group of its part keeps.
 
-    (heads, channels, groups), int64: where it is among the ``n`` largest of a row, what it is above the one it
-    displaces.
+    int64, flat: of each part (channels, groups); where a channel is among the ``n`` largest of a row, what it is above
+    the one it displaces. ``groups`` (groups of all heads, m).
     """
-    num_heads, num_groups, m = groups.shape
-    here = sent(groups, shares.device)
-    gains = torch.zeros((num_heads, num_groups, num_groups), dtype=torch.int64, device=shares.device)
+    place = turn % groups.shape[1]
+    parts = _parts(num_heads, len(groups) // num_heads, turn)
+    sizes = [len(part) ** 2 for part in parts]
+    gains = torch.zeros(sum(sizes), dtype=torch.int64, device=shares.device)
     num_elements = _CACHED if on_host(shares.device) else chunk_size(shares.device)
-    for some in torch.split(shares, max(1, num_elements // (num_groups * m))):
-        for of_head, of_pairs in zip(here, gains, strict=True):
-            others = torch.cat([of_head[:, :place], of_head[:, place + 1 :]], dim=1)
+    for part, of_part in zip(parts, torch.split(gains, sizes), strict=True):
+        here, pairs = sent(groups[part], shares.device), of_part.view(len(part), -1)
+        others = torch.cat([here[:, :place], here[:, place + 1 :]], dim=1)
+        for some in torch.split(shares, max(1, num_elements // here.numel())):
             least = some[:, others].sort(dim=2, descending=True).values[:, :, n - 1]  # (rows, groups)
-            own = some[:, of_head[:, place]]  # (rows, channels)
-            for group in range(num_groups):
-                of_pairs[:, group] += (own - least[:, group : group + 1]).clamp_(min=0).sum(dim=0, dtype=torch.int64)
+            own = some[:, here[:, place]]  # (rows, channels)
+            for group in range(len(part)):
+                pairs[:, group] += (own - least[:, group : group + 1]).clamp_(min=0).sum(dim=0, dtype=torch.int64)
     return gains
 
 

@@ -28,6 +28,7 @@ from distprune.oneshot.walk_costs import (
     moment_bytes,
     num_products,
     num_sweep,
+    order_cost,
     prepared_bytes,
     row_bytes,
     sum_bytes,
@@ -39,10 +40,10 @@ BEFORE = "a block's shard, as it was"
 STREAMS, DENSE, FORWARD = "hidden streams", "dense stream of a block", "one sample's run"
 TOKENS, SUMS, MESSAGES, WAVES = "tokens of experts", "sums", "sums and tokens on their way", "sums of a wave of experts"
 MOMENTS, FACTORS, ROWS, PYTHON = "moments at an owner", "factors", "rows at an owner", "Python"
-FIT = "fit of a block"
+FIT, ORDER = "fit of a block", "order of channels"
 PARTS = (
     *(WEIGHTS, BLOCK, GATHER, BEFORE, STREAMS, DENSE, FORWARD),
-    *(TOKENS, SUMS, MESSAGES, WAVES, MOMENTS, FACTORS, ROWS, FIT, PYTHON),
+    *(ORDER, TOKENS, SUMS, MESSAGES, WAVES, MOMENTS, FACTORS, ROWS, FIT, PYTHON),
 )
 
 # Measured: seconds of Python a linear layer on one of 1,024 ranks (scale_epyc-2core_2026-11-25.md).
@@ -104,6 +105,8 @@ def _at_a_time(always: Parts, stage: Parts) -> Iterator[Parts]:
     tokens = {name: stage[name] for name in (TOKENS,) if name in stage}
     yield kept | {name: always[name] for name in (BLOCK, GATHER)}
     yield kept | tokens | {name: of for name, of in (always | stage).items() if name in (BLOCK, FORWARD, SUMS)}
+    if ORDER in always:
+        yield {name: of for name, of in always.items() if name in (WEIGHTS, STREAMS, ORDER)}
     if FIT in always:  # what the dense stream leaves of the block is gone
         yield {name: of for name, of in always.items() if name in (WEIGHTS, STREAMS, BLOCK, FIT)}
     for together in ((SUMS, WAVES, MESSAGES), (MESSAGES, MOMENTS), (MOMENTS, FACTORS, ROWS)):
@@ -123,7 +126,9 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
     for stage in stages:  # a run ends where the layers of its stage have been given their inputs
         num_runs += before / active if asked.by_layer else 1.0
         before += sum(of.num_active for of in stage)
-    num_gathers = len(stages) + 1 + asked.has_targets
+    channels = asked.moved(block)
+    num_runs += bool(channels)
+    num_gathers = len(stages) + 1 + asked.has_targets + bool(channels)
     whole = block.num_bytes / asked.num_sharing if asked.is_gathered else 0.0
     moved = num_gathers * whole * (1 - asked.held * asked.num_sharing)
     gathered = PartCost(device=whole)
@@ -141,6 +146,8 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
     }
     if asked.tries:
         parts[BEFORE] = PartCost(device=block.num_bytes * asked.held)
+    if channels:
+        parts[ORDER] = order_cost(channels, asked)
     if asked.fits:
         once = 2 * active / asked.num_sharing * asked.own_tokens / asked.speeds.forward
         parts[FIT] = fit_cost(block, model.hidden, model.itemsize, parts[FORWARD].device, once, asked)

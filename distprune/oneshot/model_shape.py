@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from distprune.calibration.order import kind_of
 from distprune.models import LinearLayer, decoder_blocks, linear_layers, num_bytes, text_config
-from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
+from distprune.oneshot.channels import MovableChannels, find_channels
+from distprune.oneshot.walk_costs import BlockShape, ChannelShape, InputShape, ModelShape
 
 _EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # in configs of transformers
 _USUAL_EXPERTS = 8  # where the config does not say
@@ -31,8 +32,13 @@ def shape_of(model: nn.Module) -> ModelShape:
         raise ValueError(f"the blocks of {type(model).__name__} hold no linear layer")
     config = text_config(model)
     shapes = tuple(
-        BlockShape(tuple(_inputs(list(linear_layers(block).values()), first.num_in, config)), num_bytes(block))
+        BlockShape(
+            tuple(_inputs(list(linears.values()), first.num_in, config)),
+            num_bytes(block),
+            tuple(_channels(block, linears, of) for of in find_channels(model, block, linears, m=1).values()),
+        )
         for block in blocks
+        for linears in [linear_layers(block)]
     )
     return ModelShape(shapes, num_bytes(model), first.num_in, first.parameter.element_size(), _called(config, first))
 
@@ -43,6 +49,13 @@ def _called(config: Any, first: LinearLayer) -> int:
     if not (getattr(config, "rope_parameters", None) and isinstance(num_heads, int)):
         return 0
     return 2 * (getattr(config, "head_dim", None) or first.num_in // num_heads)
+
+
+def _channels(block: nn.Module, linears: Mapping[str, LinearLayer], of: MovableChannels) -> ChannelShape:
+    parameters = [block.get_parameter(cut.parameter) for cut in of.cuts if cut.dim == 0]
+    num_moved = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    length, copies = of.num_channels // of.num_heads, of.reader_index.shape[1]
+    return ChannelShape(of.num_heads, length, copies, linears[of.reader].num_out, num_moved)
 
 
 def _inputs(linears: Sequence[LinearLayer], hidden: int, config: Any) -> Iterator[InputShape]:

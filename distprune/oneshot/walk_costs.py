@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.triangle import triangle_shape
 from distprune.oneshot.admm import CHUNK, NUM_STEPS
 from distprune.oneshot.block_fit import BATCH, num_steps
+from distprune.oneshot.channel_order import num_pairs, num_turns
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
 _HEAD = 64  # features of a head of attention, at least
 _ADAM_OPERATIONS = 600  # as many products in float32 take as long as one weight's step, which waits for memory
+_GAIN_OPERATIONS = 100  # as many take as long as what one channel of a row adds to one group
+_PAIR_SECONDS = 1.7e-7  # of a turn for each pair of groups: exchanges, on the host of every rank
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,24 @@ class InputShape:
 
 
 @dataclass(frozen=True)
+class ChannelShape:
+    """Channels that can change places within ``num_heads`` parts of ``length``.
+
+    ``num_out`` rows read ``copies`` of each; ``num_bytes``: of the parameters whose rows they are.
+    """
+
+    num_heads: int
+    length: int
+    copies: int
+    num_out: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class BlockShape:
     inputs: tuple[InputShape, ...]  # in the order in which they are given
     num_bytes: int
+    channels: tuple[ChannelShape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,8 @@ class WalkRequest:
     tries: bool = False
     num_sharing: int = 1
     num_parts: int | None = None
+    fits: bool = False  # each block as a whole
+    permutes: int = 0  # M, if channels change places among groups of so many
 
     @property
     def held(self) -> float:
@@ -112,8 +133,6 @@ class WalkRequest:
     def is_gathered(self) -> bool:
         """Whether a block is gathered before it runs."""
         return (self.num_parts or self.num_ranks) > self.num_sharing
-
-    fits: bool = False  # each block as a whole
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +147,12 @@ class WalkRequest:
     def away(self) -> float:
         """The share of what is spread over all ranks that the others have."""
         return 1 - 1 / self.num_ranks
+
+    def moved(self, block: BlockShape) -> list[ChannelShape]:
+        """Return the channels of ``block`` that change places."""
+        return [
+            of for of in block.channels if self.permutes and of.length % self.permutes == 0 < of.length - self.permutes
+        ]
 
     def kept(self, num_bytes: float) -> PartCost:
         """Return the cost of what waits where activations do."""
@@ -239,3 +264,18 @@ def fit_cost(block: BlockShape, hidden: int, itemsize: int, run: float, forward:
     seconds = runs * forward + update + moved / asked.speeds.network
     outputs = asked.kept(asked.own_tokens * hidden * itemsize)
     return outputs.beside(PartCost(device=adam + gradients + graph, sent=moved, arriving=moved, seconds=seconds))
+
+
+def order_cost(channels: Iterable[ChannelShape], asked: WalkRequest) -> PartCost:
+    """Return the cost of putting ``channels`` of a block into their order, without the block's run for it."""
+    total, m = PartCost(), asked.permutes
+    for of in channels:
+        num_channels, pairs, turns = of.num_heads * of.length, of.num_heads * num_pairs(of.length // m), num_turns(m)
+        summed = (16.0 * of.copies + 8) * num_channels + turns * 8 * pairs
+        summed, rows = summed * (asked.num_ranks > 1), of.num_bytes * asked.held * asked.away
+        own = of.num_out / asked.num_ranks * of.copies  # rows
+        work = _GAIN_OPERATIONS * turns * own * pairs / asked.speeds.float32 + _PAIR_SECONDS * turns * pairs
+        seconds = work + (2 * summed + rows) / asked.speeds.network
+        memory = PartCost(device=4 * own * num_channels + 8 * pairs, host=16 * pairs)
+        total = total.then(replace(memory, sent=summed + rows, arriving=summed + rows, seconds=seconds))
+    return total

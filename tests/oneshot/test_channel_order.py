@@ -12,6 +12,7 @@ import torch
 
 from distprune import prune_blocks
 from distprune.collectives import Alone, communicator
+from distprune.oneshot import channel_order as channel_order_module
 from distprune.oneshot.channel_order import _assigned, channel_order, move_channels
 from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows
@@ -52,11 +53,25 @@ def reads(num_channels: int, num_heads: int = 1, copies: int = 1) -> MovableChan
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "num_heads", "copies", "lost"),
-    [(2, 4, 1, 1, 0.75), (4, 8, 1, 1, 0.75), (1, 4, 1, 1, 0.75), (3, 4, 1, 1, 0.75), (2, 4, 3, 2, 0.92)],
+    ("n", "m", "num_heads", "copies", "most", "lost"),
+    [
+        (2, 4, 1, 1, 512, 0.38),
+        (4, 8, 1, 1, 512, 0.43),
+        (1, 4, 1, 1, 512, 0.58),
+        (3, 4, 1, 1, 512, 0.2),
+        (2, 4, 3, 2, 512, 0.92),
+        (2, 4, 1, 1, 10, 0.4),
+        (2, 4, 2, 1, 5, 0.72),
+    ],
 )
-def test_more_is_kept(n: int, m: int, num_heads: int, copies: int, lost: float) -> None:
-    """Less the more inputs have to agree on an order."""
+def test_more_is_kept(
+    n: int, m: int, num_heads: int, copies: int, most: int, lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less the more inputs have to agree on an order, and the fewer groups a channel can choose among.
+
+    Dealt out alone, without turns, they lose 0.52, 0.53, 0.67, 0.40, 0.97 and 0.86 of what they did.
+    """
+    monkeypatch.setattr(channel_order_module, "_MOST_GROUPS", most)
     weight, sums = drawn(24, 96)
     channels = reads(96 // copies, num_heads, copies)
     order = channel_order(Alone(), rows_of(weight), sums, channels, n, m)
@@ -105,12 +120,15 @@ def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor, num_heads: in
     return order.tolist(), comm.traffic.num_rounds, comm.traffic.num_bytes
 
 
-@pytest.mark.parametrize("num_heads", [1, 3])
-def test_any_number_of_ranks_finds_the_same(num_heads: int) -> None:
+@pytest.mark.parametrize(("num_heads", "most", "sizes"), [(1, 512, [24]), (3, 512, [8] * 3), (1, 7, [6] * 4)])
+def test_any_number_of_ranks_finds_the_same(
+    num_heads: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are shared out unevenly; a rank that has a copy of them counts none."""
+    monkeypatch.setattr(channel_order_module, "_MOST_GROUPS", most)
     weight, sums = drawn(24, 96)
     alone = channel_order(Alone(), rows_of(weight), sums, reads(96, num_heads), 2, 4).tolist()
-    num_pairs = 24 * 24 // num_heads
+    num_pairs = sum(size**2 for size in sizes)
     for order, num_rounds, num_bytes in run_threads(4, on_thread, weight, sums, num_heads):
         assert order == alone
         assert (num_rounds, num_bytes) == (8, 8 * (96 + 1) + 6 * 8 * (num_pairs + 1) + 64)
