@@ -97,7 +97,13 @@ def num_turns(m: int) -> int:
 
 def num_pairs(num_groups: int) -> int:
     """Return of how many channels and groups of a head a turn asks what one adds to the other."""
-    return sum(len(part) ** 2 for part in _parts(1, num_groups, 0))
+    num_parts = _num_parts(num_groups)
+    size, num_larger = divmod(num_groups, num_parts)
+    return num_larger * (size + 1) ** 2 + (num_parts - num_larger) * size**2
+
+
+def _num_parts(num_groups: int) -> int:
+    return -(-num_groups // _MOST_GROUPS)
 
 
 def move_channels(comm: Communicator, block: nn.Module, channels: MovableChannels, order: torch.Tensor) -> None:
@@ -136,7 +142,7 @@ def _shares(weight: torch.Tensor, square_sums: torch.Tensor, index: torch.Tensor
 
 def _parts(num_heads: int, num_groups: int, turn: int) -> list[torch.Tensor]:
     """Return which groups, of those of all heads, change channels with each other: by turns neighbours and not."""
-    num_parts = -(-num_groups // _MOST_GROUPS)
+    num_parts = _num_parts(num_groups)
     groups = torch.arange(num_groups, device="cpu")
     if turn % 2:
         groups = torch.cat([groups[first::num_parts] for first in range(num_parts)])

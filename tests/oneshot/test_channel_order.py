@@ -120,7 +120,9 @@ def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor, num_heads: in
     return order.tolist(), comm.traffic.num_rounds, comm.traffic.num_bytes
 
 
-@pytest.mark.parametrize(("num_heads", "most", "sizes"), [(1, 512, [24]), (3, 512, [8] * 3), (1, 7, [6] * 4)])
+@pytest.mark.parametrize(
+    ("num_heads", "most", "sizes"), [(1, 512, [24]), (3, 512, [8] * 3), (1, 7, [6] * 4), (1, 5, [5] * 4 + [4])]
+)
 def test_any_number_of_ranks_finds_the_same(
     num_heads: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
