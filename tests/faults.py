@@ -34,7 +34,9 @@ from tests.worlds import run_threads
 
 __all__ = ["Place", "Tried", "faults"]
 
-Tried: TypeAlias = Counter[tuple[int, str]]  # by rank and line: in how many gaps it met an error
+Tried: TypeAlias = Counter[
+    tuple[int | None, str]
+]  # by rank, if each counts, and line: in how many gaps it met an error
 
 _LIBRARY = str(Path(distprune.__file__).parent) + "/"
 _COLLECTIVES = _LIBRARY + "collectives/"
@@ -282,19 +284,22 @@ def faults(
     changes: Callable[[], list[str]] = list,
     *,
     gaps_per_line: int = 2,
+    each_rank: bool = True,
     tried: Tried | None = None,
     within: tuple[str, ...] = ("",),
 ) -> tuple[int, list[str]]:
     """Return how many places there are, and a line for each after whose error not every rank raised it.
 
     ``call(rank)`` makes what the rank then calls; ``changes()`` says, after a run, what differs from before. The
-    last and the first rank meet the error, each in ``gaps_per_line`` of the gaps in which it comes to a line. Lines are
-    of files whose paths in the library begin with one of ``within``. Calls with one ``tried`` share these gaps.
+    last and the first rank meet the error, each in ``gaps_per_line`` of the gaps in which it comes to a line; unless
+    ``each_rank``, the first only at lines to which the last does not come. Lines are of files whose paths in the
+    library begin with one of ``within``. Calls with one ``tried`` share these gaps.
     """
     gc.collect()
     gc.disable()  # it calls back wherever it happens to run
     try:
-        return _faults(num_ranks, call, changes, gaps_per_line, Counter() if tried is None else tried, within)
+        counts = Counter() if tried is None else tried
+        return _faults(num_ranks, call, changes, gaps_per_line, each_rank, counts, within)
     finally:
         gc.enable()
 
@@ -304,6 +309,7 @@ def _faults(
     call: Callable[[int], Callable[[], Any]],
     changes: Callable[[], list[str]],
     gaps_per_line: int,
+    each_rank: bool,
     tried: Tried,
     within: tuple[str, ...],
 ) -> tuple[int, list[str]]:
@@ -315,10 +321,11 @@ def _faults(
         good = _run(num_ranks, call, victim, None)
         for place in (place for place in good.places if place.line.startswith(within)):
             seen.add((place.gap, place.line))
-            if (place.gap, place.line) in done or tried[victim, place.line] == gaps_per_line:
+            who = victim if each_rank else None
+            if (place.gap, place.line) in done or tried[who, place.line] == gaps_per_line:
                 continue
             done.add((place.gap, place.line))
-            tried[victim, place.line] += 1
+            tried[who, place.line] += 1
             run = _run(num_ranks, call, victim, place)
             said = _said(run, victim) or ", ".join(f"{name} changed" for name in changes())
             if said:

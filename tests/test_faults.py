@@ -140,10 +140,10 @@ def masks_to_shard(*_: object) -> Called:
     return model, lambda: prune.shard_masks(model)
 
 
-def one_shot(method: Any, pattern: Any, refit: Any = "none", tokens: torch.Tensor = TOKENS) -> Make:
+def one_shot(tokens: torch.Tensor = TOKENS, **how: Any) -> Make:
     def make(*_: object) -> Called:
         model, told = language(), lambda *_: None
-        return model, lambda: prune_blocks(model, tokens, method=method, pattern=pattern, refit=refit, on_block=told)
+        return model, lambda: prune_blocks(model, tokens, **how, on_block=told)
 
     return make
 
@@ -266,10 +266,10 @@ CALLS: dict[str, tuple[int, Make]] = {
         2,
         trained(lambda model, optimizer: lambda: prune.StraightThrough(model, optimizer, include="*")),
     ),
-    "wanda": (2, one_shot("wanda", prune.NByM(2, 4))),
-    "sparsegpt": (2, one_shot("sparsegpt", prune.Unstructured(0.5))),
-    "admm": (2, one_shot("admm", prune.NByM(2, 4))),
-    "fitted blocks": (2, one_shot("admm", prune.NByM(2, 4), "block", TOKENS[:2])),
+    "wanda": (2, one_shot(method="wanda", pattern="2:4")),
+    "sparsegpt": (2, one_shot(method="sparsegpt", sparsity=0.5)),
+    "admm": (2, one_shot(method="admm", pattern="2:4", refit="none")),
+    "fitted blocks": (2, one_shot(TOKENS[:2], method="admm", pattern="2:4", permute="none")),
     "perplexity": (2, evaluated),
     "allocate": (2, lambda *_: (model := language(), lambda: prune.allocate(model, TOKENS, 0.5))),
     "load_model": (2, loaded),
@@ -303,7 +303,7 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def faults_of(
-    num_ranks: int, make: Make, folder: Path, one_shot: bool, gaps_per_line: int, tried: Tried, within: tuple[str, ...]
+    num_ranks: int, make: Make, folder: Path, one_shot: bool, within: tuple[str, ...], **how: Any
 ) -> tuple[int, list[str]]:
     models: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
 
@@ -320,7 +320,7 @@ def faults_of(
             if not (one_shot and name.startswith("layers."))  # the blocks before stay pruned
         ]
 
-    return faults(num_ranks, call, changes, gaps_per_line=gaps_per_line, tried=tried, within=within)
+    return faults(num_ranks, call, changes, within=within, **how)
 
 
 @pytest.fixture(scope="module")
@@ -364,16 +364,17 @@ TRIED: Tried = Counter()
     "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in CALLS]
 )
 def test_all_ranks_raise(name: str, folder: Path, pytestconfig: pytest.Config) -> None:
-    """By default a line meets an error in the first call that comes to it.
+    """By default a line meets an error in the first call that comes to it, on one rank.
 
-    With ``--whole`` it does so in every call, and in two gaps; but for calls that take long.
+    With ``--whole`` it does so in every call, on the first rank and the last, and in two gaps; but for calls that take
+    long.
     """
     within = ("jobs/", "checkpoint/") if name in JOBS else FIT if name == "fitted blocks" else ("",)
     one_shot = name in ("wanda", "sparsegpt", "admm", "fitted blocks", *JOBS)
     whole = pytestconfig.getoption("--whole")
     gaps_per_line = 2 if whole and not one_shot else 1
-    tried = Counter() if whole else TRIED
-    num_places, wrong = faults_of(*CALLS[name], folder, one_shot, gaps_per_line, tried, within)
+    how = {"gaps_per_line": gaps_per_line, "each_rank": whole, "tried": Counter() if whole else TRIED}
+    num_places, wrong = faults_of(*CALLS[name], folder, one_shot, within, **how)
     assert num_places > 0
     if name == "prune_model no seed":  # another one is drawn for every run, and not all take the same way
         wrong = [place for place in wrong if not place.endswith("not met again")]
