@@ -8,7 +8,8 @@ along, and of experts' sums there, nothing is promised.
 
 Experts are fitted with the rest; matrices that no layer of the walk reads (routers, convolutions) are not.
 
-A batch has as many windows on any number of ranks: more sample groups than that do not make a fit faster.
+A batch has as many windows on any number of ranks, 4, or of many a 32nd: more sample groups than that do not make a fit
+faster.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from distprune.collectives import Communicator, together
 from distprune.oneshot.block_layers import num_places
 from distprune.shards import LocalShard, bits_of, local_shard, on_host, own_settings, row_chunks
 
-BATCH, NUM_EPOCHS = 4, 2  # windows; passes over all of them
+_LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
+NUM_EPOCHS = 2  # passes over all of them
 _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 _STEP, _USUAL_RMS = 1e-3, 0.1  # the first step, of a matrix whose root mean square is so large
 _WARM_UP, _LEAST = 0.1, 0.1  # of all steps; of the learning rate, at the end
@@ -66,7 +68,7 @@ def fit_block(
         of_others = _shared(walk.model, block)
         fitted = {name: of for name, of in block.named_parameters() if name in matrices or _is_vector(of)}
         names = [name for name, of in fitted.items() if id(of) not in of_others]
-        gradients = WindowGradients(comm, walk, index, names, num_windows, BATCH) if names else None
+        gradients = WindowGradients(comm, walk, index, names, num_windows, batch_size(num_windows)) if names else None
     before, sizes = (None, []) if gradients is None else gradients.measure_both()
     if gradients is None or before is None or not before.error or not before.size:
         if advances:
@@ -103,9 +105,14 @@ def fit_block(
     return BlockFit(before.relative_error, after.relative_error)
 
 
+def batch_size(num_windows: int) -> int:
+    """Return of how many windows each step's gradient is."""
+    return max(_LEAST_BATCH, -(-num_windows // _MOST_BATCHES))
+
+
 def num_steps(num_windows: int) -> int:
     """Return how many steps a fit takes."""
-    return NUM_EPOCHS * -(-num_windows // BATCH)
+    return NUM_EPOCHS * -(-num_windows // batch_size(num_windows))
 
 
 def _shared(model: nn.Module, block: nn.Module) -> set[int]:
@@ -120,11 +127,12 @@ def _is_vector(parameter: torch.Tensor) -> bool:
 
 def _batches(num_windows: int, index: int, seed: int) -> Iterator[list[int]]:
     """Yield the windows of each step: batches of consecutive ones, in another order in each epoch."""
+    size = batch_size(num_windows)
     for epoch in range(NUM_EPOCHS):
-        starts = list(range(0, num_windows, BATCH))
+        starts = list(range(0, num_windows, size))
         random.Random(f"{seed}:{index}:{epoch}").shuffle(starts)
         for start in starts:
-            yield list(range(start, min(start + BATCH, num_windows)))
+            yield list(range(start, min(start + size, num_windows)))
 
 
 def _rates(names: list[str], sizes: list[float], matrices: Collection[str]) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.triangle import triangle_shape
 from distprune.oneshot.admm import CHUNK, NUM_STEPS
-from distprune.oneshot.block_fit import BATCH, num_steps
+from distprune.oneshot.block_fit import batch_size, num_steps
 from distprune.oneshot.channel_order import num_pairs, num_turns
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
@@ -259,7 +259,7 @@ def fit_cost(block: BlockShape, hidden: int, itemsize: int, run: float, forward:
     moved = (steps + 2) * block.num_bytes * asked.is_gathered + 4 * steps * numel
     moved *= asked.num_ranks > 1
     update = steps * _ADAM_OPERATIONS * numel * asked.held / asked.speeds.float32
-    num_own = -(-BATCH // (asked.num_ranks // asked.num_sharing))  # windows of a batch
+    num_own = -(-batch_size(asked.num_samples) // (asked.num_ranks // asked.num_sharing))  # windows of a batch
     runs = 3 * steps * num_own * asked.length / asked.own_tokens + 1
     seconds = runs * forward + update + moved / asked.speeds.network
     outputs = asked.kept(asked.own_tokens * hidden * itemsize)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distprune.models import decoder_blocks
-from distprune.oneshot import WalkRequest, block, driver, plan_walk, prune_blocks, shape_of
+from distprune.oneshot import WalkRequest, block, block_fit, driver, plan_walk, prune_blocks, shape_of
 from distprune.oneshot.block_fit import BlockFit, fit_block, num_steps
 from distprune.oneshot.memory_plan import FIT
 from tests.architectures import samples, tiny_model
@@ -29,7 +29,7 @@ HOW: dict[str, Any] = {"method": "admm", "pattern": "2:4"}
 EXACT: dict[str, Any] = {"method": "magnitude", "targets": "dense", "pattern": "2:4"}
 
 
-def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module) -> float:
+def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module, size_of_batch: int) -> float:
     """Fit ``block``, the first of ``model``, to what ``dense`` puts out; return the relative error after."""
     calls = [first_inputs(model, decoder_blocks(model)[0][1], tokens[None]) for tokens in TOKENS]
 
@@ -51,9 +51,9 @@ def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module) -> floa
     first, second = ({name: torch.zeros_like(p) for name, p in fit.items()} for _ in range(2))
     batches: list[list[int]] = []
     for epoch in range(2):
-        starts = list(range(0, len(TOKENS), 4))
+        starts = list(range(0, len(TOKENS), size_of_batch))
         random.Random(f"0:0:{epoch}").shuffle(starts)
-        batches += [list(range(len(TOKENS)))[start : start + 4] for start in starts]
+        batches += [list(range(len(TOKENS)))[start : start + size_of_batch] for start in starts]
     for step, batch in enumerate(batches, 1):
         loss = sum((unit * (run(block, number) - wanted[number]).square().sum() for number in batch), torch.zeros(()))
         gradients = dict(zip(fit, torch.autograd.grad(loss, list(fit.values())), strict=True))
@@ -71,13 +71,16 @@ def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module) -> floa
     return math.sqrt(error / size)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_as_a_plain_loop(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "most_batches", "size"), [("llama", 32, 4), ("gpt2", 32, 4), ("mixtral", 2, 5)]
+)
+def test_as_a_plain_loop(architecture: str, most_batches: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_fit, "_MOST_BATCHES", most_batches)
     changes = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": 1}
     dense, plain, model = (tiny_model(architecture, **changes) for _ in range(3))
     prune_blocks(plain, TOKENS, **HOW, refit="none")
     before = copy.deepcopy(plain)
-    error = fitted_plainly(decoder_blocks(plain)[0][1], decoder_blocks(dense)[0][1], dense)
+    error = fitted_plainly(decoder_blocks(plain)[0][1], decoder_blocks(dense)[0][1], dense, size)
     fit = prune_blocks(model, TOKENS, **HOW).blocks[0].fit
     assert fit is not None
     assert fit.after < 0.99 * fit.before
