@@ -41,25 +41,28 @@ UNITS: dict[str, Any] = {
 }
 LAYERS, NUM_LAYERS = "6 of 30 layers", 24
 OWN = ", with own words"
+LEAST_SQUARES, BLOCK = {"refit": "least_squares"}, {"refit": "block"}  # the default of a job: own words, and "block"
 METHODS: dict[str, Any] = {
-    f"OBS, blocks fitted{OWN}": {"refit": "block"},
-    f"OBS, as by default{OWN}": {},
-    "OBS, as by default": {},
-    "OBS, refitted towards the dense model": {"targets": "dense"},
-    "OBS, refitted to the pruned model's own outputs": {"targets": "own"},
-    "Taylor, refitted towards the dense model": {"criterion": "taylor", "targets": "dense"},
+    f"OBS, blocks fitted{OWN}": BLOCK,
+    f"OBS, least squares{OWN}": LEAST_SQUARES,
+    "OBS, blocks fitted": BLOCK,
+    "OBS, least squares": LEAST_SQUARES,
+    "OBS, least squares towards the dense model": {"targets": "dense", **LEAST_SQUARES},
+    "OBS, least squares to the pruned model's own outputs": {"targets": "own"},
+    "Taylor, least squares towards the dense model": {"criterion": "taylor", "targets": "dense", **LEAST_SQUARES},
     "Minitron": {"criterion": "activation", "refit": "none"},
     "FLAP": {"criterion": "fluctuation", "refit": "none"},
     "Taylor": {"criterion": "taylor", "refit": "none"},
     "magnitude": {"criterion": "magnitude", "refit": "none"},
 }
-LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and whether the others make up for them
-    f"loss, blocks fitted{OWN}": ("loss", {"refit": "block"}),
-    f"loss, healed{OWN}": ("loss", {}),
-    "loss, healed": ("loss", {}),
+LAYER_METHODS: dict[str, Any] = {  # by which criterion layers go, and how the others make up for them
+    f"loss, blocks fitted{OWN}": ("loss", BLOCK),
+    f"loss, least squares{OWN}": ("loss", LEAST_SQUARES),
+    "loss, least squares": ("loss", LEAST_SQUARES),
     "loss": ("loss", {"targets": "own"}),
-    f"influence (ShortGPT), healed{OWN}": ("influence", {}),
-    "influence (ShortGPT), healed": ("influence", {}),
+    f"influence (ShortGPT), blocks fitted{OWN}": ("influence", BLOCK),
+    f"influence (ShortGPT), least squares{OWN}": ("influence", LEAST_SQUARES),
+    "influence (ShortGPT), least squares": ("influence", LEAST_SQUARES),
     "influence (ShortGPT)": ("influence", {"targets": "own"}),
 }
 BUDGET, SHARE = "20 % of the blocks' parameters", 0.2

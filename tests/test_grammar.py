@@ -59,8 +59,7 @@ BY_WEIGHTS = ("magnitude", "a job without windows")
 DEVIATING: dict[str, dict[str, tuple[Any, str]]] = {
     "prune_blocks": {"samples": TOKEN_IDS},
     "allocate": {"samples": TOKEN_IDS, "sparsity": ONE_SHARE},
-    "shrink_model": {"samples": TOKEN_IDS, "refit": ("least_squares", "of what reads the units")},
-    "ShrinkJob": {"refit": ("least_squares", "of what reads the units")},
+    "shrink_model": {"samples": TOKEN_IDS},
     "perplexity": {"samples": TOKEN_IDS, "sequence_length": (None, "that of the samples")},
     "calibration_windows": {"tokenizer": (REQUIRED, "text is nothing without one; it stands beside the text")},
     "FinetuneJob": {"samples": (None, "as many as a file holds"), "sequence_length": (256, "of windows to train on")},

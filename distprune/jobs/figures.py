@@ -18,6 +18,7 @@ from distprune.checkpoint import TensorReport
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
 from distprune.patterns import as_pattern
 from distprune.pruning import PruneReport
+from distprune.removal import refit_of_units
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -116,7 +117,7 @@ def work_rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
     elif isinstance(work, SmallerModel):
         yield from removal_rows(work)
         yield "method", f"{work.walk.method}, {work.pattern}"
-        yield "refit", asked["refit"].replace("_", " ")
+        yield "refit", refit_of_units(asked["refit"], asked["targets"]).replace("_", " ")
     else:
         yield from (("method", work.walk.method), ("pattern", _pattern_in_words(report.job, walks=True)))
     if isinstance(work, Walked):

@@ -44,6 +44,8 @@ from distprune.removal import (
     divide_budget,
     find_budget,
     order_layers,
+    refit_in_trials,
+    refit_of_units,
     remove_units,
 )
 
@@ -86,10 +88,10 @@ class ShrinkJob(CalibratedJob):
         needs=("experts",),
         panel=METHOD,
     )
-    refit: Refit = ask(
-        "What becomes of the layers that read what goes: fitted anew (block: then each block as a whole), their bias "
-        "alone, or none.",
-        default="least_squares",
+    refit: Refit | None = ask(
+        "What becomes of the layers that read what goes: fitted anew (block: then each block as a whole, the default "
+        "with dense targets), their bias alone, or none.",
+        default=None,
         panel=METHOD,
     )
     speed: bool = ask(
@@ -107,7 +109,8 @@ class ShrinkJob(CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         self.sizes.check_asked()
-        share_of_targets(self.targets or default_targets_of(self.refit), self.target_share)
+        refit = refit_of_units(self.refit, self.targets)
+        share_of_targets(self.targets or default_targets_of(refit), self.target_share)
 
 
 def run_shrink_job(
@@ -240,7 +243,7 @@ class _Shrinking:
             self.samples,
             self.job.sizes,
             budget,
-            self._choose,
+            partial(self._choose, refit=refit_in_trials(self.job.refit, self.job.targets)),
             layer_criterion=self.job.layer_criterion,
             begun=Division(self.job.sizes, trials, gone),
             on_trial=on_trial,

@@ -150,16 +150,24 @@ def refit_of(
         ValueError: no such fit; one without a dense stream, or in torch's inference mode, which knows no gradients.
     """
     targets = targets or default_targets(method)
-    if refit is None and targets == "dense":
-        if not torch.is_inference_mode_enabled():
-            return "block"
-        warnings.warn("blocks are not fitted as a whole (refit='none'): in inference mode nothing can be", stacklevel=2)
-    refit = refit or "none"
+    if refit is None:
+        return "block" if fits_by_default(targets) else "none"
     if refit not in get_args(BlockRefit):
         raise ValueError(f"{refit=} is none of {', '.join(get_args(BlockRefit))}")
     if refit == "block":
         check_can_fit(targets)
     return refit
+
+
+def fits_by_default(targets: TargetsOf) -> bool:
+    """Return whether blocks are fitted as a whole where nothing is said: wherever ``targets`` are dense. Local.
+
+    Not in torch's inference mode, of which it warns.
+    """
+    can_fit = not torch.is_inference_mode_enabled()
+    if targets == "dense" and not can_fit:
+        warnings.warn("blocks are not fitted as a whole: in inference mode nothing can be", stacklevel=2)
+    return targets == "dense" and can_fit
 
 
 def permuted_for(

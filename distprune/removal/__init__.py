@@ -1,7 +1,14 @@
 """Smaller models: which channels, heads, layers and experts go, what reads them, refitted; and what is left, cut."""
 
 from distprune.removal.budget import Budget
-from distprune.removal.choose_units import OnBlockUnits, Removal, choose_units, default_targets_of
+from distprune.removal.choose_units import (
+    OnBlockUnits,
+    Removal,
+    choose_units,
+    default_targets_of,
+    refit_in_trials,
+    refit_of_units,
+)
 from distprune.removal.criteria import (
     OBS,
     Activation,
@@ -50,6 +57,8 @@ __all__ = [
     "find_budget",
     "order_layers",
     "plan_units",
+    "refit_in_trials",
+    "refit_of_units",
     "remove_layers",
     "remove_units",
     "shrink_model",

@@ -16,7 +16,14 @@ from distprune.models import Found, LinearLayer, UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import BlockTrial, Outcome
-from distprune.oneshot.plan import TargetsOf, blocks_to_walk, check_can_fit, check_samples, share_of_targets
+from distprune.oneshot.plan import (
+    TargetsOf,
+    blocks_to_walk,
+    check_can_fit,
+    check_samples,
+    fits_by_default,
+    share_of_targets,
+)
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
@@ -32,6 +39,25 @@ from distprune.scores import Magnitude, Score
 from distprune.shards import cut, indices_of, local_shard
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
+
+
+def refit_of_units(refit: Refit | None, targets: TargetsOf | None) -> Refit:
+    """Return how what stays is fitted; by default each block as a whole where targets are dense. Local.
+
+    Raises:
+        ValueError: no such refit.
+    """
+    if refit is None:
+        return "block" if fits_by_default(targets or "dense") else "least_squares"
+    if refit not in get_args(Refit):
+        raise ValueError(f"{refit=} is none of {', '.join(get_args(Refit))}")
+    return refit
+
+
+def refit_in_trials(refit: Refit | None, targets: TargetsOf | None) -> Refit:
+    """Return how what stays is fitted where sizes are tried: a fit of whole blocks would change all weights. Local."""
+    refit = refit_of_units(refit, targets)
+    return "least_squares" if refit == "block" else refit
 
 
 def default_targets_of(refit: Refit) -> TargetsOf:
@@ -55,7 +81,7 @@ def choose_units(
     *,
     layers: Sequence[int] | None = None,
     criterion: CriterionName | Criterion = "obs",
-    refit: Refit = "least_squares",
+    refit: Refit | None = None,
     targets: TargetsOf | None = None,
     target_share: float | None = None,
     group: Group = None,
@@ -79,11 +105,12 @@ def choose_units(
             layer of the layer before a gap is fitted to what the dense model is behind the gap.
         criterion: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"`` (Minitron), ``"magnitude"``, or
             a :class:`Criterion` of one's own.
-        refit: ``"least_squares"``; ``"block"``: then each block is fitted as a whole to what the dense model puts out
-            behind it, all its linear layers, norms and biases (see ``oneshot.block_fit``); ``"bias"``, where linear
-            layers have biases: those alone make up for the mean of what goes (FLAP); or ``"none"``.
-        targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and without
-            ``"least_squares"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
+        refit: ``"least_squares"``; ``"block"``, the default unless targets are ``"own"``: then each block is fitted as
+            a whole to what the dense model puts out behind it, all its linear layers, norms and biases (see
+            ``oneshot.block_fit``); ``"bias"``, where linear layers have biases: those alone make up for the mean of
+            what goes (FLAP); or ``"none"``.
+        targets, target_share: as of ``prune_blocks``; default ``"own"`` for query heads, and with ``"bias"`` and
+            ``"none"``, else ``"dense"``. (Heads that are to make up for all that was lost before may undo the
             first token's large activations, by which a model tells that there is nothing to attend to: SmolLM2-135M
             lost by it with two of three samples of calibration text.)
         on_block: called after each block with its number, its report, and which of its units stay.
@@ -102,11 +129,11 @@ def choose_units(
     comm = communicator(group)
     meter = Meter(comm)
 
-    def look() -> tuple[Found, Facts, Score, tuple[Readers, WalkOptions, Criterion, list[tuple[str, nn.Module]]]]:
-        chosen = criterion_of(criterion)
-        if refit not in get_args(Refit):
-            raise ValueError(f"{refit=} is none of {', '.join(get_args(Refit))}")
-        share = share_of_targets(targets or default_targets_of(refit), target_share)
+    def look() -> tuple[
+        Found, Facts, Score, tuple[Readers, WalkOptions, Criterion, Refit, list[tuple[str, nn.Module]]]
+    ]:
+        chosen, fitted = criterion_of(criterion), refit_of_units(refit, targets)
+        share = share_of_targets(targets or default_targets_of(fitted), target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)
@@ -115,20 +142,20 @@ def choose_units(
                 why = "has no one linear layer that could make up for the layers that go behind it"
                 warnings.warn(f"block {name!r} {why}", stacklevel=2)
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
-        if refit == "block":
-            check_can_fit(targets or default_targets_of(refit))
+        if fitted == "block":
+            check_can_fit(targets or default_targets_of(fitted))
         elif targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
-        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
+        if fitted == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        fits = refit == "block"
+        fits = fitted == "block"
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed, fits=fits)
         facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
             "criterion": repr(chosen),
-            "refit": refit,
+            "refit": fitted,
             "targets": repr(share),
             "offload": repr(offload),
             "finished": repr(finished is not None),
@@ -139,9 +166,14 @@ def choose_units(
             paths = [each.parameter for each in of.units.cuts] if "norms" in chosen.needs else []
             names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
         shards = [local_shard(name, model.get_parameter(name)) for name in names]
-        return Found(shards, [], by_default=False, has_blocks=True), facts, Magnitude(), (plan, options, chosen, blocks)
+        return (
+            Found(shards, [], by_default=False, has_blocks=True),
+            facts,
+            Magnitude(),
+            (plan, options, chosen, fitted, blocks),
+        )
 
-    agreed, (plan, options, chosen, blocks) = agree_on(comm, look)
+    agreed, (plan, options, chosen, fitted, blocks) = agree_on(comm, look)
     shards = {shard.name: shard for shard in agreed.shards()}
     check_parts(comm, agreed.roster, lambda: without_nans(list(shards.values())))
     with together(comm):
@@ -168,7 +200,7 @@ def choose_units(
     ) -> dict[str, Outcome]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
-        remover = UnitRemover(some, prefix, chosen, refit)
+        remover = UnitRemover(some, prefix, chosen, fitted)
         outcomes = prune_rows(comm, rows, moments, clock, aim, trial, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)

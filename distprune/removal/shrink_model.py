@@ -17,7 +17,7 @@ from distprune.collectives import Group, communicator, together
 from distprune.hints import with_hints
 from distprune.models import UnitKind, count_parameters, decoder_blocks
 from distprune.oneshot import OneShotReport, TargetsOf
-from distprune.removal.choose_units import choose_units
+from distprune.removal.choose_units import choose_units, refit_in_trials
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
@@ -82,7 +82,7 @@ def shrink_model(
     expert_criterion: ExpertCriterion = "output",
     targets: TargetsOf | None = None,
     target_share: float | None = None,
-    refit: Refit = "least_squares",
+    refit: Refit | None = None,
     group: Group = None,
     offload: bool = False,
 ) -> Shrunk:
@@ -109,9 +109,9 @@ def shrink_model(
         expert_criterion: how experts are chosen: by their ``"output"`` or by ``"usage"``; see ``choose_experts``.
         targets, target_share: as of :func:`distprune.prune_blocks`. Default: ``"own"`` for query heads, and where
             ``refit`` is ``"bias"`` or ``"none"``; else ``"dense"``.
-        refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``: then each
-            block as a whole to what the dense model puts out behind it, also in trials of ``parameters``; ``"bias"``
-            alone, where it has one; or ``"none"``.
+        refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``, the default
+            unless targets are ``"own"``: then each block as a whole to what the dense model puts out behind it, but not
+            in trials of ``parameters``; ``"bias"`` alone, where it has one; or ``"none"``.
         group, offload: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
@@ -148,8 +148,9 @@ def shrink_model(
     )
     division = None
     if budget is not None:
+        trying = partial(choose, refit=refit_in_trials(refit, targets))
         division = divide_budget(
-            model, token_ids, sizes, budget, choose, layer_criterion=layer_criterion, group=comm, offload=offload
+            model, token_ids, sizes, budget, trying, layer_criterion=layer_criterion, group=comm, offload=offload
         )
         sizes = division.sizes
     left = list(range(num_all))

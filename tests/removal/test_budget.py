@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from distprune import shrink_model
-from distprune.removal import Budget, Division, Sizes, choose_units, cut_model, divide_budget, find_budget, trials
+from distprune.removal import (
+    Budget,
+    Division,
+    Sizes,
+    choose_units,
+    cut_model,
+    divide_budget,
+    find_budget,
+    refit_in_trials,
+    trials,
+)
 from distprune.removal.budget import cost_curve
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
@@ -161,7 +171,8 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     model: Any = tiny_model("opt", num_hidden_layers=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sizes = Sizes(parameters=0.7)
-    budget, choose = find_budget(model, TOKENS, sizes), partial(choose_units, model)
+    budget = find_budget(model, TOKENS, sizes)
+    choose = partial(choose_units, model, refit=refit_in_trials(None, None))
     assert budget is not None
     told: list[Division] = []
     how: Any = {"layer_criterion": "influence", "on_trial": told.append}
@@ -181,7 +192,7 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
         gone = division.layers_gone[: 4 - int(trial.sizes.get("layers", 4))]
         layers = [layer for layer in range(4) if layer not in gone]
         units: Any = {kind: size for kind, size in trial.sizes.items() if kind != "layers"}
-        cut_model(smaller, choose_units(smaller, fitted, units, layers=layers).kept, layers)
+        cut_model(smaller, choose_units(smaller, fitted, units, layers=layers, refit="least_squares").kept, layers)
         costs = [plain_loss(smaller, windows) - before for windows, before in zip(scored, dense, strict=True)]
         assert max(costs) == pytest.approx(trial.cost, abs=1e-5)
         found.add(costs.index(max(costs)))
@@ -223,6 +234,18 @@ def test_what_costs_more_together_is_found_out(monkeypatch: pytest.MonkeyPatch, 
 
 def small() -> Any:
     return tiny_model("llama", **HEADS, num_hidden_layers=2)
+
+
+def test_trials_leave_no_trace() -> None:
+    """What a budget comes to is what the sizes that it finds come to, bit for bit."""
+    models = [small(), small()]
+    how: Any = {"layer_criterion": "influence"}
+    division = shrink_model(models[0], TOKENS, parameters=0.7, **how).division
+    assert division is not None
+    shrink_model(models[1], TOKENS, **{kind: of for kind, of in vars(division.sizes).items() if of is not None}, **how)
+    found, wanted = (model.state_dict() for model in models)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def divide_on_rank(_: int, layout: str, asked: dict[str, Any]) -> tuple[Any, ...]:
