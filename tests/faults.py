@@ -34,9 +34,7 @@ from tests.worlds import run_threads
 
 __all__ = ["Place", "Tried", "faults"]
 
-Tried: TypeAlias = Counter[
-    tuple[int | None, str]
-]  # by rank, if each counts, and line: in how many gaps it met an error
+Tried: TypeAlias = Counter[tuple[int | None, str]]  # by rank (None: any) and line: in how many gaps it met an error
 
 _LIBRARY = str(Path(distprune.__file__).parent) + "/"
 _COLLECTIVES = _LIBRARY + "collectives/"

@@ -85,7 +85,6 @@ class OneShotJob(PruningJob, CalibratedJob):
     def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
         """Return what the walk's plan is asked for. Local."""
         pattern, targets = as_pattern(self.pattern, self.sparsity), self.targets or default_targets(self.method)
-        permuted_for = self.permuted_for()
         return WalkRequest(
             num_ranks,
             num_samples,
@@ -99,7 +98,7 @@ class OneShotJob(PruningJob, CalibratedJob):
             offload=self.offload,
             speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
             tries=on_device,
-            permutes=0 if permuted_for is None else permuted_for.m,
+            permutes=self.permuted_for(),
         )
 
     def allocation_or_default(self) -> Allocation:

@@ -11,7 +11,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,9 +166,8 @@ def _exchanged(groups: torch.Tensor, gains: torch.Tensor, num_heads: int, turn: 
     """Return ``groups`` once the channels whose turn it is have gone where they gain most; see ``_gains``."""
     found, place = groups.clone(), turn % groups.shape[1]
     parts = _parts(num_heads, len(groups) // num_heads, turn)
-    for part, of_part in zip(parts, torch.split(gains, [len(part) ** 2 for part in parts]), strict=True):
-        goes_to = torch.from_numpy(_assigned(of_part.view(len(part), -1).numpy()))
-        found[part[goes_to], place] = groups[part, place]
+    for part, pairs in zip(parts, _pairs_of(gains, parts), strict=True):
+        found[part[torch.from_numpy(_assigned(pairs.numpy()))], place] = groups[part, place]
     return found
 
 
@@ -178,20 +177,25 @@ def _gains(shares: torch.Tensor, groups: torch.Tensor, num_heads: int, turn: int
     int64, flat: of each part (channels, groups); where a channel is among the ``n`` largest of a row, what it is above
     the one it displaces. ``groups`` (groups of all heads, m).
     """
-    place = turn % groups.shape[1]
-    parts = _parts(num_heads, len(groups) // num_heads, turn)
-    sizes = [len(part) ** 2 for part in parts]
-    gains = torch.zeros(sum(sizes), dtype=torch.int64, device=shares.device)
-    num_elements = _CACHED if on_host(shares.device) else chunk_size(shares.device)
-    for part, of_part in zip(parts, torch.split(gains, sizes), strict=True):
-        here, pairs = sent(groups[part], shares.device), of_part.view(len(part), -1)
+    device, place, num_groups = shares.device, turn % groups.shape[1], len(groups) // num_heads
+    parts = _parts(num_heads, num_groups, turn)
+    gains = torch.zeros(num_heads * num_pairs(num_groups), dtype=torch.int64, device=device)
+    num_elements = _CACHED if on_host(device) else chunk_size(device)
+    of_parts = torch.split(sent(groups[torch.cat(parts)], device), [len(part) for part in parts])  # one copy for all
+    for here, pairs in zip(of_parts, _pairs_of(gains, parts), strict=True):
         others = torch.cat([here[:, :place], here[:, place + 1 :]], dim=1)
         for some in torch.split(shares, max(1, num_elements // here.numel())):
             least = some[:, others].sort(dim=2, descending=True).values[:, :, n - 1]  # (rows, groups)
             own = some[:, here[:, place]]  # (rows, channels)
-            for group in range(len(part)):
+            for group in range(len(here)):
                 pairs[:, group] += (own - least[:, group : group + 1]).clamp_(min=0).sum(dim=0, dtype=torch.int64)
     return gains
+
+
+def _pairs_of(gains: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the part of flat ``gains`` that each of ``parts`` has, (channels, groups): views."""
+    flat = torch.split(gains, [len(part) ** 2 for part in parts])
+    return [pairs.view(len(part), -1) for part, pairs in zip(parts, flat, strict=True)]
 
 
 def _assigned(gains: npt.NDArray[Any]) -> npt.NDArray[Any]:

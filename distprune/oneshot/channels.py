@@ -47,13 +47,17 @@ def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], 
 
     def can_move(channels: MovableChannels) -> bool:
         length = channels.num_channels // channels.num_heads
-        is_here_alone = all(places[id(parameters.get(cut.parameter))] == 1 for cut in channels.cuts)
-        return length % m == 0 and length > m and is_here_alone
+        return make_groups(length, m) and all(places[id(parameters.get(cut.parameter))] == 1 for cut in channels.cuts)
 
     of_kind: list[tuple[UnitKind, Callable[[nn.Module, Units], MovableChannels | None]]]
     of_kind = [("kv_groups", _values), ("mlp", _all_of_mlp)]
     found = [channels_of(block, units) for kind, channels_of in of_kind for units in _units(block, kind)]
     return {of.reader: of for of in found if of is not None and of.reader in readers and can_move(of)}
+
+
+def make_groups(length: int, m: int) -> bool:
+    """Return whether ``length`` channels are whole groups of ``m``, and more than one."""
+    return length % m == 0 and length > m
 
 
 def _units(block: nn.Module, kind: UnitKind) -> list[Units]:

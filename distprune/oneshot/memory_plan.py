@@ -126,9 +126,9 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
     for stage in stages:  # a run ends where the layers of its stage have been given their inputs
         num_runs += before / active if asked.by_layer else 1.0
         before += sum(of.num_active for of in stage)
-    channels = asked.moved(block)
-    num_runs += bool(channels)
-    num_gathers = len(stages) + 1 + asked.has_targets + bool(channels)
+    orders = bool(asked.moved(block))
+    num_runs += orders
+    num_gathers = len(stages) + 1 + asked.has_targets + orders
     whole = block.num_bytes / asked.num_sharing if asked.is_gathered else 0.0
     moved = num_gathers * whole * (1 - asked.held * asked.num_sharing)
     gathered = PartCost(device=whole)
@@ -146,8 +146,8 @@ def _of_block(model: ModelShape, block: BlockShape, asked: WalkRequest) -> list[
     }
     if asked.tries:
         parts[BEFORE] = PartCost(device=block.num_bytes * asked.held)
-    if channels:
-        parts[ORDER] = order_cost(channels, asked)
+    if orders:
+        parts[ORDER] = order_cost(block, asked)
     if asked.fits:
         once = 2 * active / asked.num_sharing * asked.own_tokens / asked.speeds.forward
         parts[FIT] = fit_cost(block, model.hidden, model.itemsize, parts[FORWARD].device, once, asked)

@@ -53,7 +53,7 @@ def check_room(model: nn.Module, plan: OneShotPlan, num_ranks: int, *, offload: 
         tries=options.tries,
         num_sharing=1 if plan.axis is None else len(plan.axis.ranks),
         num_parts=_num_parts(plan.shards),
-        permutes=0 if options.permutes is None else options.permutes.m,
+        permutes=options.permutes,
     )
     walk = plan_walk(shape_of(model), asked)
     if SURE * walk.beyond_weights > free:

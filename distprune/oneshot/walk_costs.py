@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from distprune.calibration.statistics import EXPERT_MEMORY
@@ -11,6 +10,8 @@ from distprune.calibration.triangle import triangle_shape
 from distprune.oneshot.admm import CHUNK, NUM_STEPS
 from distprune.oneshot.block_fit import batch_size, num_steps
 from distprune.oneshot.channel_order import num_pairs, num_turns
+from distprune.oneshot.channels import make_groups
+from distprune.patterns import NByM
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
 _HEAD = 64  # features of a head of attention, at least
@@ -122,7 +123,7 @@ class WalkRequest:
     num_sharing: int = 1
     num_parts: int | None = None
     fits: bool = False  # each block as a whole
-    permutes: int = 0  # M, if channels change places among groups of so many
+    permutes: NByM | None = None  # channels change places for this pattern
 
     @property
     def held(self) -> float:
@@ -150,9 +151,8 @@ class WalkRequest:
 
     def moved(self, block: BlockShape) -> list[ChannelShape]:
         """Return the channels of ``block`` that change places."""
-        return [
-            of for of in block.channels if self.permutes and of.length % self.permutes == 0 < of.length - self.permutes
-        ]
+        pattern = self.permutes
+        return [] if pattern is None else [of for of in block.channels if make_groups(of.length, pattern.m)]
 
     def kept(self, num_bytes: float) -> PartCost:
         """Return the cost of what waits where activations do."""
@@ -266,10 +266,11 @@ def fit_cost(block: BlockShape, hidden: int, itemsize: int, run: float, forward:
     return outputs.beside(PartCost(device=adam + gradients + graph, sent=moved, arriving=moved, seconds=seconds))
 
 
-def order_cost(channels: Iterable[ChannelShape], asked: WalkRequest) -> PartCost:
-    """Return the cost of putting ``channels`` of a block into their order, without the block's run for it."""
-    total, m = PartCost(), asked.permutes
-    for of in channels:
+def order_cost(block: BlockShape, asked: WalkRequest) -> PartCost:
+    """Return the cost of putting channels of ``block`` into their order, without the block's run for it."""
+    assert asked.permutes is not None
+    total, m = PartCost(), asked.permutes.m
+    for of in asked.moved(block):
         num_channels, pairs, turns = of.num_heads * of.length, of.num_heads * num_pairs(of.length // m), num_turns(m)
         summed = (16.0 * of.copies + 8) * num_channels + turns * 8 * pairs
         summed, rows = summed * (asked.num_ranks > 1), of.num_bytes * asked.held * asked.away

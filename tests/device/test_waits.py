@@ -111,7 +111,7 @@ def of_step(device: torch.device, name: str) -> Counts:
 def of_block(device: torch.device, name: str) -> Counts:
     found = []
     for num_blocks in (2, 3):
-        model = tiny_model("llama", num_hidden_layers=num_blocks).to(device)
+        model = tiny_model("llama", num_hidden_layers=num_blocks, num_key_value_heads=2).to(device)
         with Costs(DEVICE) as costs:
             *more, method = name.split()
             how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}

@@ -45,6 +45,7 @@ from distprune.oneshot.memory_plan import (
     WEIGHTS,
 )
 from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
+from distprune.patterns import NByM
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.device_path import as_on_a_device
 from tests.oneshot.alike import sharded
@@ -158,7 +159,7 @@ def test_a_plan_is_what_a_walk_takes(
     """Memory of the rank that has the most, and all that is sent, to the byte, but for what ranks agree on."""
     *permuted, method = method.split()
     make, permute = (partial(tiny_model, "llama", num_hidden_layers=1), "channels") if permuted else (mixture, "none")
-    question = replace(asked(num_ranks, method, at_once=at_once), permutes=4 if permuted else 0)
+    question = replace(asked(num_ranks, method, at_once=at_once), permutes=NByM(2, 4) if permuted else None)
     plan = plan_walk(shape_of(make()), question).parts
     seen = seen_of(monkeypatch)
 
