@@ -151,6 +151,7 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[tuple[object, ...]]:
     return [
         (
             *kind,
+            len({case.seed for case in entries if (case.method, case.pattern, case.samples) == kind}),
             *(
                 spread([over_dense(entry, text) for entry in of(kind, ranks).values()], 3)
                 for text in KINDS
@@ -198,6 +199,7 @@ def main() -> None:
         "method",
         "pattern",
         "windows",
+        "seeds",
         *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2")),
     ]
     columns += ["s, 1 rank", "s, 2", "s of writing, 1", "2", "2 ranks faster", f"x {REFERENCE}'s seconds, 1 rank"]

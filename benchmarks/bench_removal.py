@@ -209,7 +209,8 @@ def rows(entries: dict[Case, dict[str, Any]]) -> list[list[str]]:
         ]
         over = [spread([over_dense(of, kind) for of in entries], 3) for kind in KINDS for entries in by_ranks]
         seconds = [spread([of["seconds"] for of in entries], 0) for entries in by_ranks]
-        found.append([what, method, *over, *seconds])
+        seeds = {case.seed for case in entries if (case.what, case.method) == (what, method)}
+        found.append([what, method, str(len(seeds)), *over, *seconds])
     return found
 
 
@@ -246,7 +247,7 @@ def main() -> None:
         "slower rank; every rank has one thread; of choosing units and refitting, without choosing layers."
     )
     text = heading("Removal from SmolLM2-135M", f"python -m benchmarks.bench_removal {arguments.results.name}")
-    columns = ["removed", "by", *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2"))]
+    columns = ["removed", "by", "seeds", *(f"x dense, {kind}, {ranks}" for kind in KINDS for ranks in ("1 rank", "2"))]
     columns += ["s, 1 rank", "s, 2"]
     text += f"\n{textwrap.fill(notes, 118)}\n\n{table(columns, rows(entries))}\n"
     show(text, arguments.output)
