@@ -328,4 +328,4 @@ def test_an_abort_at_the_end_of_the_interpreter_does_not_change_the_exit_code(
     line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--sparsity", "0.3"]
     done = finish([sys.executable, "-c", ABORTS, *line])
     assert done.returncode == 0, done.stderr
-    assert "sparsity=0.3" in done.stdout  # nothing that was printed is lost
+    assert "30.0 % of 5,760 prunable weights" in done.stdout  # nothing that was printed is lost

@@ -160,6 +160,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
         ("wanda", NByM(2, 4), None, "uniform"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*stay dense. block:UserWarning")
 @pytest.mark.sampled(2)
 def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by: str) -> None:
     report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern, allocation=allocation))
