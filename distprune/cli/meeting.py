@@ -37,8 +37,9 @@ class Meeting:
         with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_host = start.rank == 0 and not with_torchrun
         self.store = TCPStore(start.host, start.port, start.size, is_host, timeout, wait_for_workers=False)
-        # A rank that waits in a store keeps it locked.
-        self._store_of_threads = self.store.clone()  # type: ignore[attr-defined]
+        # A rank that waits in a store keeps it locked, also where only its host stands still: torchrun's does not.
+        self._store_of_others = self.store.clone()  # type: ignore[attr-defined]
+        self._store_of_signals = self._store_of_others if with_torchrun else self._store_of_others.clone()
         self.store.add(_HERE, 1)
         self._is_over = False
 
@@ -53,12 +54,12 @@ class Meeting:
     def _attend_signals(self, heard: socket.socket) -> None:
         self._end_soon(128 + heard.recv(1)[0])
         with suppress(RuntimeError):
-            self._store_of_threads.set(_ENDED, "")
+            self._store_of_signals.set(_ENDED, "")
 
     def _attend_others(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the first rank with it
-            while not self._is_over and not self._store_of_threads.check([_ENDED]):
-                self._store_of_threads.add(_BEATS, 1)
+            while not self._is_over and not self._store_of_others.check([_ENDED]):
+                self._store_of_others.add(_BEATS, 1)
                 time.sleep(_POLL)
         self._end_soon(1)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from distprune.cli.launchers import detect
 from distprune.cli.meeting import Meeting
 from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.stretches import StretchWriter
@@ -243,6 +245,30 @@ def test_sigterm_ends_a_rank_that_waits_for_the_other_and_then_the_other(pair: P
     os.kill(other, signal.SIGCONT)
     assert pair.code(1 - leaving) == 1
     assert not (pair.outputs / "out").exists()
+
+
+def be_rank_that_waits(variables: dict[str, str], _: list[str], log: str) -> None:
+    os.environ.update(variables)
+    meeting = Meeting(detect(os.environ), timedelta(seconds=SECONDS))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    meeting.attend()
+    Path(log).write_text("here")
+    time.sleep(2 * SECONDS)
+
+
+@pytest.mark.whole
+def test_sigterm_is_told_where_the_host_of_the_store_stands_still(pair: Pair) -> None:
+    """Nothing else ends the first rank here: it waits for no peer, but for what one would say, as while groups form."""
+    first, second = (pair.start_one(rank, [], be_rank_that_waits) for rank in range(2))
+    while not all((pair.folder / f"log{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    time.sleep(1)  # so that the other, which looks every half second whether this one has ended, waits for it
+    second.terminate()
+    assert pair.code(1) == 128 + signal.SIGTERM
+    os.kill(first.pid, signal.SIGCONT)
+    assert pair.code(0) == 1
 
 
 def test_a_killed_rank_ends_the_other(pair: Pair) -> None:
