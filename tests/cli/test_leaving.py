@@ -261,6 +261,7 @@ def test_sigterm_is_told_where_the_host_of_the_store_stands_still(pair: Pair) ->
     """Nothing else ends the first rank here: it waits for no peer, but for what one would say, as while groups form."""
     first, second = (pair.start_one(rank, [], be_rank_that_waits) for rank in range(2))
     while not all((pair.folder / f"log{rank}").exists() for rank in range(2)):
+        assert all(rank.is_alive() for rank in pair.ranks)
         time.sleep(0.02)
     assert first.pid is not None
     os.kill(first.pid, signal.SIGSTOP)
