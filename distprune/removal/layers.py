@@ -27,6 +27,7 @@ from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.left_out import LeftOut
 
 LayerCriterion = Literal["loss", "influence"]
+_MOST_SAMPLES = 16  # whose loss is tried: the time grows with them
 Progress = Callable[[int, int], None] | None
 
 
@@ -48,8 +49,9 @@ def order_layers(
 
     Args:
         model, samples, group, offload: as of :func:`distprune.prune_blocks`.
-        criterion: ``"loss"``: one layer after the other goes, each time the one without which the samples' loss is
-            lowest (SLEB, arXiv 2402.09025); a walk for each of them, of half as many forwards as layers are left.
+        criterion: ``"loss"``: one layer after the other goes, each time the one without which the loss of the first 16
+            samples is lowest (SLEB, arXiv 2402.09025); a walk for each of them, of half as many forwards as layers are
+            left.
             ``"influence"``: those go that change hidden states least, by 1 - cos of what they are given and put out
             (ShortGPT, arXiv 2403.03853); one forward in all. Of equals the first goes.
         known: those that an earlier call has returned: with ``"loss"`` they are not looked for again.
@@ -91,7 +93,7 @@ def order_layers(
         return by_influence[: num_layers - num_kept]
     with together(comm):
         axis = shared_axis(model)
-    sample_group = find_sample_group(comm, axis)
+    sample_group, samples = find_sample_group(comm, axis), samples[:_MOST_SAMPLES]
     # Each sample without its last token, after which none is predicted.
     with walking(comm, sample_group, model, samples[:, :-1], offload=offload) as walk:
         num_run, num_to_run = 0, 0

@@ -222,6 +222,15 @@ def test_layers_go_in_an_order_that_does_not_depend_on_how_many_go(criterion: An
     assert sorted({*range(3)} - {*both}) == layers_left(llama, 1, criterion=criterion)
 
 
+def test_a_few_windows_say_which_layers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are; it would take as many times as long."""
+    llama = tiny_model("llama")
+    of_all, of_two = order_layers(llama, TOKENS, 1), order_layers(llama, TOKENS[:2], 1)
+    assert of_all != of_two
+    monkeypatch.setattr("distprune.removal.layers._MOST_SAMPLES", 2)
+    assert order_layers(llama, TOKENS, 1) == of_two
+
+
 def test_bad_input_is_refused() -> None:
     llama: Any = tiny_model("llama")
     bad: list[tuple[int, Any, str]] = [
