@@ -26,7 +26,7 @@ from torch import nn
 from distprune.calibration import Walk, WindowGradients
 from distprune.collectives import Communicator, together
 from distprune.oneshot.block_layers import num_places
-from distprune.shards import LocalShard, bits_of, local_shard, on_host, own_settings, row_chunks
+from distprune.shards import LocalShard, local_shard, on_host, own_settings, row_chunks
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
 NUM_EPOCHS = 2  # passes over all of them
@@ -49,7 +49,7 @@ def fit_block(
     """Fit block ``index`` of ``walk`` in place: its parameters ``matrices``, and all 1-D ones, but none it shares.
 
     ``walk`` is before the block, its dense stream behind it; if it ``advances``, it is behind the block afterwards.
-    Weights of ``matrices`` that are +0.0 stay so, and no other becomes 0. ``None``: there is nothing to fit. The order
+    Weights of ``matrices`` that are 0 stay so, and no other becomes 0. ``None``: there is nothing to fit. The order
     of batches, each of consecutive windows, which ranks share alike, follows from ``seed``, the block and the epoch.
     Beyond what a run of the block takes, a rank needs memory for what autograd keeps of one window, for the gradients
     of that, for those of a batch in float32, and of its own shards for 3 times float32 and a copy. The pruned stream is
@@ -170,7 +170,7 @@ class _FittedShard:
         epsilon = _EPSILON * of_second**0.5
         tensors = self.shard.local, self.before, self._values, self._first, self._second, gradient
         for local, before, values, first, second, of in row_chunks(*tensors):
-            kept = bits_of(before) != 0 if self._holds else None
+            kept = before != 0 if self._holds else None
             if kept is not None:
                 of.mul_(kept)
             first.mul_(_BETAS[0]).add_(of * (1 - _BETAS[0]))

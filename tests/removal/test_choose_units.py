@@ -282,7 +282,9 @@ def test_zeros_stay_and_what_goes_is_zero() -> None:
     model: Any = make("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[3:7, ::2] = 0
-    kept, weights = chosen(model, ("llama", {"mlp": 30}, {}))
+        model.model.layers[1].self_attn.o_proj.weight[3:7] *= -0.0  # as other tools leave some
+    kept, weights = chosen(model, ("llama", {"mlp": 30}, {"refit": "block"}))
+    assert not weights["model.layers.1.self_attn.o_proj.weight"][3:7].any()
     weight = weights["model.layers.0.mlp.down_proj.weight"]
     stays = torch.zeros(40, dtype=torch.bool)
     stays[kept["model.layers.0", "mlp", "mlp"]] = True
