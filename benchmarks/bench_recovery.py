@@ -62,7 +62,7 @@ def main() -> None:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
             pruning = launch(
                 *("prune", str(demo_model()), "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
-                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES), "--own-words", "0"),
+                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES)),
                 *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
             )
             dense = of_kinds(pruning, "before", folder)
@@ -79,10 +79,10 @@ def main() -> None:
                 share = f"{training['num_zeros'] / training['num_elements']:.2%}"
                 rows.append((pattern, trainer, *figures, str(training["num_steps"]), share))
     notes = (
-        f"{arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens, then {arguments.minutes:g} minutes of "
-        f"distprune finetune with its defaults, on {NUM_RANKS} ranks of one thread. The text is every second State of "
-        f"the Union speech since 1990; own words are {NUM_OWN} windows, written before the minutes begin. {ABOUT} "
-        "Zeros are those of all parameters."
+        f"distprune prune --method {arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens and its defaults, "
+        f"then {arguments.minutes:g} minutes of distprune finetune with its defaults, on {NUM_RANKS} ranks of one "
+        "thread. The text is every second State of the Union speech since 1990; own words are "
+        f"{NUM_OWN} windows, written before the minutes begin. {ABOUT} Zeros are those of all parameters."
     )
     patterns = " ".join(f'"{pattern}"' for pattern in arguments.patterns)
     asked = f"--method {arguments.method} --patterns {patterns} --minutes {arguments.minutes:g}"
