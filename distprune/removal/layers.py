@@ -50,8 +50,7 @@ def order_layers(
     Args:
         model, samples, group, offload: as of :func:`distprune.prune_blocks`.
         criterion: ``"loss"``: one layer after the other goes, each time the one without which the loss of the first 16
-            samples is lowest (SLEB, arXiv 2402.09025); a walk for each of them, of half as many forwards as layers are
-            left.
+            samples is lowest (SLEB, arXiv 2402.09025); a walk each time, of half as many forwards as layers are left.
             ``"influence"``: those go that change hidden states least, by 1 - cos of what they are given and put out
             (ShortGPT, arXiv 2403.03853); one forward in all. Of equals the first goes.
         known: those that an earlier call has returned: with ``"loss"`` they are not looked for again.
@@ -63,7 +62,7 @@ def order_layers(
 
     Rounds: for ``"influence"`` those of a walk, 2 for each layer. For ``"loss"`` those of :func:`walking`, and for each
     layer that goes 2 of 64 bytes and 1 for each layer left, times the walks that its samples take, and 1 of 8 bytes for
-    each sample and each layer left. FSDP2 gathers each layer, and what is around them, once a walk.
+    each of these samples and each layer left. FSDP2 gathers each layer, and what is around them, once a walk.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more layers than are
@@ -93,9 +92,10 @@ def order_layers(
         return by_influence[: num_layers - num_kept]
     with together(comm):
         axis = shared_axis(model)
-    sample_group, samples = find_sample_group(comm, axis), samples[:_MOST_SAMPLES]
+    sample_group = find_sample_group(comm, axis)
+    tried = samples[:_MOST_SAMPLES]
     # Each sample without its last token, after which none is predicted.
-    with walking(comm, sample_group, model, samples[:, :-1], offload=offload) as walk:
+    with walking(comm, sample_group, model, tried[:, :-1], offload=offload) as walk:
         num_run, num_to_run = 0, 0
 
         def on_layer() -> None:
@@ -104,7 +104,7 @@ def order_layers(
             if progress is not None:
                 progress(num_run, num_to_run)
 
-        trials = LeftOut(comm, walk, samples[:, 1:], on_layer)
+        trials = LeftOut(comm, walk, tried[:, 1:], on_layer)
         num_to_run = sum(num * len(trials.parts(num)) for num in range(num_kept + 1, num_layers - len(order) + 1))
         while len(order) < num_layers - num_kept:
             losses = trials.losses([index for index in range(num_layers) if index not in order])
