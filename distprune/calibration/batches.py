@@ -15,7 +15,8 @@ from distprune.calibration.text import draw_windows, is_drawn_by_place, open_tex
 class Batches:
     """Batches of windows from anywhere in a file, which holds text as in :func:`load_samples`. Local.
 
-    A file too large to be tokenized whole gives one window from each of as many stretches of equal length.
+    A file too large to be tokenized whole gives one window from each of as many stretches of equal length, as in
+    :func:`load_samples`.
 
     Raises:
         FileNotFoundError: no such file.

@@ -44,16 +44,16 @@ def load_samples(
     A file named ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, whose ``text`` counts,
     or one JSON string a line; an end-of-sequence token, where the tokenizer has one, follows each. Any
     other file is one text. The tokens are cut into windows without gaps, of which ``seed`` draws; ``None``: all of
-    them. A file that is too large to tokenize whole is drawn from by position: one window from each of ``num_samples``
-    stretches of equal length, which begins with a word, or with a document.
+    them. A file that is too large to tokenize whole is drawn from by position: each of ``num_samples`` stretches of
+    equal length gives one window, which begins with a word anywhere in a document. So long documents give more windows.
 
     Every rank reads the file and must find the same tokens: two rounds of 64 bytes.
 
     Raises:
         FileNotFoundError: on every rank: no such file.
-        ValueError: on every rank: it is not UTF-8, a line is not what it should be, there is too little
-            text, a sequence is longer than the model has positions for, a token id is outside of the
-            model's vocabulary, or the ranks find different tokens.
+        ValueError: on every rank: it is not UTF-8, a line is not what it should be (or longer than 64 MiB, where it is
+            drawn from by position), there is too little text, a sequence is longer than the model has positions for,
+            a token id is outside of the model's vocabulary, or the ranks find different tokens.
     """
     comm = communicator(group)
     facts: dict[str, Any] = {"samples": num_samples, "sequence length": sequence_length, "seed": seed}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +17,10 @@ _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
 _LONGEST_NAME = 255  # characters
 _WHOLE = 1 << 23  # bytes of a file that is tokenized whole: seconds
-_PIECE = 1 << 16  # bytes that are looked through at a time for where a word or a line begins; more than a word has
+_LONGEST_LINE = 1 << 26  # bytes of a JSON line that is drawn from by position: it is read whole
+_LONGEST_WORD = 64  # bytes; a longer one, or text without spaces, is cut
+_PIECE = 1 << 16  # bytes that are looked through at a time for where a line begins
+_TRIES = 100  # to find a window that is not drawn yet
 
 
 def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
@@ -23,12 +28,7 @@ def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: in
     generator = torch.Generator().manual_seed(seed)
     with open_text(path, "calibration file") as file:
         if num_windows is not None and is_drawn_by_place(path, num_windows, length):
-            stretch = path.stat().st_size // num_windows
-            # A window ends within its stretch: it begins in the first half.
-            begins = torch.randint(max(stretch // 2, 1), (num_windows,), generator=generator, device="cpu").tolist()
-            starts = [i * stretch + begin for i, begin in enumerate(begins)]
-            rows = [_window_at(tokenizer, path, file, start, length) for start in starts]
-            return torch.tensor(rows, dtype=torch.int64, device="cpu")
+            return _draw_by_place(tokenizer, path, file, num_windows, length, generator)
         return _cut(tokens_of(tokenizer, path, file), str(path), num_windows, length, generator)
 
 
@@ -63,26 +63,36 @@ def tokens_of(tokenizer: Any, path: Path, file: TextIO, num_tokens: int | None =
 
     With ``num_tokens``: of as much of the file as has that many, or of all of it. ``place`` is for errors.
     """
+    if path.suffix not in _JSON_LINES:
+        return _tokens(tokenizer, file, num_tokens)
     ids: list[int] = []
-    if path.suffix in _JSON_LINES:
-        for document in _documents(tokenizer, path, file, place):
-            ids += document
-            if num_tokens is not None and len(ids) >= num_tokens:
-                break
-    elif num_tokens is None:
-        ids = tokenizer(file.read(), add_special_tokens=False)["input_ids"]
-    else:
-        text = ""
-        # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
-        while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
-            text += more
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for text in _documents(path, file, place):
+        ids += _tokens(tokenizer, StringIO(text), None if num_tokens is None else num_tokens - len(ids))
+        ids += _end(tokenizer)
+        if num_tokens is not None and len(ids) >= num_tokens:
+            break
     return ids
 
 
-def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = "") -> Iterator[list[int]]:
-    """Yield the tokens of each line's text, and the end token."""
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+def _tokens(tokenizer: Any, file: TextIO, num_tokens: int | None) -> list[int]:
+    """Return the tokens of a text: all of them, or ``num_tokens`` and some more, if it has that many."""
+    if num_tokens is None:
+        return list(tokenizer(file.read(), add_special_tokens=False)["input_ids"])
+    ids: list[int] = []
+    text = ""
+    # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
+    while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
+        text += more
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _end(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+
+def _documents(path: Path, lines: Iterable[str], place: str = "") -> Iterator[str]:
+    """Yield the text of each line that is not blank."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -95,44 +105,125 @@ def _documents(tokenizer: Any, path: Path, lines: Iterator[str], place: str = ""
             raise ValueError(
                 f'{path}, line {number}{place} holds no text: an object with "text" is called for, or a string'
             )
-        yield tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        yield text
 
 
-def _window_at(tokenizer: Any, path: Path, file: TextIO, start: int, length: int) -> list[int]:
-    """Return ``length`` tokens that begin with the first word, or line, that begins at byte ``start`` or later."""
-    file.seek(_boundary(path, start))
-    ids = tokens_of(tokenizer, path, file, length, f" after byte {start}")
-    if len(ids) < length:
-        raise ValueError(f"{path} holds {len(ids)} tokens from byte {start} on, and a sample has {length}")
-    return ids[:length]
+def _draw_by_place(
+    tokenizer: Any, path: Path, file: TextIO, num_windows: int, length: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return windows that begin at random bytes, one from each of ``num_windows`` stretches of equal length.
 
-
-def _boundary(path: Path, start: int) -> int:
-    """Return the first place, ``start`` or later, where a word begins, or in JSON lines a line.
-
-    In text without a space for 64 KiB: where a character begins.
-
-    Raises:
-        ValueError: the JSON line that holds byte ``start`` does not end within 8 MiB.
+    Where there is no window, or one that is there already, another byte of the whole file is drawn.
     """
-    if start == 0:
-        return 0
-    is_lines = path.suffix in _JSON_LINES
-    mark = re.compile(rb"\n" if is_lines else rb"[ \n\t]")
-    with path.open("rb") as file:
-        file.seek(start - 1)
-        for place in range(start - 1, start + _WHOLE, _PIECE):
-            piece = file.read(_PIECE)
-            if found := mark.search(piece):
-                return place + found.end()
-            if not is_lines:
-                begins = re.compile(rb"[^\x80-\xbf]").search(piece, 1)  # UTF-8: bytes 10xxxxxx go on with a character
-                return place + (begins.start() if begins else len(piece))
-            if len(piece) < _PIECE:
-                return place + len(piece)
-    raise ValueError(
-        f"{path}: the line that holds byte {start} goes on for more than {_WHOLE} bytes; split the document"
-    )
+    size, windows = path.stat().st_size, _PlacedWindows(tokenizer, path, file, length)
+    stretch = size // num_windows
+
+    def draw(num_bytes: int) -> int:
+        return int(torch.randint(max(num_bytes, 1), (), generator=generator, device="cpu"))
+
+    for i in range(num_windows):
+        position = i * stretch + draw(stretch // 2)  # a window ends within its stretch: it begins in the first half
+        for _ in range(_TRIES):
+            if windows.add(position):
+                break
+            position = draw(size)
+        else:
+            raise ValueError(
+                f"{path} holds too little text for {num_windows} windows of {length} tokens: after {i} of them, "
+                f"{_TRIES} places all over the file gave no other; give more text, or ask for fewer"
+            )
+    rows = [ids for _, ids in sorted(windows.drawn.items())]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class _JsonLine:
+    """A JSON line, bytes [begin, end) of its file, and the text in it; ``None``: the line is blank."""
+
+    begin: int
+    end: int
+    text: bytes | None
+
+
+class _PlacedWindows:
+    """Windows of ``length`` tokens of an open file, by where they begin: (byte of the file, byte of a JSON text)."""
+
+    def __init__(self, tokenizer: Any, path: Path, file: TextIO, length: int) -> None:
+        self._tokenizer, self._path, self._file, self._length = tokenizer, path, file, length
+        self._line = _JsonLine(0, 0, None)  # windows that follow each other are often of one document
+        self.drawn: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, position: int) -> bool:
+        """Add the window that begins with the word at byte ``position``; False: there is none, or it is there already.
+
+        In JSON lines ``position`` chooses a document and, in proportion, a place of its text; documents that follow
+        fill the window up.
+
+        Raises:
+            ValueError: the document is longer than 64 MiB, or what it should not be.
+        """
+        if self._path.suffix in _JSON_LINES:
+            self._line = line = self._line_at(position)
+            if line.text is None:
+                return False
+            start = _word_begin(line.text, len(line.text) * (position - line.begin) // (line.end - line.begin))
+            place = (line.begin, start)
+            ids = _tokens(self._tokenizer, StringIO(line.text[start:].decode()), self._length) + _end(self._tokenizer)
+            next_byte = line.end
+        else:
+            place = (self._word_at(position), 0)
+            ids, next_byte = [], place[0]
+        if len(ids) < self._length:
+            self._file.seek(next_byte)
+            num_more = self._length - len(ids)
+            ids += tokens_of(self._tokenizer, self._path, self._file, num_more, f" from byte {next_byte} on")
+        if len(ids) < self._length or place in self.drawn:
+            return False
+        self.drawn[place] = ids[: self._length]
+        return True
+
+    def _word_at(self, position: int) -> int:
+        """Return the byte of the file at which the word begins that is at byte ``position``."""
+        low = max(position - _LONGEST_WORD - 1, 0)
+        with self._path.open("rb") as file:
+            file.seek(low)
+            return low + _word_begin(file.read(position - low + 1), position - low)
+
+    def _line_at(self, position: int) -> _JsonLine:
+        if self._line.begin <= position < self._line.end:
+            return self._line
+        with self._path.open("rb") as file:
+            begin = position
+            while begin > max(position - _LONGEST_LINE, 0):
+                low = max(begin - _PIECE, 0)
+                file.seek(low)
+                line_feed = file.read(begin - low).rfind(b"\n")
+                begin = low + line_feed + 1
+                if line_feed >= 0:
+                    break
+            file.seek(begin)
+            line = file.readline(_LONGEST_LINE + 1)
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(
+                f"{self._path}: the line that holds byte {position} is longer than {_LONGEST_LINE} bytes; "
+                "split the document"
+            )
+        text = next(_documents(self._path, [line.decode()], f" from byte {begin} on"), None)
+        return _JsonLine(begin, begin + len(line), None if text is None else text.encode(errors="replace"))
+
+
+def _word_begin(text: bytes, place: int) -> int:
+    """Return where the word at byte ``place`` of UTF-8 ``text`` begins, or the word before that space.
+
+    A word of more than 64 bytes is cut: then it is where the character begins.
+    """
+    low = max(place - _LONGEST_WORD, 0)
+    word = re.search(rb"\S+\s*\Z", text[low : place + 1])
+    if word and (low == 0 or word.start()):
+        return low + word.start()
+    while place and text[place] & 0b11000000 == 0b10000000:  # UTF-8: bytes 10xxxxxx go on with a character
+        place -= 1
+    return place
 
 
 def first_tokens(tokenizer: Any, path: Path, num_tokens: int, what: str) -> list[int]:

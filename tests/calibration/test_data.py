@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
@@ -169,6 +170,7 @@ def test_a_large_text_without_a_space(tmp_path: Path, monkeypatch: pytest.Monkey
     character = "\N{CJK UNIFIED IDEOGRAPH-6587}"  # three bytes
     path.write_text(character * 200_000, encoding="utf-8")
     monkeypatch.setattr(text, "_WHOLE", 100)
+    monkeypatch.setattr(text, "_LONGEST_LINE", 100)
 
     class Characters(Letters):
         @override
@@ -177,8 +179,66 @@ def test_a_large_text_without_a_space(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert load(path, 6, 10, Characters()) == [[1] * 10] * 6
     lines = path.rename(tmp_path / "text.jsonl")
-    with pytest.raises(ValueError, match=r"the line that holds byte \d+ goes on for more than 100 bytes"):
+    with pytest.raises(ValueError, match=r"the line that holds byte \d+ is longer than 100 bytes"):
         load(lines, 6, 10, Characters())
+
+
+class Numbers(Letters):
+    """A tokenizer of numbers, each of which is a token."""
+
+    @override
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [int(word.strip(MARKS)) for word in text.split() if word.strip(MARKS)]}
+
+
+MARKS = '"\N{LATIN SMALL LETTER E WITH ACUTE}'  # of words in JSON: they are escaped, or take two bytes
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[list[str], list[int], int, int]:
+    """Return lines of JSON, of few words or many, their tokens, and how many windows of how many tokens to draw."""
+    lines: list[str] = []
+    tokens: list[int] = []
+    is_ascii, mark, before = draw(st.booleans()), draw(st.sampled_from(["", *MARKS])), draw(st.integers(0, 60))
+    for num_words in draw(st.lists(st.integers(1, 20) | st.integers(100, 900), min_size=1, max_size=12)):
+        words = range(1000 + len(tokens), 1000 + len(tokens) + num_words)
+        entry = {"source": "s" * before, "text": "\n".join(f"{mark}{word}" for word in words)}
+        lines += [json.dumps(entry, ensure_ascii=is_ascii), *[""] * draw(st.integers(0, 2))]
+        tokens += [*words, 26]
+    length = draw(st.integers(1, 8))
+    num_windows = draw(st.integers(1, max(len(tokens) // (4 * length), 1)))
+    return lines, tokens, num_windows, length
+
+
+@given(documents(), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_windows_of_documents_of_any_length_differ(
+    tmp_path: Path, drawn: tuple[list[str], list[int], int, int], seed: int
+) -> None:
+    """A window is of one place of the text, whether there are many documents or one, and no two are of the same."""
+    lines, tokens, num_windows, length = drawn
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(lines))
+    assume(len(tokens) >= length)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_WHOLE", 0)
+        patch.setattr(text, "_CHARACTERS_PER_TOKEN", 1)
+        rows = calibration_windows(path, Numbers(), num_windows, length, seed).tolist()
+    there = [tokens[i : i + length] for i in range(len(tokens) - length + 1)]
+    assert all(row in there for row in rows)
+    assert len({tuple(row) for row in rows}) == num_windows
+
+
+def test_long_documents_give_windows_from_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two documents one is nine tenths of the file, and of the windows; each begins at another place of it."""
+    path = tmp_path / "text.jsonl"
+    texts = [" ".join(map(str, range(1000, 1900))), " ".join(map(str, range(1900, 2000)))]
+    path.write_text("\n".join(map(json.dumps, texts)))
+    monkeypatch.setattr(text, "_WHOLE", 0)
+    monkeypatch.setattr(text, "_CHARACTERS_PER_TOKEN", 1)
+    firsts = calibration_windows(path, Numbers(), 40, 10)[:, 0].tolist()
+    assert firsts == sorted(firsts)
+    assert all(25 * i - 1 <= first - 1000 <= 25 * (i + 1) for i, first in enumerate(firsts))
 
 
 def test_text_is_cut_without_gaps(tmp_path: Path) -> None:
