@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint import import_extra
-from distprune.checkpoint.disk import write_whole
+from distprune.checkpoint.new_file import check_file, writing_file
+from distprune.collectives import Alone
 
 _DOTS_PER_INCH = 150
 
@@ -32,18 +33,21 @@ def png_of(figure: Any) -> bytes:
     return written.getvalue()
 
 
-def write_png(figure: Any, path: str | Path) -> None:
-    """Write ``figure`` into the file ``path``, whole or not at all. Local.
+def write_png(figure: Any, path: str | Path, *, overwrite: bool) -> None:
+    """Write ``figure`` into the file ``path``, whole or not at all. Local; raises as :func:`check_picture`."""
+    check_picture(path, overwrite=overwrite)
+    with writing_file(path, Alone(), overwrite=overwrite) as staging:
+        staging.write_bytes(png_of(figure))
+
+
+def check_picture(path: str | Path, *, overwrite: bool) -> None:
+    """Raise if a picture must not be written to ``path``. Local.
 
     Raises:
-        ValueError: the file is no ``.png``.
+        ValueError: the file is no ``.png``, is a link, or lies in a model's directory.
+        FileExistsError: it is there, and ``overwrite`` is off.
         OSError: it cannot be written.
     """
-    check_picture(path)
-    write_whole(Path(path), png_of(figure), sync=False)
-
-
-def check_picture(path: str | Path) -> None:
-    """Raise a ValueError if the file ``path`` is no ``.png``."""
     if Path(path).suffix != ".png":
         raise ValueError(f"{path} is no name of a picture; name a file such as picture.png")
+    check_file(path, overwrite=overwrite)

@@ -41,6 +41,9 @@ STEPS = "jobs/masked_training.py"  # but for its forwards and backwards it has a
 LEFT_OUT = ("jobs/picture.py", "jobs/model_card.py", "figure.py", "checkpoint/output_lock.py")
 
 
+_NUMBERS = {rank: itertools.count() for rank in range(2)}  # of files: one that was locked may stay so
+
+
 def resolved(_: int, folder: Path) -> Called:
     return nn.Module(), lambda: resolve_model(str(folder / "model"))
 
@@ -50,17 +53,15 @@ def writing(*_: object) -> Called:
     return model, lambda: prune.own_words(model, 3, 3)
 
 
-def masks_saved(_: int, folder: Path) -> Called:
+def masks_on_disk(loads: bool, rank: int, folder: Path) -> Called:
     model = nn.Linear(2, 2, bias=False, device="meta").to_empty(device="cpu")
     nn.init.ones_(model.weight)
     masks = prune.compute_masks(model, 0.5)
-    return model, lambda: masks.save(folder / "masks")
-
-
-def masks_read(_: int, folder: Path) -> Called:
-    model, save = masks_saved(_, folder)
-    save()
-    return model, lambda: prune.Masks.load(folder / "masks", model)
+    path = folder / f"masks{next(_NUMBERS[rank])}"
+    if not loads:
+        return model, lambda: masks.save(path)
+    masks.save(path)
+    return model, lambda: prune.Masks.load(path, model)
 
 
 def begun(_: int, folder: Path) -> Called:
@@ -130,8 +131,8 @@ def whole_job(job: Job, run: Callable[[Any], object]) -> Make:
 
 
 JOB_CALLS: dict[str, tuple[int, Make]] = {
-    "Masks.save": (2, masks_saved),
-    "Masks.load": (2, masks_read),
+    "Masks.save": (2, partial(masks_on_disk, False)),
+    "Masks.load": (2, partial(masks_on_disk, True)),
     "resolve_model": (2, resolved),
     "own_words": (2, writing),
     "Run": (2, begun),

@@ -7,6 +7,7 @@ from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.checkpoint.load_save import load, mesh_of, save
+from distprune.checkpoint.new_file import check_file, writing_file
 from distprune.checkpoint.one_file import fill_from_file, write_together
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import check_shared, make_staging, publish, writing
@@ -21,6 +22,7 @@ __all__ = [
     "InspectReport",
     "ModelWriter",
     "TensorReport",
+    "check_file",
     "check_output",
     "check_shared",
     "digest_together",
@@ -46,4 +48,5 @@ __all__ = [
     "save_model",
     "write_together",
     "writing",
+    "writing_file",
 ]

@@ -74,10 +74,10 @@ def make_staging(comm: Communicator, path: Path) -> Path:
     return staging
 
 
-def check_shared(folder: Path) -> None:
-    """Raise a FileNotFoundError if this rank does not see a directory that the first one has made. Local."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not visible here; the output must be on storage all ranks share")
+def check_shared(path: Path) -> None:
+    """Raise a FileNotFoundError if this rank does not see what the first one has made. Local."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not visible here; the output must be on storage all ranks share")
 
 
 def publish(

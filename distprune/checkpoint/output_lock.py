@@ -88,10 +88,16 @@ def _tidy(path: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}\.(partial|replaced)-[0-9a-f]{{8}}")
     for left in sorted(path.parent.iterdir()):
         match = pattern.fullmatch(left.name)
-        if match and match[1] == "replaced" and not (path.exists() and any(path.iterdir())):
-            left.rename(path)
-        elif match:
+        if match and match[1] == "replaced" and not path.is_file():
+            if path.exists() and any(path.iterdir()):
+                remove_files(left)
+            else:
+                left.rename(path)
+        elif match and match[1] == "partial" and left.is_dir():
             remove_files(left)
+        elif match and match[1] == "partial":
+            with suppress(OSError):
+                left.unlink()
 
 
 def remove_files(folder: Path) -> None:

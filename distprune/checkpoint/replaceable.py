@@ -44,9 +44,8 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
     if not nearest.is_dir():
         raise NotADirectoryError(f"the output {path} cannot be made: {nearest} is a file")
     for given in inputs:
-        for theirs in _places(given):
-            if _holds(path, theirs) or (theirs.is_dir() and any(_same(theirs, parent) for parent in path.parents)):
-                raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
+        if lies_in(path, given) or any(_holds(path, theirs) for theirs in _places(given)):
+            raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
     if path.is_dir():
         for what, kept in (("home", os.path.expanduser("~")), ("current", os.getcwd())):
             if _holds(path, Path(os.path.realpath(kept))):
@@ -64,6 +63,18 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
     return path
+
+
+def lies_in(path: Path, given: str | Path) -> bool:
+    """Return whether ``path`` is what was ``given`` to be read, or lies in it. Local."""
+    return any(
+        _same(path, of) or (of.is_dir() and any(_same(of, parent) for parent in path.parents)) for of in _places(given)
+    )
+
+
+def holds_model(folder: Path) -> bool:
+    """Return whether ``folder`` holds a config and weights. Local."""
+    return (folder / CONFIG_NAME).is_file() and any(_WEIGHTS.fullmatch(of.name) for of in folder.glob("*"))
 
 
 def _places(given: str | Path) -> Iterator[Path]:

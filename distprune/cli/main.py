@@ -146,11 +146,12 @@ def compare(
         Path | None,
         typer.Option("--output", help="Draw perplexity against sparsity into this PNG (extra plot).", metavar="FILE"),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
 ) -> None:
     """Show outputs of jobs side by side: sparsity, parameters, perplexity by text, seconds and method."""
     comparison = compare_outputs(outputs)
     if picture is not None:
-        comparison.draw(picture)
+        comparison.draw(picture, overwrite=overwrite)
     sys.stdout.write(f"{comparison}\n")
     sys.stdout.flush()
 

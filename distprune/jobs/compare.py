@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from distprune.brief import count, one_line, share
 from distprune.checkpoint import import_extra
-from distprune.figure import new_figure, write_png
+from distprune.figure import check_picture, new_figure, write_png
 from distprune.jobs.run import REPORT_NAME
 
 _NO_FIGURE = "-"
@@ -113,16 +113,19 @@ class Comparison:
             named[text] = shown if is_once else f"{shown} ({text[1]:,} tokens in windows of {text[2]:,})"
         return named
 
-    def draw(self, path: str | Path | None = None) -> Any:
+    def draw(self, path: str | Path | None = None, *, overwrite: bool = False) -> Any:
         """Return a matplotlib figure of perplexity against sparsity, a panel for each text.
 
-        It is written to ``path``, a PNG, if that is given.
+        It is written to ``path``, a PNG, if that is given; ``overwrite``: also over a file.
 
         Raises:
             ImportError: the extra ``plot`` is not installed.
-            ValueError: the file is no ``.png``, or no output was evaluated.
+            ValueError: the file is no ``.png``, is a link, or lies in a model's directory; or no output was evaluated.
+            FileExistsError: the file is there, and ``overwrite`` is off.
             OSError: it cannot be written.
         """
+        if path is not None:
+            check_picture(path, overwrite=overwrite)
         texts, names = self.texts, self._names()
         if not texts:
             raise ValueError("there is no perplexity to draw: run the jobs with --eval")
@@ -158,7 +161,7 @@ class Comparison:
         }
         figure.legend(labels.values(), labels.keys(), loc="outside lower center", fontsize="small", ncols=2)
         if path is not None:
-            write_png(figure, path)
+            write_png(figure, path, overwrite=overwrite)
         return figure
 
     def _axis(self) -> str:

@@ -16,6 +16,7 @@ from distprune.oneshot.room import SURE, gibibytes, largest_parts, ways_out
 from distprune.oneshot.walk_costs import ModelShape
 
 _UNKNOWN = 1 << 62
+_TOKEN_BYTES = 24  # of a window: as it was written, and in the message that tells it to all ranks, twice
 
 
 def num_on_machine(comm: Communicator) -> int:
@@ -79,16 +80,20 @@ def fit_writing(comm: Communicator, model: nn.Module, texts: Sequence[tuple[int,
     Raises:
         ValueError: on every rank: less memory is free on one than writing takes beside the weights.
     """
-    num_here = num_on_machine(comm) if device.type == "cpu" else 1
+    num_here = num_on_machine(comm)
     with together(comm):
-        free = available_bytes(device)
-        taken = max(writing_bytes(model, num, length, comm.size) for num, length in texts)
-        if free is not None and SURE * taken > free // num_here:
-            raise ValueError(
-                f"writing own words takes {gibibytes(taken)} of {gibibytes(free // num_here)} that are free on "
-                f"{device.type}, beside the weights: ask for fewer or shorter windows, start more ranks, or give "
-                "a file that was written elsewhere (--own-words-file)"
-            )
+        windows = _TOKEN_BYTES * sum(num * length for num, length in texts)
+        beside = max(writing_bytes(model, num, length, comm.size) for num, length in texts)
+        host, is_host = torch.device("cpu"), device.type == "cpu"
+        for where, taken in ((host, windows + beside if is_host else windows), (device, 0 if is_host else beside)):
+            free = available_bytes(where)
+            room = None if free is None else free // num_here if where.type == "cpu" else free
+            if room is not None and SURE * taken > room:
+                raise ValueError(
+                    f"writing own words takes {gibibytes(taken)} of {gibibytes(room)} that are free on {where.type}, "
+                    "beside the weights: ask for fewer or shorter windows, start more ranks, or give a file that was "
+                    "written elsewhere (--own-words-file)"
+                )
 
 
 def _needs(plan: MemoryPlan, *, is_host: bool) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from distprune.checkpoint import (
     sample_together,
     save_model,
 )
+from distprune.checkpoint.disk import write_whole
 from distprune.collectives import agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.model_card import CARD_NAME, model_card
@@ -180,7 +181,7 @@ class Run:
         except Exception as error:
             self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
-        path.write_bytes(content)
+        write_whole(path, content, sync=False)
 
 
 @contextmanager
@@ -196,4 +197,4 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
     # JSON has no numbers for infinities and NaN: they are text.
     strict = json.loads(json.dumps(report), parse_constant=lambda constant: str(float(constant)))
     text = json.dumps(strict, indent=2, allow_nan=False) + "\n"
-    (folder / REPORT_NAME).write_text(text, encoding="utf-8")
+    write_whole(folder / REPORT_NAME, text.encode(), sync=False)

@@ -12,13 +12,22 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.calibration import TOP_K, own_words, texts_of
-from distprune.checkpoint import load_model, load_tokenizer, mesh_of, name_of_model, open_together, resolve_model
+from distprune.checkpoint import (
+    check_file,
+    load_model,
+    load_tokenizer,
+    mesh_of,
+    name_of_model,
+    open_together,
+    resolve_model,
+    writing_file,
+)
 from distprune.collectives import agree, communicator, together
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
-from distprune.jobs.words_file import write_words
+from distprune.jobs.words_file import words_content
 from distprune.oneshot.report import peak_memory
 
 
@@ -26,7 +35,9 @@ from distprune.oneshot.report import peak_memory
 class SampleJob(BareJob):
     """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does."""
 
-    output: str = ask("File to write (safetensors). It must not exist.", is_file=True, panel=FILES)
+    output: str = ask(
+        "File to write (safetensors), in no model's directory. It must not exist.", is_file=True, panel=FILES
+    )
     samples: int = ask("Windows to write.", default=128, least=1, most=MOST, panel=WINDOWS)
     sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST, panel=WINDOWS)
     temperature: float = ask("Divides the logits.", default=1.0, above=0, panel=WINDOWS)
@@ -40,16 +51,17 @@ class SampleJob(BareJob):
     def check_asked(self) -> None:
         super().check_asked()
         if not Path(self.output).name:
-            raise ValueError(f"{self.output!r} names no file")
+            raise ValueError(f"the output {self.output!r} names no file")
 
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""
         self.check_asked()
-        path = Path(self.output)
-        if path.exists() and not (path.is_file() and self.overwrite):
-            raise FileExistsError(f"{path} is there; with overwrite (--overwrite) a file is replaced")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {path.parent}")
+        check_file(self.output, overwrite=self.overwrite, inputs=[self.model], num_bytes=self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tokens in the file."""
+        return self.samples * self.sequence_length * torch.int32.itemsize
 
 
 @dataclass(frozen=True)
@@ -82,29 +94,30 @@ def run_sample_job(
         device = torch.device(device)
     agree(comm, {**job.flags(), "device": device.type})
     path = resolve_model(job.model, group=comm, log=reporter.say)
-    directory = open_together(comm, path)
-    with together(comm):
-        tokenizer = load_tokenizer(path)
-        mesh = mesh_of(group, comm.size, device)
-    with reporter.stage("loading", "bytes") as progress:
-        model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
-    fit_writing(comm, model, [texts_of(job.samples, job.sequence_length)], device)
-    started = time.perf_counter()
-    with reporter.stage("writing own words", "tokens") as progress:
-        words = own_words(
-            model,
-            job.samples,
-            job.sequence_length,
-            temperature=job.temperature,
-            top_k=job.top_k,
-            seed=job.seed,
-            tokenizer=tokenizer,
-            group=comm,
-            progress=progress,
-        )
-    seconds = time.perf_counter() - started
-    with together(comm):
-        if comm.rank == 0:
-            about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
-            write_words(Path(job.output), words, {"model": name_of_model(path), **about})
+    with writing_file(job.output, comm, overwrite=job.overwrite, inputs=[path], num_bytes=job.num_bytes) as staging:
+        directory = open_together(comm, path)
+        with together(comm):
+            tokenizer = load_tokenizer(path)
+            mesh = mesh_of(group, comm.size, device)
+        with reporter.stage("loading", "bytes") as progress:
+            model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
+        fit_writing(comm, model, [texts_of(job.samples, job.sequence_length)], device)
+        started = time.perf_counter()
+        with reporter.stage("writing own words", "tokens") as progress:
+            words = own_words(
+                model,
+                job.samples,
+                job.sequence_length,
+                temperature=job.temperature,
+                top_k=job.top_k,
+                seed=job.seed,
+                tokenizer=tokenizer,
+                group=comm,
+                progress=progress,
+            )
+        seconds = time.perf_counter() - started
+        with together(comm):
+            if comm.rank == 0:
+                about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
+                staging.write_bytes(words_content(words, {"model": name_of_model(path), **about}))
     return Sampled(Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.checkpoint import check_shared, make_staging, publish, remove_files
-from distprune.checkpoint.disk import partial_of
+from distprune.checkpoint.disk import whole_name
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
@@ -34,7 +34,6 @@ _STATE_NAME = re.compile(r"state-\d+")
 _OWN_NAMES = {
     JOURNAL_NAME,
     WORDS_NAME,
-    partial_of(Path(WORDS_NAME)).name,
     INDEX_NAME,
     REPORT_NAME,
     PICTURE_NAME,
@@ -186,12 +185,17 @@ def _check_same_job(folder: Path, before: Mapping[str, Any], now: Mapping[str, A
 
 
 def _check_files(unfinished: Unfinished, source: HfDirectory) -> None:
-    """Raise a ValueError if anything lies in the folder but files of this job, on the model ``source``. Local."""
+    """Raise a ValueError if anything lies in the folder but files of this job, on the model ``source``. Local.
+
+    What was written in part is removed.
+    """
     written = [*(file.path for file in source.weight_files), *source.small_files]
     names = {path.name for path in written} | _OWN_NAMES
     for path in sorted({*unfinished.folder.iterdir()} - {*unfinished.states}):
-        if path.is_symlink() or not path.is_file() or path.name not in names:
+        if path.is_symlink() or not path.is_file() or (whole_name(path.name) or path.name) not in names:
             raise ValueError(f"{path} is not from this job; take it away, or remove {unfinished.folder}")
+        if whole_name(path.name):
+            path.unlink()
 
 
 def _states(folder: Path) -> list[Path]:

@@ -17,17 +17,21 @@ _FORMAT = {"format": "distprune own words"}
 
 
 def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object], *, sync: bool = True) -> None:
-    """Write ``token_ids`` (windows, tokens) into the file ``path``, whole or not at all. Local; for one rank.
-
-    ``about`` goes into its metadata, with versions; ``sync``: wait for the disk.
+    """Write :func:`words_content` into the file ``path``, as :func:`write_whole` does. Local; for one rank.
 
     Raises:
         OSError: the disk is full or not writable.
     """
+    write_whole(path, words_content(token_ids, about), sync=sync)
+
+
+def words_content(token_ids: torch.Tensor, about: Mapping[str, object]) -> bytes:
+    """Return what a file of ``token_ids`` (windows, tokens) holds; ``about`` goes into its metadata, with versions."""
     save = import_extra("safetensors.torch", "hf").save
     versions = {"distprune": str(__version__), **{name: version(name) for name in ("torch", "transformers")}}
     metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
-    write_whole(path, save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata), sync=sync)
+    content: bytes = save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata)
+    return content
 
 
 def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:

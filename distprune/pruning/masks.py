@@ -274,7 +274,7 @@ class Masks(Mapping[str, torch.Tensor]):
         """
         put_masks(self._comm, [*self._shards.values()], self._local)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write the masks to one safetensors file: whole, bool, by name, and the same bytes in every layout.
 
         >>> masks.save("masks.safetensors")  # doctest: +SKIP
@@ -282,17 +282,18 @@ class Masks(Mapping[str, torch.Tensor]):
 
         Every rank must call it, and see ``path``: one round of 64 bytes, and those of
         ``write_together``. The file is written beside ``path`` and renamed: what stands there
-        is whole.
+        is whole. ``overwrite``: replace a file that is there.
 
         Raises:
+            FileExistsError: on every rank, nothing changed: there is something at ``path``, and ``overwrite`` is off.
             OSError: on every rank, nothing changed: ``path`` cannot be written.
+            ValueError: on every rank, nothing changed: ``path`` is a link, or lies in a model's directory.
         """
         with together(self._comm):
             shapes = {member.name: member.global_shape for member in self._roster.members}
             owned = {name: shard for name, shard in self._shards.items() if shard.owned}
             parts = [dataclasses.replace(shard, local=self._local[name]) for name, shard in owned.items()]
-            target = Path(path)
-        write_together(self._comm, target, shapes, torch.bool, parts)
+        write_together(self._comm, path, shapes, torch.bool, parts, overwrite=overwrite)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, *, group: Group = None) -> Masks:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from distprune.brief import count, one_line, share
 from distprune.checkpoint import import_extra
-from distprune.figure import new_figure, write_png
+from distprune.figure import check_picture, new_figure, write_png
 
 _NUM_SHOWN = 8  # updates; the others are in ``updates``
 
@@ -70,18 +70,21 @@ class TrainingReport:
             lines.append(f"  step {update.step:>8,}  {share(update.sparsity):>7}{moved}")
         return "\n".join(lines)
 
-    def draw(self, path: str | Path | None = None, *, losses: Sequence[float] = ()) -> Any:
+    def draw(self, path: str | Path | None = None, *, losses: Sequence[float] = (), overwrite: bool = False) -> Any:
         """Return a matplotlib figure of the sparsity over the steps, and of ``losses``, one a step, if given.
 
-        It is written to ``path``, a PNG, if that is given. Local; for one rank.
+        It is written to ``path``, a PNG, if that is given; ``overwrite``: also over a file. Local; for one rank.
 
         >>> training.report().draw("training.png", losses=losses)  # doctest: +SKIP
 
         Raises:
             ImportError: the extra ``plot`` is not installed.
-            ValueError: ``path`` is no ``.png``.
+            ValueError: ``path`` is no ``.png``, is a link, or lies in a model's directory.
+            FileExistsError: it is there, and ``overwrite`` is off.
             OSError: it cannot be written.
         """
+        if path is not None:
+            check_picture(path, overwrite=overwrite)
         figure = new_figure(9.0, 4.5)
         sparsity = figure.subplots()
         ticks = import_extra("matplotlib.ticker", "plot")
@@ -107,5 +110,5 @@ class TrainingReport:
         )
         figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize="small")
         if path is not None:
-            write_png(figure, path)
+            write_png(figure, path, overwrite=overwrite)
         return figure

@@ -318,7 +318,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(one_file, "write_chunk", full)
     with pytest.raises(OSError, match="the disk is full"):
-        (~masks).save(tmp_path / FILE)
+        (~masks).save(tmp_path / FILE, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert prune.Masks.load(tmp_path / FILE, decoder()).equal(masks)
 
