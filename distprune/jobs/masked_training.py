@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from distprune.collectives import Communicator, out_of_step, sum_together, together
 from distprune.jobs.training_state import read_state, write_state
-from distprune.masks import make_zeros_positive
 from distprune.models import evaluating
 from distprune.pruning.agreement import agree_on_model
 from distprune.shards import LocalShard, bits_of, checksum, count_zeros, local_of
@@ -47,8 +46,6 @@ class MaskedTraining:
 
         def fill(words: torch.Tensor) -> None:
             self._shards = agreed.shards()
-            for shard in self._shards:
-                make_zeros_positive(shard.local)  # what other tools prune may be -0.0
             owned = [shard for shard in self._shards if shard.owned]
             for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
                 words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
@@ -67,8 +64,9 @@ class MaskedTraining:
         with together(comm):
             self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
             self.set_step(0)
-            self._zeros_before = self._zeros()
         self._hold: Hold = hold_zeros(model, self._optimizer, include="*", exclude=dead, group=comm)
+        with together(comm):
+            self._zeros_before = self._zeros()
 
     def set_step(self, num_steps: int) -> None:
         """Have the optimizer know that so many steps are done; its moments are zero. Local."""

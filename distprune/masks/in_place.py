@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -208,11 +210,21 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def make_zeros_positive(local: torch.Tensor) -> None:
-    """Write +0.0 over every -0.0. Local, chunk by chunk."""
+def make_zeros_positive(local: torch.Tensor, unless_held: torch.Tensor | None = None) -> None:
+    """Write +0.0 over every -0.0. Local, chunk by chunk.
+
+    ``unless_held`` (bool, same local shape): not if there are places where it is False, and all of them are +0.0.
+    """
     bits = bits_of(local)
+    due: Any = True
+    if unless_held is not None:
+        pieces = [
+            (((values != 0) & ~keep).any(), keep.all()) for values, keep in views_by_chunk(bits, unless_held)
+        ]  # a device is not waited for
+        differs, holds_none = zip(*pieces, strict=True)
+        due = functools.reduce(operator.or_, differs) | functools.reduce(operator.and_, holds_none)
     for (values,) in views_by_chunk(bits):
-        _fill(values, values == torch.iinfo(bits.dtype).min, 0)
+        _fill(values, (values == torch.iinfo(bits.dtype).min) & due, 0)
 
 
 def _fill(values: Any, where: Any, number: int) -> None:

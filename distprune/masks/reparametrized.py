@@ -222,6 +222,8 @@ def undo_reparametrization(module: nn.Module, name: str) -> None:
         zero_where_pruned(parameter.to_local(), local_mask(parameter, mask).bool())
     else:
         parameter.data = product_of_hook(module, name).data
+        # A product leaves -0.0 where a weight was negative, which would mean that it is kept.
+        zero_where_pruned(parameter.data, mask.bool() | (parameter.data != 0))
     del module._parameters[name + "_orig"], module._buffers[name + "_mask"]
     module._non_persistent_buffers_set.discard(name + "_mask")
     _forget_product(module, name)

@@ -70,6 +70,7 @@ class Binding:
         self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
         self.together: HeldTogether  # all of them, once some were taken
+        self.trusts_loaded = False  # a state that is loaded into the model is from a training like this one
 
     @property
     def names(self) -> frozenset[str]:
@@ -83,7 +84,10 @@ class Binding:
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
-        self._of_model = [self._model.register_forward_pre_hook(Weak(self.follow), prepend=True)]
+        self._of_model = [
+            self._model.register_forward_pre_hook(Weak(self.follow), prepend=True),
+            self._model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
+        ]
         self._watch()
 
     def remove(self) -> None:
@@ -132,6 +136,15 @@ class Binding:
             self._bind([moved.get(shard.name, shard) for shard in self._shards])
         self.together.notice_writes()
 
+    def trust(self, *, signs: bool) -> None:
+        """Say whether the sign of a zero speaks in what is there now; otherwise zeros of both signs are held."""
+        for held in self.held:
+            held.may_be_foreign = not signs
+
+    def _state_loaded(self) -> None:
+        if not self.trusts_loaded:
+            self.trust(signs=False)
+
     def _bind(self, shards: Sequence[LocalShard]) -> None:
         """Take ``shards`` as what is held, and remember which weights of each were zero."""
         before = {held.shard.name: held for held in self.held}
@@ -139,9 +152,10 @@ class Binding:
         for shard in shards:
             if shard.local.is_meta:
                 continue
-            held = before.get(shard.name)
+            known = held = before.get(shard.name)
             if held is None or held.shard.geometry != shard.geometry or held.kept.device != shard.local.device:
                 held = Held(shard, self._versions)
+                held.may_be_foreign = known is None or known.may_be_foreign
             held.move(shard)
             self.held.append(held)
         self.together = HeldTogether(self.held)

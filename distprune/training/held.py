@@ -2,7 +2,8 @@
 
 Nouns: a weight is *held* where its bits are those of +0.0; all others are *kept*. While weights are held, a kept weight
 that happens to be zero is written as -0.0, which is the same number. So the bits alone say what is held, in any layout,
-and after any wrapper, checkpoint or change of the number of ranks.
+and after any wrapper, checkpoint or change of the number of ranks. What others have pruned, by a product with a mask,
+has zeros of both signs: before the first reading, and after another state was loaded, both are held.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from distprune.masks import (
     Grouped,
     SideBySide,
     goes_beside,
+    make_zeros_positive,
     read_kept,
     seems_kept,
     write_signed_zeros,
@@ -80,12 +82,22 @@ class Held:
         self._nothing = torch.zeros((), dtype=torch.int64, device=device)
         self.num_there = self._nothing  # the same on a device, as of now
         self.is_new = True  # state of an optimizer may not be clean where weights are held
+        self.may_be_foreign = True  # others have written the weights: the sign of a zero says nothing
         self.may_be_new = False  # on a device: they were written to since
         self.counts: torch.Tensor | tuple[int, int, bool] | None = None  # read, and not taken over yet
         self._masked: tuple[int, _Version] | None = None  # the gradient masked since the last step
         self._as_read: tuple[int, int] | None = None  # the version of the weights that ``kept`` is read from
         self._as_left: tuple[int, int] | None = None  # that after the last step
         self.move(shard)
+
+    def take_over(self) -> None:
+        """Write +0.0 over every -0.0 of weights that others have written: from here on the sign speaks.
+
+        If all that is held is +0.0 there too, they are from a training like this one.
+        """
+        if self.may_be_foreign:
+            make_zeros_positive(self.shard.local, unless_held=self.kept)
+            self.may_be_foreign, self._as_read = False, None
 
     def read(self) -> None:
         """Read from the bits which weights are kept, unless nobody has written to them since that was done.
@@ -237,6 +249,8 @@ class HeldTogether:
 
         ``waits``: until all has; once for each device.
         """
+        for each in self._all:
+            each.take_over()
         self.notice_writes()
         self._read_there()
         lost = self._arrived(waits=waits)
@@ -255,6 +269,7 @@ class HeldTogether:
 
     def read_for(self, held: Held) -> None:
         """Read which weights of ``held``, one of these, are zero now; on a device those of all. No wait."""
+        held.take_over()
         if held.is_read():
             return
         if on_host(held.shard.local.device):

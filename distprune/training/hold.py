@@ -30,6 +30,7 @@ from distprune.pruning.agreement import agree_on_model
 from distprune.shards import ParameterRange, bits_of, count_zeros, private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
+from distprune.training.natural_zeros import check_zeros
 from distprune.training.optimizers import (
     Optimizers,
     check_moves,
@@ -59,13 +60,19 @@ def hold_zeros(
     >>> hold = hold_zeros(model, torch.optim.AdamW(model.parameters()))
 
     The zeros are the mask: what is pruned later, or comes with a checkpoint, is held from the next step on. Nothing is
-    stored with the model; names, ``state_dict`` and forward stay as they are. A kept weight that becomes zero is
-    written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called before or after the model
-    and the optimizer are wrapped or loaded. Weights are read again when torch has counted a write to them, or a sample
-    of about 100 of a parameter shows one that it does not count, such as through ``data``; on a device only before a
-    backward pass. So -0.0 counts as kept: masking by hand, ``weight.mul_(mask)`` leaves it where weights were negative;
-    ``weight.masked_fill_(~mask, 0)`` does not. And every +0.0 that you write is held for good, pruned or not:
-    ``weight.clamp_(min=0)`` holds all that were negative. Write -0.0 where a zero is to go on learning.
+    stored with the model; names, ``state_dict`` and forward stay as they are. Zeros of both signs are held that are
+    there at the call, or come with a ``load_state_dict`` of other zeros: a product with a mask leaves both. From then
+    on a kept weight that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It
+    may be called before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch
+    has counted a write to them, or a sample of about 100 of a parameter shows one that it does not count, such as
+    through ``data``; on a device only before a backward pass. So -0.0 counts as kept where you write it later: masking
+    by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not.
+    And every +0.0 that you write is held for good, pruned or not: ``weight.clamp_(min=0)`` holds all that were
+    negative. Write -0.0 where a zero is to go on learning.
+
+    Zeros that are there by nature are held like any others, and never learn. A warning names matrices that are mostly
+    zeros and whose other weights are all the same number, as ``eye_`` and ``dirac_`` leave them: nothing that prunes
+    does. Others cannot be told from pruned ones. Leave them out with ``exclude``.
 
     If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
     a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
@@ -79,10 +86,11 @@ def hold_zeros(
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
-    Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 16 a parameter; on pipelines up to
-    four more. A rank keeps one byte a local weight. Steps do not communicate. So an error within a step or a hook of
-    the backward pass on one rank (out of memory, say) is raised there alone; the others wait in the next collective of
-    the model until its process ends (over NCCL until the group's timeout).
+    Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 8 a parameter; one more, of 16, where
+    matrices are mostly zeros; on pipelines up to four more. A rank keeps one byte a local weight. Steps do not
+    communicate. So an error within a step or a hook of the backward pass on one rank (out of memory, say) is raised
+    there alone; the others wait in the next collective of the model until its process ends (over NCCL until the
+    group's timeout).
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: a parameter that is all zeros, which could never
@@ -111,20 +119,29 @@ class Hold:
         include: NamePattern | Sequence[NamePattern],
         exclude: NamePattern | Sequence[NamePattern],
         group: Group,
+        waits: bool = False,
+        checks: bool = True,
     ) -> None:
+        """``waits``: nothing is held before :meth:`begin`, and states that are loaded are those of such a training.
+
+        ``checks``: look for zeros that would never learn.
+        """
         self._model = model
         self._include, self._exclude = include, exclude
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
+        self._has_begun, self._trusts_loaded = not waits, waits
         self._start()
         try:
-            self._take(optimizer)
+            self._take(optimizer, checks=checks)
             with together(self._comm):
                 optimizers: list[Optimizer] = self._optimizers or []
                 moves = any(self._binding.of(optimizer).ranges for optimizer in optimizers)
                 check_moves(optimizers, [each.shard for each in self._binding.held], moves=moves)
+                if not waits:
+                    self._read(self._binding.together, waits=True)
                 self._attach()
         except Exception:
             self.remove()
@@ -141,49 +158,40 @@ class Hold:
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._handles: list[RemovableHandle] = []
         self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
+        self._binding.trusts_loaded = self._trusts_loaded
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
         names = ("_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense")
-        return {**{name: vars(self)[name] for name in names}, "held": self._binding.names, "holds": bool(self._handles)}
+        kept = {name: vars(self)[name] for name in (*names, "_has_begun", "_trusts_loaded")}
+        return {**kept, "held": self._binding.names, "holds": bool(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, holds = state.pop("held"), state.pop("holds")
         vars(self).update(state)
         self._start()
         self._binding.take([shard for shard in self._binding.find() if shard.name in names])
+        self._binding.trust(signs=self._has_begun)
         if holds:
             self._attach()
 
-    def _take(self, optimizer: Optimizers) -> None:
-        """Take what all ranks agree on as what is held, and read its zeros. Every rank must call it: two rounds."""
+    def _take(self, optimizer: Optimizers, *, checks: bool) -> None:
+        """Take what all ranks agree on as what is held. Every rank must call it: one round, and those of the checks."""
 
         def look() -> None:
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
 
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)
-        place = agreed.roster.index()
+        self._binding.take(agreed.shards())
+        if checks:
+            check_zeros(self._comm, agreed.roster, [held.shard for held in self._binding.held])
 
-        def fill(num_held: torch.Tensor) -> None:
-            self._binding.take(agreed.shards())
-            self._binding.together.read(waits=True)
-            numbers = num_held.numpy()
-            for held in self._binding.held:
-                if held.shard.owned:
-                    numbers[place[held.shard.name]] = held.num_held
-
-        num_held = sum_together(self._comm, (len(place),), fill).tolist()
-        dead = [
-            member.name
-            for member, num in zip(agreed.roster.members, num_held, strict=True)
-            if num == math.prod(member.global_shape) > 0
-        ]
-        if dead:
-            raise ValueError(
-                f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out "
-                "with exclude, or initialise it first"
-            )
+    def begin(self, *, trusts_signs: bool) -> None:
+        """Hold from here on. ``trusts_signs``: the weights are from a training like this one. Local."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._binding.trust(signs=trusts_signs)
 
     def _attach(self) -> None:
         self._binding.attach()
@@ -237,7 +245,7 @@ class Hold:
 
     def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
         """Mask FSDP1's gradients, which no hook has masked: what grows now has no gradient yet, as in other layouts."""
-        if all(held.shard.tensor is not None for held in self._binding.held):
+        if not self._has_begun or all(held.shard.tensor is not None for held in self._binding.held):
             return
         for optimizer in optimizers:
             for held, where in self._binding.of(optimizer).ranges:
@@ -248,6 +256,8 @@ class Hold:
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:
         """Write zeros into gradients and moments where weights are held now."""
+        if not self._has_begun:
+            return
         moved = self._binding.of(optimizer)
         has_history = isinstance(optimizer, torch.optim.LBFGS)  # it waits for its losses in any case
         self._read(moved.together, waits=has_history)
@@ -278,7 +288,7 @@ class Hold:
 
     @_outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
-        if self.leaves_gradients_dense:
+        if self.leaves_gradients_dense or not self._has_begun:
             return
         if not self._stepping:  # a closure that is evaluated within a step: weights are on their way
             self._binding.together.read_for(held)
@@ -302,7 +312,7 @@ class Hold:
 
         Zeros that were overwritten since the last step are written again, with a warning.
         """
-        if self._handles:
+        if self._handles and self._has_begun:
             self._binding.renew()
             self._read(self._binding.together, waits=True)
             self._binding.together.write_zeros()
@@ -329,7 +339,7 @@ class Hold:
         place, members = agreed.roster.index(), agreed.roster.members
 
         def fill(num_held: torch.Tensor) -> None:
-            owned = [shard for shard in agreed.shards() if shard.owned]
+            owned = [shard for shard in agreed.shards() if shard.owned and self._has_begun]
             for shard, num in zip(owned, count_zeros([bits_of(shard.local) for shard in owned]), strict=True):
                 num_held[place[shard.name]] = num
 

@@ -23,7 +23,7 @@ from distprune.scores import Movement, ScoreLike, as_score
 from distprune.shards import LocalShard, gradients_of
 from distprune.training.binding import in_backward
 from distprune.training.carried import laid_out, load_in_place
-from distprune.training.hold import Hold, hold_zeros
+from distprune.training.hold import Hold
 from distprune.training.optimizers import Optimizers, only_makes_state
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
@@ -45,8 +45,8 @@ class SparseTraining:
     0.5
 
     Before step t, counted from 0, the model is pruned in place to the share of zeros that ``schedule(t)`` says, exactly
-    as :func:`distprune.prune_model` does it, if that is more than before; :func:`distprune.hold_zeros` keeps the zeros,
-    also those that you write.
+    as :func:`distprune.prune_model` does it, if that is more than before; from the first such step on
+    :func:`distprune.hold_zeros` keeps the zeros, also those that you write. Before it nothing is held.
     With ``regrow`` some of them move. Gradients are there at that time, so scores may use them.
 
     Args:
@@ -109,7 +109,10 @@ class SparseTraining:
                 _check_all_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         self._request = Request(model, None, self._score, pattern, scope, seed, None, include, exclude)
-        self.hold: Hold = hold_zeros(model, optimizer, include=include, exclude=exclude, group=self._comm)
+        begins_now = any(levels[0])
+        self.hold = Hold(
+            model, optimizer, include=include, exclude=exclude, group=self._comm, waits=True, checks=begins_now
+        )
         self.hold.before_step(self._before_step)
         self._prepare()
 
@@ -121,6 +124,8 @@ class SparseTraining:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
+        if step and any(_listed(self._asked(step - 1))):
+            self.hold.begin(trusts_signs=True)
         self._prepare()
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +202,7 @@ class SparseTraining:
         if isinstance(self._score, Movement):
             self._add_movement()
         self._prune(step, self._asked(step))
-        if how is not None and how.is_due(step):
+        if how is not None and how.is_due(step) and self._level:
             seed = self._seed + step if how.by == "random" else None
             moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
@@ -217,6 +222,7 @@ class SparseTraining:
             self._request, sparsity=None if says_how_much(self._request.pattern) else asked, local_evidence=evidence
         )
         report = prune_requested(self._comm, request)
+        self.hold.begin(trusts_signs=False)
         self._level = now
         self.sparsities = {each.name: each.sparsity for each in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))

@@ -58,7 +58,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "block, other shapes": (3, 2),
     "channels, other shapes": (3, 2),
     "held step": (0, 0),
-    "training that prunes": (6, 0),
+    "training that prunes": (6, 1),  # what is held is read for the first time
     "training that regrows": (12, 6),
     "wanda": (2, 0),
     "permuted wanda": (17, 19),  # values and an MLP: 6 each where channels go, in turns

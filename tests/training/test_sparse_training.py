@@ -357,3 +357,24 @@ def test_report(tmp_path: Path) -> None:
     assert drawn == [[0, 0], [1, 0.3], [4, 0.5], [5, 0.5], [6, 0.5]]
     assert sparsity.lines[1].get_xydata().tolist() == [[5, 0.5]]
     assert loss.lines[0].get_ydata().tolist() == losses
+
+
+def natural_zeros_on_rank(_: int, layout: str) -> None:
+    model = transformer()
+    with torch.no_grad():
+        for layer in model.layers:
+            nn.init.eye_(layer.up.weight)
+    wrapped = wrap(layout, model)
+    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.5)
+    training = SparseTraining(wrapped.model, optimizer, schedule=at_once(0.3, step=2), include=INCLUDE)
+    for i, tokens in enumerate(batches(4)):
+        zeros = prune.sparsity(wrapped.model, include="*.up.weight")
+        assert zeros > 0.9 if i == 0 else zeros < 0.1 if i < 3 else zeros > 0.1
+        assert training.hold.counts().sparsity == (0.3 if i == 3 else 0)
+        step(optimizer, wrapped, tokens, clips=False)
+    assert training.hold.counts().sparsity == prune.sparsity(wrapped.model, include=INCLUDE)
+
+
+@pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp"])
+def test_before_its_schedule_starts_nothing_is_held(pool: ProcessPool, layout: str) -> None:
+    pool.run({"plain": 1, "hsdp": 4, "fsdp-tp": 4}.get(layout, 2), natural_zeros_on_rank, layout)
