@@ -10,6 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 
 LEVEL = {
+    "mistakes": -1,
     "brief": 0,
     "collectives": 0,
     "hints": 0,

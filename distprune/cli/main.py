@@ -46,6 +46,7 @@ from distprune.jobs import (
     run_streamed_job,
 )
 from distprune.jobs.options import options_of
+from distprune.mistakes import is_expected, was_told
 from distprune.version import __version__
 
 app = typer.Typer(
@@ -65,7 +66,6 @@ _RUN: dict[type[BareJob], Callable[..., JobReport[Work] | PlannedWalk | Sampled]
     SampleJob: run_sample_job,
 }
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
-_USERS_MISTAKES = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 
 
 add_command(
@@ -206,7 +206,8 @@ def _work(start: JobCommand, launch: Launch) -> int:
         launch.finish()
     except Exception as error:
         # What all ranks know the first one says for them.
-        speaks_first = launch.rank == 0 or not (isinstance(error, _USERS_MISTAKES) or _has_lost_ranks(error))
+        is_known = is_expected(error) or was_told(error) or _has_lost_ranks(error)
+        speaks_first = launch.rank == 0 or not is_known
         text = _text(error, start.job)
         tell_torchrun(text)
         if speaks_first:
@@ -234,11 +235,11 @@ def _has_lost_ranks(error: Exception) -> bool:
 
 
 def _text(error: Exception, job: BareJob | None = None) -> str:
-    """Return one line for what a user can mend, or for a lost rank; anything else is ours, and gets a traceback."""
+    """Return one line for what a check found, or for a lost rank; what nobody expected gets a traceback."""
     if _has_lost_ranks(error):
         said = (str(error) or repr(error)).splitlines()[0][:200]
         return f"error: another rank has ended or cannot be reached: {said}\n"
-    if isinstance(error, _USERS_MISTAKES):
+    if is_expected(error):
         said = " ".join(str(error).split())
         if job is not None:
             said = worded(said, options_of(type(job)), [str(value) for value in vars(job).values()])

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.collectives.base import Communicator, cannot_meet
+from distprune.mistakes import tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
 
@@ -198,14 +199,19 @@ def _reduce_together(
 
 
 def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None) -> None:
-    """Raise this rank's ``error``, or that of the first rank which has one; two rounds, of its text."""
+    """Raise this rank's ``error``, or that of the first rank which has one.
+
+    Two rounds, of its text, and of its traceback if nobody expected it.
+    """
     if not any_failed:
         return
-    texts = comm.gather(None if error is None else [_carried_type(error).__name__, _text(error)])
+    texts = comm.gather(None if error is None else [_carried_type(error).__name__, _text(error), trace_of(error)])
     if error is None:
-        source, (name, text) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
+        source, (name, text, trace) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)
         kind = next(kind for kind in _CARRIED if kind.__name__ == name)
         error = kind(f"rank {source} of {comm.size}: {text}")
+        if trace:
+            tell_trace(error, source, trace)
     raise error
 
 

@@ -165,14 +165,15 @@ def _counted(comm: Communicator, call: Callable[[], Any]) -> tuple[Any, tuple[in
 
 def _check_errors(comm: Communicator, call: Callable[[bool], object], num_bytes: int) -> None:
     """Let ``call(fails)`` fail on one, two and all ranks: those raise their own error, the others the first's."""
-    length = len(json.dumps(["MemoryError", "none is left"]))
+    length = len(json.dumps(["MemoryError", "none is left", ""]))  # and a traceback
     for failing in ({comm.size - 1}, {0, comm.size - 1}, set(range(comm.size))):
         with pytest.raises(MemoryError) as caught:
             call(comm.rank in failing)
         elsewhere = f"rank {min(failing)} of {comm.size}: none is left"
         assert str(caught.value) == ("none is left" if comm.rank in failing else elsewhere)
         _, used = _counted(comm, partial(_raises, call, comm.rank in failing))
-        assert used == (3, num_bytes + 8 + length * comm.size)
+        assert used[0] == 3
+        assert num_bytes + 8 + length * comm.size < used[1] < num_bytes + 8 + (length + 8000) * comm.size
 
 
 def _raises(call: Callable[[bool], object], fails: bool) -> None:
