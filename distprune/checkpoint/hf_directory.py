@@ -202,9 +202,11 @@ def open_weights(path: Path) -> Iterator[Any]:
     """Yield the open safetensors file ``path``. Local.
 
     Raises:
+        OSError: it cannot be opened.
         ValueError: the safetensors library cannot read it.
     """
     safetensors = import_extra("safetensors", "hf")
+    path.open("rb").close()  # the library calls any file that it cannot open missing
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
             yield handle

@@ -33,6 +33,11 @@ class Display(Watcher):
         self._block_seconds: list[float] = []
         self._heartbeat = Heartbeat(self._write, interval)
 
+    @property
+    def stage(self) -> str:
+        """What the job does now."""
+        return self._heartbeat.stage
+
     def __enter__(self) -> Self:
         if self._visible:
             self._heartbeat.start()

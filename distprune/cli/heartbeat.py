@@ -13,7 +13,7 @@ class Heartbeat:
     def __init__(self, say: Callable[[str], None], interval: float, now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._interval, self._now = say, interval, now
         self._started = self._began = self._said_at = now()
-        self._stage, self._how_far = "starting", ""
+        self.stage, self._how_far = "starting", ""
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -26,11 +26,11 @@ class Heartbeat:
 
     def begin(self, stage: str) -> None:
         """Note that a stage begins."""
-        self._stage, self._how_far, self._began = stage, "", self._now()
+        self.stage, self._how_far, self._began = stage, "", self._now()
 
     def at(self, how_far: str, stage: str | None = None) -> None:
         """Note how far the stage is, which may be another one than the last."""
-        if stage not in (None, self._stage):
+        if stage not in (None, self.stage):
             self.begin(str(stage))
         self._how_far = how_far
 
@@ -44,7 +44,7 @@ class Heartbeat:
         if (left := self._said_at + self._interval - now) > 0:
             return left
         how_far = f", {self._how_far}" if self._how_far else ""
-        self._say(f"{self._stage}{how_far}: {_clock(now - self._began)}, {_clock(now - self._started)} in all")
+        self._say(f"{self.stage}{how_far}: {_clock(now - self._began)}, {_clock(now - self._started)} in all")
         self._said_at = now
         return self._interval
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 
 from distprune.checkpoint import inspect_directory
@@ -20,9 +21,10 @@ from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams, tell_torchrun
+from distprune.cli.out_of_memory import is_out_of_memory, memory_line
 from distprune.cli.ranks import Launch
 from distprune.cli.wording import worded
-from distprune.collectives import has_lost_ranks
+from distprune.collectives import cannot_meet, has_lost_ranks
 from distprune.jobs import (
     BareJob,
     FinetuneJob,
@@ -197,6 +199,7 @@ def _parse() -> JobCommand | int:
 
 def _work(start: JobCommand, launch: Launch) -> int:
     """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
+    device, display = torch.device("cpu"), None
     try:
         device = launch.start(start.device, start.timeout)
         # A streamed job is on the CPU.
@@ -206,9 +209,9 @@ def _work(start: JobCommand, launch: Launch) -> int:
         launch.finish()
     except Exception as error:
         # What all ranks know the first one says for them.
-        is_known = is_expected(error) or was_told(error) or _has_lost_ranks(error)
+        is_known = _has_lost_ranks(error) or ((is_expected(error) or was_told(error)) and not cannot_meet(error))
         speaks_first = launch.rank == 0 or not is_known
-        text = _text(error, start.job)
+        text = _text(error, start.job, device, "starting" if display is None else display.stage)
         tell_torchrun(text)
         if speaks_first:
             sys.stderr.write(text)
@@ -234,11 +237,18 @@ def _has_lost_ranks(error: Exception) -> bool:
     return has_lost_ranks(error) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
-def _text(error: Exception, job: BareJob | None = None) -> str:
-    """Return one line for what a check found, or for a lost rank; what nobody expected gets a traceback."""
+def _text(
+    error: Exception, job: BareJob | None = None, device: torch.device | None = None, stage: str = "reading"
+) -> str:
+    """Return one line for what a check found, a lost rank or too little memory; what nobody expected has a traceback.
+
+    ``job``, ``device``, ``stage``: what was done, where, and how far.
+    """
     if _has_lost_ranks(error):
         said = (str(error) or repr(error)).splitlines()[0][:200]
         return f"error: another rank has ended or cannot be reached: {said}\n"
+    if is_out_of_memory(error):
+        return f"error: {memory_line(error, stage, job, device or torch.device('cpu'))}\n"
     if is_expected(error):
         said = " ".join(str(error).split())
         if job is not None:

@@ -44,6 +44,7 @@ def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of own words {path}")
     safetensors = import_extra("safetensors", "hf")
+    path.open("rb").close()  # the library calls any file that it cannot open missing
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             metadata, names = dict(file.metadata() or {}), list(file.keys())

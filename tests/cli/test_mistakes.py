@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from distprune.jobs import run
+from distprune.jobs import PruneJob, run_prune_job
+from distprune.jobs.words_file import write_words
 from tests.cli.test_leaving import LINE, Pair, pair
 from tests.cli.test_main import _sigterm_as_before, end
+from tests.modes import obeying_modes
 from tests.started import be_rank
 
 __all__ = ["_sigterm_as_before", "pair"]
@@ -44,7 +50,7 @@ def test_what_no_check_raised_gets_a_traceback(
 
 
 def be_rank_with_a_bug(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    run.check_output = lambda *_, **__: list(zip([1], [], strict=True))
+    pytest.MonkeyPatch().setattr("distprune.jobs.run.check_output", lambda *_, **__: list(zip([1], [], strict=True)))
     be_rank(variables, arguments, log)
 
 
@@ -57,6 +63,138 @@ def test_where_nobody_expected_it_is_shown_by_the_first_rank_too(pair: Pair) -> 
     assert (pair.code(0), pair.code(1)) == (1, 1)
     for rank in range(2):
         for said in (pair.said(rank), (pair.folder / f"error{rank}.json").read_text()):
-            assert "check_output = lambda *_, **__: list(zip([1], [], strict=True))" in said
+            assert "lambda *_, **__: list(zip([1], [], strict=True))" in said
             assert "ValueError: zip() argument 2 is shorter than argument 1" in said
     assert "ValueError: rank 1 of 2: zip()" in pair.said(0)
+
+
+# By what runs out of memory: the command line, in which stage, and a way out that is named.
+SHORT: dict[str, tuple[str, str, str]] = {
+    "run.load_model": ("prune {model} --sparsity 0.5", "loading", "--dtype bfloat16, --streamed, which does not"),
+    "prune.prune_model": ("prune {model} --sparsity 0.5", "pruning", "--streamed, which does not load the model"),
+    "run.perplexities": (
+        "prune {model} --sparsity 0.5 --eval {text} --eval-length 8",
+        "evaluating before on text.txt",
+        "--dtype bfloat16, more ranks",
+    ),
+    "one_shot.prune_blocks": (
+        "prune {model} --sparsity 0.5 --calibration {text} --own-words 0 --samples 2 --sequence-length 8",
+        "pruning block by block",
+        "--offload, fewer --samples, a smaller --sequence-length",
+    ),
+    "shrink.cut_model": (
+        "shrink {model} --mlp 0.5 --refit none --calibration {text} --own-words 0 --samples 2 --sequence-length 8",
+        "shrinking block by block",
+        "--offload, fewer --samples",
+    ),
+    "finetune.MaskedTraining.backward": (
+        "finetune {pruned} --data {text} --steps 1 --batch-size 2 --sequence-length 8",
+        "training",
+        "a smaller --batch-size, a smaller --sequence-length, more ranks",
+    ),
+    "streamed.StretchWriter": ("prune {model} --sparsity 0.5 --streamed", "starting", "more ranks"),
+    "sample.own_words": ("sample {model} --samples 2 --sequence-length 8", "writing own words", "fewer --samples"),
+}
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1 GiB is free."
+
+
+def too_much(kind: str) -> None:
+    """Run out of memory."""
+    if kind == "torch":
+        torch.empty(1 << 60, dtype=torch.uint8, device="cpu")
+    elif kind == "numpy":
+        np.empty(1 << 60, dtype=np.uint8)
+    raise {
+        "python": MemoryError(),
+        "system": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        "CUDA": torch.OutOfMemoryError(CUDA),
+        "C++": RuntimeError("std::bad_alloc"),
+    }[kind]
+
+
+# By who says it: what is said of the size.
+SIZES = {
+    "torch": "1.07e+09 GiB more",
+    "numpy": "1.00 EiB more",
+    "python": "",
+    "system": "",
+    "CUDA": "2.00 GiB more",
+    "C++": "",
+}
+
+
+def ends_for_lack_of_memory(
+    patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, kind: str, places: dict[str, Path]
+) -> str:
+    """Run the command; return what it says."""
+    line, stage, ways = SHORT[where]
+    patch.setattr(f"distprune.jobs.{where}", lambda *_, **__: too_much(kind))
+    words = [word.format(**places) for word in line.split()]
+    assert end(patch, *words, "--output", places["out"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert not any("Traceback" in line for line in said)
+    (error,) = (line for line in said if line.startswith("error: "))
+    assert error.startswith(f"error: out of memory while {stage}")
+    assert "Ways out: " in error
+    assert ways in error
+    return error
+
+
+@pytest.fixture(scope="module")
+def pruned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("pruned") / "model"
+    run_prune_job(PruneJob(model=str(model_folder), output=str(output), sparsity=0.5))
+    return output
+
+
+@pytest.mark.parametrize("where", SHORT)
+def test_out_of_memory_is_one_line_in_every_job(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model_folder: Path,
+    pruned: Path,
+    text_file: Path,
+    where: str,
+) -> None:
+    places = {"model": model_folder, "text": text_file, "out": tmp_path / "out", "pruned": pruned}
+    error = ends_for_lack_of_memory(monkeypatch, capsys, where, "torch", places)
+    assert re.search(r": 1.07e\+09 GiB more were asked for, [\d.e+]+ GiB are free. Ways", error)
+    assert not places["out"].exists()
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_out_of_memory_is_one_line_whoever_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path, kind: str
+) -> None:
+    places = {"model": model_folder, "out": tmp_path / "out"}
+    error = ends_for_lack_of_memory(monkeypatch, capsys, "prune.prune_model", kind, places)
+    assert SIZES[kind] in error
+    assert ("asked for" in error) == bool(SIZES[kind])
+
+
+def test_what_may_not_be_read_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
+) -> None:
+    model, words = tmp_path / "model", tmp_path / "words"
+    shutil.copytree(model_folder, model)
+    write_words(words, torch.ones(2, 8), {})
+    line = ["prune", model, "--output", tmp_path / "out", "--sparsity", "0.5", "--device", "cpu"]
+    reading = ["--method", "wanda", "--samples", "2", "--sequence-length", "8", "--own-words-file", words]
+    commands: list[tuple[Path, list[str | Path]]] = [
+        (model / "model.safetensors", line),
+        (model / "model.safetensors", ["inspect", model]),
+        (model / "config.json", line),
+        (words, [*line, *reading]),
+    ]
+    for closed, command in commands:
+        mode = closed.stat().st_mode
+        closed.chmod(0)
+        try:
+            with obeying_modes():
+                assert end(monkeypatch, *command) == 1
+        finally:
+            closed.chmod(mode)
+        said = [line for line in capsys.readouterr().err.splitlines() if "written to" not in line]
+        assert said[-1].endswith(f"Permission denied: '{closed}'"), said
+        assert not any("Traceback" in line for line in said)
