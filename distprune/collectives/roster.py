@@ -24,13 +24,15 @@ class Member:
     """One parameter as a rank describes it.
 
     ``layout``: which ranks hold which parts of it. If all its holders, ``num_ranks`` of them, state the same, their
-    parts fit together. ``None``: nothing that ranks could compare says so.
+    parts fit together. ``None``: nothing that ranks could compare says so. ``evidence``: a checksum of what was given
+    of it whole, of which each rank takes its part.
     """
 
     name: str
     global_shape: tuple[int, ...]
     dtype: str
     layout: Layout | None = field(default=None, compare=False)
+    evidence: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
     lists = []
     for ranks, entries in told:
         named = [
-            Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout))
-            for name, shape, dtype, layout in entries
+            Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout), evidence)
+            for name, shape, dtype, layout, evidence in entries
         ]
         lists.append((ranks, named))
     return _merge(lists)
@@ -107,6 +109,11 @@ def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
         rank = ranks[0]
         for member in members:
             first, holder = known.setdefault(member.name, (member, rank))
+            if dataclasses.replace(first, evidence=member.evidence) == member != first:
+                raise ValueError(
+                    f"the evidence of {member.name!r} that was given whole differs between ranks {holder} and {rank}; "
+                    "give the same on every rank, or each its part as a DTensor"
+                )
             if first != member:
                 raise ValueError(
                     f"ranks disagree on parameter {member.name!r}: {_describe(first)} on rank {holder}, "

@@ -14,6 +14,7 @@ from distprune.models import find_shards
 from distprune.shards import local_of
 
 _ADAPTED = "*.base_layer.*"  # how PEFT names what an adapter adapts
+_WRAPPED = ("original_module", "modules_to_save")  # and a module that it trains a copy of, and the copies
 
 
 def merge_adapters(model: nn.Module, **options: Any) -> Any:
@@ -23,9 +24,9 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
 
     It is PEFT's ``merge_and_unload``, with its ``options`` (``safe_merge``, ``adapter_names``). An adapter's update is
     dense, so that call alone leaves no zeros in a base that was pruned in place. Here the weights of adapted layers
-    that were zero before are zero afterwards, also if the merge fails. Masks of ``torch.nn.utils.prune``'s kind hold by
-    themselves. The update where weights are zero is lost: fine-tune with the merged weights' zeros held
-    (:func:`distprune.hold_zeros`), or measure what it costs.
+    that were zero before are zero afterwards, also if the merge fails. So are those of ``modules_to_save``, of which
+    PEFT trains copies. Masks of ``torch.nn.utils.prune``'s kind hold by themselves. The update where weights are zero
+    is lost: fine-tune with the merged weights' zeros held (:func:`distprune.hold_zeros`), or measure what it costs.
 
     Plain models, and DTensors (FSDP2, tensor parallel) as far as PEFT merges them: every rank must call it, since PEFT
     multiplies DTensors. Nothing else is communicated. It takes a byte a weight of the adapted layers.
@@ -47,6 +48,12 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
         if isinstance(shard.tensor, DTensor) and options.get("safe_merge"):
             raise NotImplementedError(f"PEFT loses a safe_merge into DTensors such as {shard.name!r}: merge without it")
         before.append((shard.tensor, shard.local != 0))
+    for wrapper in [module for module in model.modules() if module._modules.keys() >= {*_WRAPPED}]:
+        original, copies = (wrapper.get_submodule(name) for name in _WRAPPED)
+        for name, parameter in original.named_parameters():
+            if parameter.ndim > 1:  # biases begin as zeros, and learn
+                kept = local_of(parameter) != 0
+                before += [(copy.get_parameter(name), kept) for copy in copies.children()]
     if not any(".base_layer." in name for name, _ in model.named_parameters()):
         raise ValueError("the model has no adapters: none of its layers has a base_layer, as PEFT's have")
     try:

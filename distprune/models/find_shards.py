@@ -7,22 +7,25 @@ checkpointing, torch.compile) is left out of it, so that a parameter has one nam
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
-from distprune.models.weights import is_adapter
+from distprune.models.left_out import left_out
+from distprune.models.linear_layers import WRAPPERS
+from distprune.models.parametrizations import Key, check_keeps_zeros, parametrized
+from distprune.models.weights import Shapes
 from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
 
 NamePattern = str | nn.Module
-
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 # A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
 _Held = torch.Tensor | LocalShard
@@ -36,7 +39,9 @@ class Found:
     matched on this rank. ``by_default``: ``include`` was empty. The default follows from the whole model: if any rank
     of the group has decoder blocks (``has_blocks``), ranks without (pipeline stages of an embedding, or of a norm and
     the head) prune nothing. The caller applies that. ``num_parameters``: how many elements all parameters of this
-    rank's model have, those included that other ranks hold; tied ones count once. ``names``: of all parameters.
+    rank's model have, those included that other ranks hold; tied ones count once. ``names``: of all parameters, each
+    with the name that it has here. ``left_out``: those of two dims or more, where weights are looked for, that are none
+    (see ``left_out.py``), with why.
     """
 
     shards: list[LocalShard]
@@ -44,12 +49,21 @@ class Found:
     by_default: bool
     has_blocks: bool
     num_parameters: int | None = None
-    names: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, int] = field(default_factory=dict)  # checksums by name: see ``Member``
+
+    def name_of(self, key: str) -> str | None:
+        """Return the name here of the parameter that a wrapped model calls ``key``; ``None``: there is none."""
+        for name in (key, _clean(key), _clean(key).removeprefix("module."), _clean(key).removesuffix("_orig")):
+            if name in self.names:
+                return self.names[name]
+        return None
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether DTensors or FSDP hold parameters of ``model``: other ranks may have parts of them. Local."""
-    return (
+    return isinstance(model, nn.Module) and (
         any(isinstance(module, FSDPModule) for module in model.modules())
         or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         or bool(find_flat_parts(model))
@@ -63,23 +77,22 @@ def find_shards(
 ) -> Found:
     """Return this rank's parts of the parameters to prune.
 
-    Without ``include``: the weights (two dims or more) of all layers but embeddings and adapters (``lora_*``) inside
-    the decoder blocks, or, in a model without decoder blocks, anywhere. With it: every parameter whose name matches one
-    of the patterns (as ``fnmatch`` does), and the weights inside the modules given. ``exclude`` leaves some out. A tied
-    weight counts once, under its first name, and matches by any of its names. The original of a reparametrized
-    parameter has the parameter's name.
+    Without ``include``: the weights (see ``left_out.py``) inside the decoder blocks, or, in a model without decoder
+    blocks, anywhere. With it: every parameter whose name matches one of the patterns (as ``fnmatch`` does), and the
+    weights inside the modules given, also those under a parametrization. ``exclude`` leaves some out. A tied weight
+    counts once, under its first name, and matches by any of its names. The original of a reparametrized parameter has
+    the parameter's name.
 
     Parameters that FSDP left unsharded after a forward are resharded first. No communication.
 
     Raises:
         NotImplementedError: a ``Partial`` placement.
         TypeError: a pattern that is neither a string nor a module.
+        ValueError: ``include`` names what is under a parametrization that does not keep its zeros.
     """
+    check_model(model)
     include, exclude = _listed(include), _listed(exclude)
     patterns = [*include, *exclude]
-    for pattern in patterns:
-        if not isinstance(pattern, str | nn.Module):
-            raise TypeError(f"a pattern is a string or a module, not {type(pattern).__name__}: {pattern!r}")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -89,11 +102,30 @@ def find_shards(
     holders: dict[_Held, tuple[nn.Module, str]] = {}  # module, attribute
     for prefix, module in bare.named_modules(remove_duplicate=False):
         for name, held in _held_by(module, flat_parts):
-            names.setdefault(held, []).append(_clean(f"{prefix}.{name}" if prefix else name))
+            full_name = _clean(f"{prefix}.{name}" if prefix else name)
+            if not isinstance(held, LocalShard) and is_lazy(held):
+                raise ValueError(f"{full_name!r} of a {type(module).__name__} has no shape yet: run a forward first")
+            names.setdefault(held, []).append(full_name)
             holders.setdefault(held, (module, name))
+
+    def shapes_of(module: nn.Module) -> Shapes:
+        return {name: held.shape for name, held in _held_by(module, flat_parts)}
+
+    def weights_in(root: nn.Module, reasons: Mapping[Key, str]) -> set[_Held]:
+        parts = [(module, *part) for module in root.modules() for part in _held_by(module, flat_parts)]
+        return {held for module, name, held in parts if len(held.shape) > 1 and (id(module), name) not in reasons}
+
     blocks = [] if include else _blocks(bare)
-    by_default = set() if include else _weights_of(blocks or [bare], flat_parts)
-    weights_inside = [_weights_of([p], flat_parts) if isinstance(p, nn.Module) else set() for p in patterns]
+    reasons: dict[Key, str] = {}
+    by_default = set[_Held]()
+    for root in () if include else blocks or [bare]:
+        reasons |= left_out(root, shapes_of, is_block=bool(blocks))
+        by_default |= weights_in(root, reasons)
+    weights_inside = [
+        weights_in(p, left_out(p, shapes_of, is_block=False, is_named=True)) if isinstance(p, nn.Module) else set()
+        for p in patterns
+    ]
+    computed = parametrized(bare)
     num_matches = [0] * len(patterns)
     shards = []
     for held, aliases in names.items():
@@ -102,17 +134,50 @@ def find_shards(
             for pattern, inside in zip(patterns, weights_inside, strict=True)
         ]
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
-        wanted = any(hits[: len(include)]) if include else held in by_default and not any(map(is_adapter, aliases))
+        wanted = any(hits[: len(include)]) if include else held in by_default
         if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
             name, (module, attribute) = aliases[0], holders[held]
+            if (id(module), attribute) in computed:
+                dtype = held.local.dtype if isinstance(held, LocalShard) else held.dtype
+                check_keeps_zeros(computed[id(module), attribute], name, tuple(held.shape), dtype)
             shards.append(
-                held.having(name=name, module=module, attribute=attribute)
+                held.having(name=name, module=module, attribute=attribute, is_tied=len(aliases) > 1)
                 if isinstance(held, LocalShard)
-                else local_shard(name, held, module, attribute)
+                else local_shard(name, held, module, attribute).having(is_tied=len(aliases) > 1)
             )
-    num_parameters = sum(math.prod(held.shape) for held in names)
-    found, all_names = list(zip(patterns, num_matches, strict=True)), [aliases[0] for aliases in names.values()]
-    return Found(shards, found, not include, bool(blocks), num_parameters, all_names)
+    return Found(
+        shards,
+        list(zip(patterns, num_matches, strict=True)),
+        not include,
+        bool(blocks),
+        sum(math.prod(held.shape) for held in names),
+        {alias: aliases[0] for aliases in names.values() for alias in aliases},
+        {
+            aliases[0]: reasons[id(module), name]
+            for held, aliases in names.items()
+            for module, name in [holders[held]]
+            if (id(module), name) in reasons and held not in by_default
+        },
+    )
+
+
+def check_model(model: object) -> None:
+    """Check that ``model`` is one. Local.
+
+    Raises:
+        TypeError: it is a path, a state or a tensor, or something else.
+    """
+    if isinstance(model, nn.Module):
+        return
+    way = ""
+    if isinstance(model, str | os.PathLike):
+        way = "; load it first: distprune.load(path)"
+    elif isinstance(model, Mapping):
+        way = "; load the state into its model first"
+    elif isinstance(model, torch.Tensor):
+        way = "; a tensor without a model is pruned by prune_shards, or by L1Unstructured(amount).prune(tensor)"
+    shown = f" {str(model)!r}" if isinstance(model, str | os.PathLike) else ""
+    raise TypeError(f"model takes a torch.nn.Module, not a {type(model).__name__}{shown}{way}")
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -124,7 +189,16 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
-    return [patterns] if isinstance(patterns, str | nn.Module) else list(patterns)
+    if isinstance(patterns, str | nn.Module):
+        return [patterns]
+    listed = [patterns] if isinstance(patterns, torch.Tensor) or not isinstance(patterns, Iterable) else list(patterns)
+    for pattern in listed:
+        if not isinstance(pattern, str | nn.Module):
+            raise TypeError(
+                "include and exclude take names of parameters (such as '*.mlp.*'), modules, or lists of them, not "
+                f"{type(pattern).__name__}"
+            )
+    return listed
 
 
 def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) -> list[tuple[str, _Held]]:
@@ -147,7 +221,7 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -157,14 +231,3 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         return []
     warn_of_other_blocks(model)
     return blocks
-
-
-def _weights_of(modules: Sequence[nn.Module], flat_parts: dict[int, dict[str, LocalShard]]) -> set[_Held]:
-    return {
-        held
-        for root in modules
-        for module in root.modules()
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for _, held in _held_by(module, flat_parts)
-        if len(held.shape) >= 2
-    }

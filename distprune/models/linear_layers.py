@@ -19,12 +19,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune.models.weights import expert_weights, is_adapter, is_conv1d, matrix_of_weight
+from distprune.models.parametrizations import parametrized
+from distprune.models.weights import ShapesOf, expert_weights, is_adapter, is_conv1d, matrix_of_weight, own_shapes
 from distprune.shards import Runs
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"
 UNUSUAL = (_UNKNOWN, _GROUPED)  # why weights stay dense that one may expect to be pruned
+# Under these names wrappers hold what they wrap: FSDP1, activation checkpointing, torch.compile.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def expert_place(runs: Runs, expert: int) -> int | None:
@@ -87,10 +90,18 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
     """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
     linears, dense, routers = _matrices(block), _dense_layers(block), find_routers(block)[0]
     found = {linear.parameter_path: dense.get(name, "") for name, linear in linears.items()}
+    computed = parametrized(block)
     for module_name, module in block.named_modules():
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             if parameter.ndim > 1 and name not in found:
-                found[name] = "a router" if module in routers else _reason(module, name, parameter)
+                of_module = name.removeprefix(f"{module_name}.")
+                found[name] = (
+                    "a router"
+                    if module in routers
+                    else "under a parametrization"
+                    if (id(module), of_module) in computed
+                    else _reason(module, name, parameter)
+                )
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -110,20 +121,22 @@ def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
 def _dense_layers(block: nn.Module) -> dict[str, str]:
     linears, routers = _matrices(block), find_routers(block)[0]
     found = {name: "a router" for name, linear in linears.items() if linear.module in routers}
-    gates = [name for name, linear in linears.items() if linear.num_out == 1 and linear.expert is None]
+    one_output = find_gates(block)
+    gates = [name for name, linear in linears.items() if linear.module in one_output]
     adapters = [name for name in linears if is_adapter(name)]
     return found | dict.fromkeys(gates, "a gate: it has one output") | dict.fromkeys(adapters, "an adapter")
 
 
-def _matrices(block: nn.Module) -> dict[str, LinearLayer]:
+def _matrices(block: nn.Module, shapes_of: ShapesOf = own_shapes) -> dict[str, LinearLayer]:
     found: dict[str, LinearLayer] = {}
     for module_name, module in block.named_modules():
-        experts = expert_weights(module)
-        for name, parameter in module.named_parameters(recurse=False):
+        shapes = shapes_of(module)
+        experts = expert_weights(module, shapes)
+        for name, shape in shapes.items():
             if name not in experts if experts else not (name == "weight" and _is_linear(module)):
                 continue  # biases
             path = f"{module_name}.{name}" if module_name else name
-            matrix = matrix_of_weight(module, name, parameter.shape, path)
+            matrix = matrix_of_weight(module, name, shape, path, shapes)
             for expert in range(matrix.num_matrices) if experts else (None,):
                 key = module_name if expert is None else f"{path}.{expert}"
                 found[key] = LinearLayer(key, module, name, matrix.num_out, matrix.num_in, matrix.transposed, expert)
@@ -134,18 +147,33 @@ def _is_linear(module: nn.Module) -> bool:
     return (isinstance(module, nn.Linear) and getattr(module, "n_groups", 1) == 1) or is_conv1d(module)
 
 
-def find_routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of."""
+def find_gates(block: nn.Module, shapes_of: ShapesOf = own_shapes) -> set[nn.Module]:
+    """Return the modules whose matrix has one output."""
+    return {of.module for of in _matrices(block, shapes_of).values() if of.num_out == 1 and of.expert is None}
+
+
+def find_routers(
+    block: nn.Module, shapes_of: ShapesOf = own_shapes, *, only_named: bool = False
+) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of.
+
+    ``only_named``: a list of modules holds experts if it is called so.
+    """
     found: set[nn.Module] = set()
     experts: set[nn.Module] = set()
     for parent in block.modules():
-        nums = {child: num for child in parent.children() if (num := _num_experts(child))}
+        children = {name: unwrapped(child) for name, child in parent.named_children()}
+        nums: dict[nn.Module, int] = {}
+        for name, child in children.items():
+            if not only_named or not isinstance(child, nn.ModuleList) or "expert" in name:
+                nums[child] = _num_experts(child, shapes_of)
+        nums = {child: num for child, num in nums.items() if num}
         chosen: set[int] = set()  # how many a router of this parent chooses among
-        for child in parent.children() if nums else ():
-            held = list(_matrices(child).values())
+        for child in children.values() if nums else ():
+            held = list(_matrices(child, shapes_of).values())
             matrices = [(of.module, of.num_out) for of in held if of.expert is None]
             if not held:
-                matrices = [(child, len(of)) for of in child.parameters(recurse=False) if of.ndim == 2]
+                matrices = [(child, shape[0]) for shape in shapes_of(child).values() if len(shape) == 2]
             if max(len(held), len(matrices)) == 1 and matrices and matrices[0][1] in nums.values():
                 found.add(matrices[0][0])
                 chosen.add(matrices[0][1])
@@ -153,10 +181,18 @@ def find_routers(block: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
     return found, experts
 
 
-def _num_experts(module: nn.Module) -> int:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what FSDP1, activation checkpointing and ``torch.compile`` have wrapped."""
+    while wrapped := [inner for name, inner in module._modules.items() if name in WRAPPERS and inner is not None]:
+        module = wrapped[0]
+    return module
+
+
+def _num_experts(module: nn.Module, shapes_of: ShapesOf) -> int:
     """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; 0: it holds none."""
-    if names := expert_weights(module):
-        return int(getattr(module, names[0]).shape[0])
+    shapes = shapes_of(module)
+    if names := expert_weights(module, shapes):
+        return shapes[names[0]][0]
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return 0
-    return len(module) if all(_matrices(expert) for expert in module) else 0
+    return len(module) if all(_matrices(expert, shapes_of) for expert in module) else 0

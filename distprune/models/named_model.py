@@ -5,6 +5,7 @@ What names can tell: a dotted path of modules, and numbers in it are lists. Then
 
 - the order of parameters, which decides between equal scores: that of their names, with numbers read as numbers;
 - which modules are embeddings: those with ``emb`` in their name, and ``relative_attention_bias`` (T5);
+- which modules are linear layers: those with a ``weight`` of two dims, so that experts and their router are known;
 - which dims of a weight are inputs: of two dims the last. Of more it is not known, and patterns of rows refuse them;
   a ``Conv1D`` (GPT-2), which keeps (in, out), is not told from a linear layer;
 - which of several towers reads text: the one with most weights;
@@ -40,7 +41,7 @@ def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
         for part in parents:
             path = f"{path}.{part}" if path else part
             if part not in module._modules:
-                module.add_module(part, _kind(part, children[path])())
+                module.add_module(part, _kind(part, children[path], tensors.get(f"{path}.weight"))())
             module = module.get_submodule(part)
         tensor = tensors[name]
         if tensor.is_floating_point():
@@ -57,9 +58,18 @@ class _Embedding(nn.Embedding):
         nn.Module.__init__(self)
 
 
-def _kind(name: str, children: set[str]) -> type[nn.Module]:
+class _Linear(nn.Linear):
+    """A linear layer that has nothing yet."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def _kind(name: str, children: set[str], weight: torch.Tensor | None) -> type[nn.Module]:
     if children and all(child.isdigit() for child in children):
         return nn.ModuleList
     if not children and ("emb" in name or name in _EMBEDDINGS):
         return _Embedding
+    if not children and weight is not None and weight.ndim == 2:
+        return _Linear
     return nn.Module

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -18,8 +18,21 @@ _EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("ga
 _MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of one matrix an expert
 
 
-def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_name: str) -> Matrix:
+Shapes = Mapping[str, Sequence[int]]  # of a module's own parameters, global, by name
+ShapesOf = Callable[[nn.Module], Shapes]
+
+
+def own_shapes(module: nn.Module) -> Shapes:
+    """Return the shapes of a module's own parameters as they are there: those of FSDP1 are flat."""
+    return {name: tuple(parameter.shape) for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def matrix_of_weight(
+    module: nn.Module, name: str, shape: Sequence[int], full_name: str, shapes: Shapes | None = None
+) -> Matrix:
     """Return how parameter ``name`` of ``module``, of the global ``shape``, is a matrix. Local.
+
+    ``shapes``: of all parameters of ``module``, if not as they are there.
 
     Raises:
         ValueError: it has fewer than two dims; ``full_name`` names it.
@@ -29,7 +42,7 @@ def matrix_of_weight(module: nn.Module, name: str, shape: Sequence[int], full_na
         raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
     if is_conv1d(module) and len(shape) == 2:
         return Matrix(shape[1], shape[0], transposed=True)
-    if len(shape) == 3 and name in expert_weights(module):
+    if len(shape) == 3 and name in expert_weights(module, shapes):
         # Experts that are given nothing but their tokens, in order (Llama 4), multiply by the weights as they are.
         is_ordered = expert_arguments(module) == ("hidden_states",)
         transposed = bool(getattr(module, "is_transposed", is_ordered))
@@ -55,17 +68,18 @@ def is_conv1d(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.Conv1D)
 
 
-def expert_weights(module: nn.Module) -> tuple[str, ...]:
+def expert_weights(module: nn.Module, shapes: Shapes | None = None) -> tuple[str, ...]:
     """Return the names of the 3-D weights in which ``module`` holds all experts of a block, as transformers 5 does.
 
-    In the order in which they are applied; none if it holds no experts.
+    In the order in which they are applied; none if it holds no experts. ``shapes`` as in :func:`matrix_of_weight`.
     """
-    own = {name.removesuffix("_orig"): p for name, p in module._parameters.items() if p is not None and p.ndim > 2}
-    if any(parameter.ndim != 3 for parameter in own.values()):
+    shapes = own_shapes(module) if shapes is None else shapes
+    num_dims = {name.removesuffix("_orig"): len(shape) for name, shape in shapes.items() if len(shape) > 2}
+    if any(num != 3 for num in num_dims.values()):
         return ()
-    if own.keys() == {"weight"} and expert_arguments(module) == _MATRIX_OF_EXPERTS:
+    if num_dims.keys() == {"weight"} and expert_arguments(module) == _MATRIX_OF_EXPERTS:
         return ("weight",)
-    return next((names for names in _EXPERT_WEIGHTS if own.keys() == set(names)), ())
+    return next((names for names in _EXPERT_WEIGHTS if num_dims.keys() == set(names)), ())
 
 
 def expert_arguments(module: nn.Module) -> tuple[str, ...]:

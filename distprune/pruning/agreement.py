@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -45,7 +45,8 @@ class Agreed:
     score: Score
     num_parameters: int | None
     _shards: Sequence[LocalShard]
-    names: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def check_found(self) -> None:
         """Check that every name pattern matches something, and that there is something to prune. Local.
@@ -55,10 +56,11 @@ class Agreed:
         """
         for pattern, num in self.patterns:
             if num == 0:
-                near = f"; {near_names(pattern, self.names)}" if isinstance(pattern, str) and self.names else ""
+                near = f"; {near_names(pattern, [*self.names])}" if isinstance(pattern, str) and self.names else ""
                 raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model{near}")
         if not self.roster.members:
-            raise ValueError("there is no parameter to prune; name some with include")
+            why = f" ({'; '.join(f'{name!r} is {why}' for name, why in [*self.left_out.items()][:3])})"
+            raise ValueError(f"there is no parameter to prune; name some with include{why if self.left_out else ''}")
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
@@ -92,8 +94,11 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     try:
         looked = look()
         found, facts, score, _ = looked
-        members = [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in found.shards]
-        described = [[each.name, each.global_shape, each.dtype, each.layout and each.layout.name] for each in members]
+        members = [
+            Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, found.evidence.get(shard.name, 0))
+            for shard in found.shards
+        ]
+        described = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
         counts = [*(num for _, num in found.patterns), found.num_parameters]
         key = digest_of([comm.size, counts, _lacks_blocks(found), described])
         stated, settled = _settled.look_up(comm, key)
@@ -118,7 +123,8 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, of_all.num_matches, strict=True)]
     seeded = score.seeded(drawn) if score.needs_seed else score
     shards = [] if of_all.leaves_out else found.shards
-    return Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards, found.names), rest
+    agreed = Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards, found.names, found.left_out)
+    return agreed, rest
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,9 @@ def agree_on_model(
     """
 
     def looked() -> tuple[Found, Facts, Score, None]:
+        found = find_shards(model, include, exclude)
         facts = {"include": all_shown(include), "exclude": all_shown(exclude), "arguments": repr(look())}
-        return find_shards(model, include, exclude), facts, Magnitude(), None
+        return found, facts, Magnitude(), None
 
     agreed, _ = agree_on(comm, looked)
     agreed.check_found()

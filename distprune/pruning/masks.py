@@ -269,7 +269,7 @@ class Masks(Mapping[str, torch.Tensor]):
         Every rank must call it: one round. A mask that is there stays, and this one comes on top.
 
         Raises:
-            NotImplementedError: on every rank: FSDP1, rows spread by hand, or what FSDP2 shares between modules.
+            NotImplementedError: on every rank, nothing changed: FSDP1, rows spread by hand, or tied weights.
             ValueError: on every rank: a parameter is laid out otherwise than its mask.
         """
         put_masks(self._comm, [*self._shards.values()], self._local)

@@ -20,7 +20,9 @@ def present(shard: LocalShard) -> torch.Tensor:
 
 
 def values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:
-    """Return the local part of the shard's parameter, which another may have replaced. What FSDP2 left whole is cut."""
+    """Return the local part of the shard's parameter, which another may have replaced. What FSDP left whole is cut."""
+    if shard.reshard is not None:
+        shard.reshard()
     if shard.module is None or shard.tensor is None:  # rows spread by hand, FSDP1
         return shard.local
     for name in (shard.attribute, f"{shard.attribute}_orig"):

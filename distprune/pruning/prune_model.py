@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
-from distprune.hints import with_hints
+from distprune.hints import near_names, with_hints
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
-from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
+from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown, with_seed
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
@@ -32,7 +33,7 @@ from distprune.scores import (
     local_scores,
 )
 from distprune.selection import raise_nans
-from distprune.shards import LocalShard, gradients_of, local_part
+from distprune.shards import LocalShard, checksum, fetched, gradients_of, is_laid_out_like, local_of, local_part
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
 
@@ -98,8 +99,9 @@ def prune_model(
             and rows take no scope: every group and every row is decided by itself.
         seed: for ``"random"``: equal seeds prune equal places. ``None``: every rank draws one from torch's default
             generator; the first rank's is used. ``Random(7)`` keeps its own.
-        evidence: what the score needs beside the weights: ``{"gradient": {name: tensor}}``, each in its
-            parameter's layout, or whole on every rank. Without it, gradients are those that the parameters have.
+        evidence: what the score needs beside the weights: ``{"gradient": {name: tensor}}``, each of its parameter's
+            shape, in its layout, or whole and the same on every rank. Names may be those of the wrapped model, too.
+            Without it, gradients are those that the parameters have.
         group: the ranks that take part: a process group (default: the default one, or this process
             alone), an mpi4py communicator, or a ``distprune.collectives.Communicator``. It must span
             every rank that holds a part of the model.
@@ -203,11 +205,17 @@ class Request:
 
     def find(self) -> Found:
         """Return this rank's parameters. Local."""
-        if isinstance(self.of, nn.Module):
-            return find_shards(self.of, self.include, self.exclude)
         if isinstance(self.of, Found):
             return self.of
-        return Found(list(self.of), [], by_default=False, has_blocks=False)
+        if isinstance(self.of, Sequence) and all(isinstance(shard, LocalShard) for shard in self.of):
+            return Found(
+                list(self.of),
+                [],
+                by_default=False,
+                has_blocks=False,
+                names={shard.name: shard.name for shard in self.of},
+            )
+        return find_shards(self.of, self.include, self.exclude)  # type: ignore[arg-type]  # which says what it takes
 
     def facts(self) -> dict[str, object]:
         """Return what all ranks must agree on, as it is shown when they do not."""
@@ -252,9 +260,13 @@ class Choosing:
     ) -> None:
         self._started, self._comm, self._traffic = time.perf_counter(), comm, comm.traffic.copy()
 
+        given: dict[str, dict[str, torch.Tensor]] = {}  # evidence, by the parameter's name here
+
         def look() -> tuple[Found, Facts, Score, Pattern]:
             score, pattern = request.checked()
             found = request.find()
+            given.update(_given(request.evidence or {}, found))
+            found = dataclasses.replace(found, evidence=_checksums(given, found.shards))
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
             if shard_of is not None:
                 shards = [shard_of(pattern, shard) for shard in shards]
@@ -263,11 +275,13 @@ class Choosing:
         def make_scores() -> list[LocalScores]:
             shards = agreed.shards()
             # Not of self, which would keep all of the call, and the model, until Python looks for cycles.
-            return local_scores(agreed.score, shards, _evidence(request, shards, agreed.score.needs), in_place=True)
+            _check_names(given, agreed)
+            evidence = _evidence(request, given, shards, agreed.score.needs)
+            return local_scores(agreed.score, shards, evidence, in_place=True)
 
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()
-        self.score, self._num_parameters = agreed.score, agreed.num_parameters
+        self.score, self._num_parameters, self._left_out = agreed.score, agreed.num_parameters, agreed.left_out
         self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=shard_of is None)
         self.choice = self.ranked.choose(self.pattern)
 
@@ -293,6 +307,7 @@ class Choosing:
             time.perf_counter() - self._started,
             self._num_parameters,
             masks,
+            dict(self._left_out),
         )
 
 
@@ -326,9 +341,60 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
     return masks, words[1:].view(-1, 2).tolist()
 
 
-def _evidence(request: Request, shards: Sequence[LocalShard], needs: Sequence[str]) -> dict[str, Evidence]:
-    """Return the local part of the evidence by shard: what was given, and else the gradients that are there."""
-    given = request.evidence or {}
+def _given(evidence: GivenEvidence, found: Found) -> dict[str, dict[str, torch.Tensor]]:
+    """Return ``evidence`` by the parameter's name here, or by its key if there is none. Local.
+
+    Raises:
+        ValueError: two keys name one parameter.
+        TypeError: it is no mapping to tensors.
+    """
+    given: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, of_parameters in evidence.items():
+        if not isinstance(of_parameters, Mapping):
+            raise TypeError(f"evidence takes {{{kind!r}: {{name: tensor}}}}, not a {type(of_parameters).__name__}")
+        for key, tensor in of_parameters.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"evidence {kind!r} of {key!r} is a {type(tensor).__name__}, not a tensor")
+            name = found.name_of(key) or key
+            if name in given.setdefault(kind, {}):
+                raise ValueError(f"evidence {kind!r} names {name!r} twice")
+            given[kind][name] = tensor
+    return given
+
+
+def _check_names(given: GivenEvidence, agreed: Agreed) -> None:
+    """Check that evidence is of parameters of the model. Stages of a pipeline may have that of others. Local.
+
+    Raises:
+        ValueError: a key names none.
+    """
+    known = {*agreed.names.values(), *agreed.roster.index()}
+    for kind, of_parameters in given.items():
+        for name in of_parameters:
+            if name not in known and agreed.num_parameters is not None:
+                near = near_names(name, [*agreed.names])
+                raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
+
+
+def _checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, int]:
+    """Return a checksum of what was given whole, of each shard that is a part. Local: one wait for a device."""
+    wholes: dict[str, list[torch.Tensor]] = {}
+    for shard in shards:
+        tensors = [of_name[shard.name] for of_name in given.values() if shard.name in of_name]
+        if isinstance(shard.tensor, DTensor):
+            parameter = shard.tensor
+            whole = [tensor for tensor in tensors if not is_laid_out_like(tensor, parameter)]
+        else:
+            whole = tensors if shard.original_shape else []  # FSDP1
+        if whole:
+            wholes[shard.name] = [local_of(tensor.detach()) for tensor in whole]
+    return dict(zip(wholes, map(int, fetched([checksum(tensors) for tensors in wholes.values()])), strict=True))
+
+
+def _evidence(
+    request: Request, given: GivenEvidence, shards: Sequence[LocalShard], needs: Sequence[str]
+) -> dict[str, Evidence]:
+    """Return the local part of the evidence by shard: what was ``given``, and else the gradients that are there."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for shard in shards:
         own = found[shard.name] = dict(request.local_evidence.get(shard.name, {}))

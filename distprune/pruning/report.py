@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -13,6 +14,8 @@ from typing_extensions import override
 from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.pruning.masks import Masks
 from distprune.totals import Totals
+
+_NUM_REASONS = 4  # shown, why parameters are left out
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class PruneReport(Totals):
-    """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``.
+    """What a call did. Ranks differ in :attr:`masks`, ``seconds`` and, where groups are cut, ``num_bytes``; stages of a
+    pipeline in ``left_out``.
 
     >>> report = prune_model(torch.nn.Linear(8, 8), 0.5)
     >>> report.sparsity, report.num_zeros, report.parameters[0].name
@@ -61,6 +65,7 @@ class PruneReport(Totals):
     seconds: float
     num_parameters: int | None  # elements of the whole model; None: only shards are known, or stages of a pipeline
     _masks: Callable[[], Masks] = field(repr=False, compare=False)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by default no weights, with why; two dims or more
 
     @cached_property
     def masks(self) -> Masks:
@@ -94,13 +99,16 @@ class PruneReport(Totals):
 
     @override
     def __str__(self) -> str:
-        """Return what was done, in at most 9 lines; all of it is in :meth:`to_dict`."""
+        """Return what was done, in at most 13 lines; all of it is in :meth:`to_dict`."""
         lines = [
             cut(f"{self.pattern} by {self.score}"),
             f"  sparsity: {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
             *worst("highest sparsities", self.parameters, lambda of: of.name, lambda of: of.sparsity, share),
             f"  {count(self.num_pruned)} weights newly pruned in {took(self.seconds, self.num_rounds, self.num_bytes)}",
         ]
+        for reason, num in Counter(self.left_out.values()).most_common(_NUM_REASONS):
+            first = next(name for name, why in self.left_out.items() if why == reason)
+            lines.append(cut(f"  left out, {reason}: {num}, {'such as ' if num > 1 else ''}{first}"))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ part of a parameter is a run of its flat indices, which may cut a row or be empt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,9 @@ def find_flat_parts(model: nn.Module) -> dict[int, dict[str, LocalShard]]:
         FSDP1.check(handle, handle.flat_param)
         flat: Any = handle.flat_param
         is_sharded = handle.uses_sharded_strategy
-        if is_sharded and "_local_shard" in flat.__dict__:  # set up by the first forward
-            _reshard(wrapped, handle, free_unsharded_flat_param=True)
+        reshard = partial(_reshard_if_ready, wrapped, handle) if is_sharded else None
+        if reshard is not None:
+            reshard()
         ownership = None  # whole on every rank: the owner is open
         if is_sharded:
             ranks = dist.get_process_group_ranks(handle.process_group)
@@ -60,9 +62,14 @@ def find_flat_parts(model: nn.Module) -> dict[int, dict[str, LocalShard]]:
             if place.in_shard:
                 first, start, stop = place.offset_in_shard, place.intra_param_start_idx, place.intra_param_end_idx + 1
             local, geometry = data[first : first + stop - start], Geometry.rows((numel,), start, stop)
-            part = LocalShard(info.param_name, local, geometry, ownership, original_shape=tuple(shape))
+            part = LocalShard(info.param_name, local, geometry, ownership, original_shape=tuple(shape), reshard=reshard)
             parts.setdefault(id(info.module), {})[info.param_name] = part
         for shared in flat._shared_param_infos:
             part = parts[id(shared.prim_module)][shared.prim_param_name]
             parts.setdefault(id(shared.module), {})[shared.param_name] = part
     return parts
+
+
+def _reshard_if_ready(wrapped: nn.Module, handle: Any) -> None:
+    if "_local_shard" in handle.flat_param.__dict__:  # set up by the first forward
+        _reshard(wrapped, handle, free_unsharded_flat_param=True)

@@ -100,9 +100,13 @@ def local_part(
     ``parameter``: as its module holds it, or ``None``. ``what`` names the tensor in an error.
 
     Raises:
-        ValueError: ``tensor`` has a layout from which the local part would have to be communicated.
+        ValueError: ``tensor`` has another shape than the parameter, or a layout from which the local part would have to
+            be communicated.
     """
     tensor = tensor.detach()
+    shape = tuple(tensor.shape if shard is None else shard.shape)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"the {what} has the shape {tuple(tensor.shape)}, and its parameter {shape}")
     if isinstance(tensor, DTensor):
         if isinstance(parameter, DTensor) and is_laid_out_like(tensor, parameter):
             local = tensor.to_local()

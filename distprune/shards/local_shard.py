@@ -6,7 +6,7 @@ Nouns: a *LocalShard* is that part and the place of each of its elements (`Shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,8 @@ class LocalShard:
 
     ``matrix``: how the parameter is a matrix; ``None``: dim 0 is the outputs. ``tensor``: the parameter as ``module``
     holds it under ``attribute``; ``None`` for FSDP1 and rows spread by hand. ``original_shape``: the shape of the
-    parameter, if the geometry is of the flattened one (FSDP1).
+    parameter, if the geometry is of the flattened one (FSDP1). ``reshard``: what puts an FSDP1 parameter that a forward
+    has gathered back to its shards. ``is_tied``: other modules hold the parameter, too.
 
     Raises:
         ValueError: ``local`` has another shape than the geometry says.
@@ -87,6 +88,8 @@ class LocalShard:
     module: nn.Module | None = None
     attribute: str = ""
     original_shape: tuple[int, ...] | None = None
+    reshard: Callable[[], None] | None = None
+    is_tied: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

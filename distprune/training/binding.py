@@ -86,7 +86,7 @@ class Binding:
         """Register the hooks: nothing has been changed before."""
         self._of_model = [
             self._model.register_forward_pre_hook(Weak(self.follow), prepend=True),
-            self._model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
+            self._model.register_load_state_dict_post_hook(Weak(self._state_loaded)),  # type: ignore[no-untyped-call]
         ]
         self._watch()
 

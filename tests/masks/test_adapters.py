@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -82,6 +83,49 @@ def test_a_merge_that_fails() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         prune.merge_adapters(model, fails_at=NAMES[2])
     assert torch.equal(base.get_parameter("layers.1.up.weight") == 0, zeros["layers.1.up.weight"])
+
+
+class Saved(nn.Module):
+    """A module of which PEFT trains a copy."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
+
+
+class SavingModel(PeftModel):
+    """One more layer is trained whole, and merged as PEFT does it: the copy takes its place."""
+
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__(base_model, NAMES)
+        base_model.set_submodule("layers.0.down", Saved(base_model.get_submodule("layers.0.down")))  # type: ignore[arg-type]
+
+    @override
+    def merge_and_unload(self, fails_at: str = "") -> nn.Module:
+        copied = self.base_model.get_submodule("layers.0.down.modules_to_save.default")
+        self.base_model.set_submodule("layers.0.down", copied)
+        return super().merge_and_unload(fails_at)
+
+
+def saved_on_rank(_: int, layout: str) -> None:
+    base = transformer()
+    prune.prune_model(base, 0.6, include="layers.*")
+    nn.init.zeros_(base.get_parameter("layers.0.down.bias"))
+    zeros = whole(base.get_parameter("layers.0.down.weight")) == 0
+    model = SavingModel(base)
+    with torch.no_grad():
+        for parameter in base.get_submodule("layers.0.down.modules_to_save").parameters():
+            parameter.add_(1)  # it was trained, and nothing held its zeros
+    wrap(layout, base)
+    merged = prune.merge_adapters(model)
+    assert torch.equal(whole(merged.get_parameter("layers.0.down.weight")) == 0, zeros)
+    assert whole(merged.get_parameter("layers.0.down.bias")).all()
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+def test_what_is_trained_whole_keeps_its_zeros(pool: ProcessPool, layout: str) -> None:
+    pool.run(1 if layout == "plain" else 2, saved_on_rank, layout)
 
 
 def fsdp1_on_rank(_: int) -> None:

@@ -87,7 +87,9 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ),
         ({"include": "up"}, ValueError, r"whole names: '\*up\*' would match 4, such as 'layers.0.up.weight'"),
         ({"exclude": ["*.bias", "nothing"]}, ValueError, "'nothing' matches no parameter"),
-        ({"include": [3]}, TypeError, "a pattern is a string or a module"),
+        ({"include": [3]}, TypeError, "modules, or lists of them, not int"),
+        ({"include": 0}, TypeError, "modules, or lists of them, not int"),
+        ({"exclude": torch.ones(2)}, TypeError, "modules, or lists of them, not Tensor"),
         ({"exclude": ["*"]}, ValueError, "no parameter to prune"),
     ],
 )

@@ -247,6 +247,11 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
         for index, shard in enumerate(shards):
             if shard.module is None:
                 raise NotImplementedError(f"rows of {shard.name!r} that were spread by hand are in no module")
+            if shard.is_tied:
+                raise NotImplementedError(
+                    f"{shard.name!r} is tied to a parameter of another module, which would stay dense beside the mask; "
+                    "write the zeros in place with apply_(), or untie it first"
+                )
             target = find_target(fsdp2, shard.module, shard.attribute, index, None)
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
