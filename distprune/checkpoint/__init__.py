@@ -1,7 +1,7 @@
 """On disk: Hugging Face directories in and out, without any rank holding the model."""
 
 from distprune.checkpoint.digest import digest_together, file_digest
-from distprune.checkpoint.hf_directory import HfDirectory, open_directory, read_weight_file
+from distprune.checkpoint.hf_directory import HfDirectory, open_directory, read_weight_file, small_folders
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import ModelWriter, save_model
 from distprune.checkpoint.hub import name_of_model, resolve_model
@@ -46,6 +46,7 @@ __all__ = [
     "sample_together",
     "save",
     "save_model",
+    "small_folders",
     "write_together",
     "writing",
     "writing_file",

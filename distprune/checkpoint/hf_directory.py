@@ -2,7 +2,8 @@
 
 Nouns: a *weight file* is a ``.safetensors`` file; the *index* maps tensor names to weight files where
 there are several; *small files* are everything else that makes the directory a model (config,
-generation config, tokenizer, templates) and is carried along as it is.
+generation config, tokenizer, templates) and is carried along as it is, with its *sub-folders*: those that hold weights,
+which are another model or another form of it, are left out, and so are hidden ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ CONFIG_NAME = "config.json"
 WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
 
 _WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl"})
+_NOT_CARRIED = frozenset(
+    {INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl", "own_words.tokens"}
+)
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 
 DTYPES: dict[str, torch.dtype] = {
@@ -81,6 +84,13 @@ class HfDirectory:
     def tensors(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
         """Every tensor by name."""
         return {entry.name: (file, entry) for file in self.weight_files for entry in file.tensors}
+
+    def check_unchanged(self) -> None:
+        """Raise an OSError if a weight file is another one than was opened, or was changed since. Local."""
+        for name, stamp in self.stamps.items():
+            path = self.path / name
+            if not path.is_file() or _stamp(path) != stamp:
+                raise OSError(f"{path} was changed or replaced while it was read: start again when it stays as it is")
 
     def fingerprint(self) -> str:
         """Return a digest of the config and of all tensors' names, places, shapes and dtypes (not their values)."""
@@ -257,14 +267,7 @@ def _check_index(weight_map: dict[str, str], files: tuple[WeightFile, ...]) -> N
 
 
 def _small_files(folder: Path) -> tuple[Path, ...]:
-    small = sorted(
-        path
-        for path in folder.iterdir()
-        if not path.name.endswith(_WEIGHT_SUFFIXES)
-        and path.name not in _NOT_CARRIED
-        and path.is_file()
-        and path.stat().st_size <= _MAX_SMALL_FILE
-    )
+    small = sorted(_carried(folder.iterdir()))
     home = Path(os.path.realpath(folder))
     # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
     homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
@@ -273,3 +276,28 @@ def _small_files(folder: Path) -> tuple[Path, ...]:
         if homes.isdisjoint(target.parents):
             raise ValueError(f"{path} is a link out of the model directory, to {target}; put a copy in its place")
     return tuple(small)
+
+
+def _carried(entries: Iterable[Path]) -> Iterator[Path]:
+    """Yield what is carried of the ``entries`` of a folder, and of those of its sub-folders."""
+    for path in entries:
+        if path.is_dir():
+            if not path.is_symlink() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
+                inside = [*path.iterdir()]
+                if not any(entry.name.endswith(_WEIGHT_SUFFIXES) for entry in inside):
+                    yield from _carried(inside)
+        elif (
+            not path.name.endswith(_WEIGHT_SUFFIXES)
+            and path.name not in _NOT_CARRIED
+            and path.is_file()
+            and path.stat().st_size <= _MAX_SMALL_FILE
+        ):
+            yield path
+
+
+def small_folders(folder: Path) -> list[Path]:
+    """Return the sub-folders that are carried along, relative to the model directory ``folder``, inner ones first."""
+    if not folder.is_dir():
+        return []
+    names = {path.relative_to(folder) for path in _carried(folder.iterdir())}
+    return sorted({parent for name in names for parent in name.parents} - {Path()}, reverse=True)

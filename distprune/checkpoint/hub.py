@@ -18,7 +18,8 @@ from distprune.collectives import Communicator, Group, agree, communicator, toge
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _NEEDED = ["*.safetensors", "config.json"]
 _FETCHED = [*_NEEDED, "*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "NOTICE*"]
-_NOT_FETCHED = ["*/*", "consolidated*"]  # subfolders, and Mistral's second copy of the weights
+# Other sub-folders than additional_chat_templates and 1_Pooling; Mistral's second copy of the weights.
+_NOT_FETCHED = ["[!0-9a]*/*", "a[!d]*/*", "*/*.safetensors", "consolidated*"]
 _MAX_MESSAGE = 500  # characters
 
 Log = Callable[[str], None] | None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WEIGHT_SUFFIX
-from distprune.checkpoint.output_lock import locking, remove_files
+from distprune.checkpoint.output_lock import locking, remove_tree
 from distprune.checkpoint.replaceable import Inputs, check_output
 from distprune.collectives import Communicator, Group, agree, cannot_meet, communicator, together, work_together
 
@@ -99,7 +99,7 @@ def publish(
 
     def sync() -> None:
         if comm.rank == 0:
-            for entry in [*sorted(staging.iterdir()), staging]:
+            for entry in [*sorted(staging.rglob("*")), staging]:
                 if entry.suffix != WEIGHT_SUFFIX:
                     sync_file(entry)
 
@@ -107,7 +107,7 @@ def publish(
         if comm.rank == 0:
             if sync_files:
                 sync_file(path.parent)
-            remove_files(old)
+            remove_tree(old)
 
     if sync_files:
         work_together(comm, sync)

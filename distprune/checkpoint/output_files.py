@@ -87,7 +87,9 @@ def _write_small_files(
 ) -> None:
     """Copy what is not weights; the config then says the dtype, and the index the sizes, that are written."""
     for path in source.small_files:
-        _write_file(target / path.name, path.read_bytes())
+        copy = target / path.relative_to(source.path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(copy, path.read_bytes())
     written = [(entry, file.path.name) for file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     config = {**(before if config is None else config)}

@@ -12,6 +12,7 @@ import errno
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ _PATIENCE = 0.2  # seconds: the job before may just be removing its lock
 
 @contextmanager
 def locking(comm: Communicator, path: Path) -> Iterator[None]:
-    """Hold the lock of the output ``path``, on the first rank, while the body runs; make its parents.
+    """Hold the lock of the output ``path``, on the first rank, while the body runs; make its parent.
 
     Every rank must enter it; one round of 64 bytes. Leftovers of killed jobs are removed on entering, and
     the body's own on leaving.
@@ -60,7 +61,7 @@ def _lock(path: Path) -> FileLock | SoftFileLock:
     file = path.parent / f".{path.name}.lock"
     lock: FileLock | SoftFileLock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         try:
             lock.acquire()
             file.write_text(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -90,14 +91,19 @@ def _tidy(path: Path) -> None:
         match = pattern.fullmatch(left.name)
         if match and match[1] == "replaced" and not path.is_file():
             if path.exists() and any(path.iterdir()):
-                remove_files(left)
+                remove_tree(left)
             else:
                 left.rename(path)
         elif match and match[1] == "partial" and left.is_dir():
-            remove_files(left)
+            remove_tree(left)
         elif match and match[1] == "partial":
             with suppress(OSError):
                 left.unlink()
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a directory that a job has made or replaced, and all in it, as far as that goes; no link is followed."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_files(folder: Path) -> None:

@@ -17,7 +17,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\
 _SMALL = re.compile(
     r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|special_tokens_map|added_tokens|vocab"
     r"|chat_template|report)\.json|journal\.jsonl|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
-    r"|chat_template\.jinja|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
+    r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_[A-Za-z]+/config\.json|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
 )
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -29,6 +29,7 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
 
     Raises:
         FileExistsError: it exists and is not empty, and ``overwrite`` is off.
+        FileNotFoundError: neither its parent nor the directory above that exists: one of them is made, no more.
         NotADirectoryError: it, or something above it, is a file.
         PermissionError: its parent, or the first one that exists, is not writable.
         ValueError: it has no name, is a link, is or holds the home or the current directory, an input or a
@@ -59,6 +60,8 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         mounts = [mount for mount in _mounts() if path in (mount, *mount.parents)]
         if mounts or os.path.ismount(path):
             raise ValueError(f"the output {path} is or holds a mount point and cannot be replaced; name another")
+    if nearest not in (path, path.parent, path.parent.parent):
+        raise FileNotFoundError(f"the output {path} cannot be made: there is no directory {path.parent.parent}")
     parent = path.parent if nearest == path else nearest
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
@@ -106,10 +109,15 @@ def _check_replaceable(path: Path, inputs: Inputs) -> None:
         listed = set(read_json(path / INDEX_NAME)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         listed = set()
-    files = {entry.name for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)}
+    entries = {
+        entry.relative_to(path).as_posix()
+        for entry in path.rglob("*")
+        if entry.is_symlink() or not entry.is_dir() or not any(entry.iterdir())
+    }
+    files = {name for name in entries if (path / name).is_file() and not (path / name).is_symlink()}
     weights = {name for name in files if _WEIGHTS.fullmatch(name) or (name in listed and name.endswith(".safetensors"))}
-    known = weights | {name for name in files if _SMALL.fullmatch(name) or _is_copy(path / name, inputs)}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    known = weights | {name for name in files if _SMALL.fullmatch(name) or _is_copy(path, name, inputs)}
+    foreign = sorted(entries - known)
     if foreign:
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         raise ValueError(
@@ -120,7 +128,7 @@ def _check_replaceable(path: Path, inputs: Inputs) -> None:
         raise ValueError(f"the output {path} is not replaced: it is no model directory; name another output")
 
 
-def _is_copy(path: Path, inputs: Inputs) -> bool:
-    """Whether a file was copied from an input of its name: nothing is lost with it."""
-    originals = [Path(given) / path.name for given in inputs]
-    return any(original.is_file() and filecmp.cmp(original, path, shallow=False) for original in originals)
+def _is_copy(path: Path, name: str, inputs: Inputs) -> bool:
+    """Whether a file in ``path`` was copied from an input, where it has the same name: nothing is lost with it."""
+    originals = [Path(given) / name for given in inputs]
+    return any(original.is_file() and filecmp.cmp(original, path / name, shallow=False) for original in originals)

@@ -161,6 +161,9 @@ def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     folder = make_model(tmp_path / "served")
     for name in ("tokenizer.json", "README.md"):
         (folder / name).write_text("{}")
+    for name in ("additional_chat_templates/rag.jinja", "1_Pooling/config.json"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("{}")
     (folder / "onnx").mkdir()
     for name in ("pytorch_model.bin", "modeling_llama.py", "consolidated.safetensors", "onnx/config.json"):
         (folder / name).write_text("not to be fetched")
@@ -183,8 +186,10 @@ def hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_fetched_once_without_pickles_and_code(hub: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = cache / "models--org--name" / "snapshots" / COMMIT
     assert run_threads(3, lambda _: resolve_model("org/name")) == [snapshot] * 3
-    wanted = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(hub.served) == sorted(path.name for path in snapshot.iterdir()) == wanted
+    wanted = ["1_Pooling/config.json", "README.md", "additional_chat_templates/rag.jinja", "config.json"]
+    wanted += ["generation_config.json", "model.safetensors", "tokenizer.json"]
+    fetched = sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file())
+    assert sorted(hub.served) == fetched == wanted
     assert open_directory(snapshot).tensors
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model("org/name") == snapshot

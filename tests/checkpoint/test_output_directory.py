@@ -212,7 +212,7 @@ def die(*_):
 
 out, place = pathlib.Path(sys.argv[1]), sys.argv[2]
 if place == "after":
-    output_directory.remove_files = die
+    output_directory.remove_tree = die
 elif place == "between":
     output_directory._exchanged = lambda *_: False
     rename = pathlib.Path.rename

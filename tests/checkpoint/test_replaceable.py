@@ -25,6 +25,12 @@ def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
         check_output(tmp_path / "file" / "below")
 
 
+def test_one_directory_is_made_above_it_and_no_more(tmp_path: Path) -> None:
+    assert check_output(tmp_path / "new" / "out") == tmp_path / "new" / "out"
+    with pytest.raises(FileNotFoundError, match=f"cannot be made: there is no directory {tmp_path / 'new'}$"):
+        check_output(tmp_path / "new" / "er" / "out")
+
+
 @pytest.mark.parametrize("target", ["model", "model/inside", "."])
 def test_inside_or_above_the_model(tmp_path: Path, target: str) -> None:
     (tmp_path / "model").mkdir()

@@ -315,6 +315,7 @@ def test_prunes_and_inspects(
         ("org/name@v1 --output {out}", "hf download org/name --revision v1"),
         ("{model} --output {out} --tasks arc_easy", "pip install 'distprune[tasks]'"),
         ("{model} --output {text}/out", "is a file"),
+        ("{model} --output {out}/new/er", "cannot be made: there is no directory {out}"),
         ("{loop} --output {out}", "loop"),
         ("{model} --output {loop}/out", "loop"),
         ("{model} --output {out} --eval {loop}", "loop"),
@@ -337,7 +338,7 @@ def test_a_mistake_is_one_line(
     assert end(monkeypatch, "prune", *line.format(**places).split(), *enough) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert message in error
+    assert message.format(**places) in error
     assert error.count("\n") == 1
     assert json.loads((model_folder.parent / "error.json").read_text())["message"]["message"] == error.strip()
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
