@@ -24,8 +24,9 @@ Row = tuple[str, str]
 def job_lines(report: JobReport[Work]) -> list[str]:
     """Return what a job did, what it took, and what to do next."""
     done = {SmallerModel: "made smaller", Trained: "fine-tuned"}.get(type(report.work), "pruned")
-    title = f"{name_of_model(report.model)}, {done} by {_ranks(report.num_ranks)} on {report.device}"
     rows = dict(work_rows(report))
+    by = "" if isinstance(report.work, Trained) else f" by {rows['method'].partition(',')[0]}"
+    title = f"{name_of_model(report.model)}, {done}{by} on {_ranks(report.num_ranks)} ({report.device})"
     rows["method"] = ", ".join([rows["method"], *([rows.pop("pattern")] if "pattern" in rows else [])])
     first = [(name, rows.pop(name)) for name in ("sparsity", "parameters") if name in rows]
     stages = [f"{stage} {took:.1f}" for stage, took in report.seconds.items() if stage != "total"]

@@ -54,7 +54,7 @@ class CalibratedJob(ResumableJob):
     sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST, panel=CALIBRATION)
     own_words: int | None = ask(
         "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with "
-        f"random tokens ({OWN_WORDS}; with --own-words-file as many as it holds).",
+        f"random tokens ({OWN_WORDS} with admm and shrink, else none; with --own-words-file as many as it holds).",
         default=None,
         least=0,
         most=MOST,
@@ -70,7 +70,7 @@ class CalibratedJob(ResumableJob):
     target_share: float | None = ask(
         "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1, panel=METHOD
     )
-    offload: bool = ask("Keep activations on the CPU between blocks.", default=False, panel=RUNNING)
+    offload: bool = ask("Keep activations on the CPU between blocks.", default=False, decides=False, panel=RUNNING)
 
     @override
     def check_asked(self) -> None:
@@ -94,7 +94,12 @@ class CalibratedJob(ResumableJob):
 
     def counts(self, num_text: int, num_in_file: int | None = None) -> WindowCounts:
         """Return how many windows there are of each kind. Local; raises as :func:`counts_of`."""
-        return counts_of(self.calibration, self.samples, self.own_words, num_text=num_text, num_in_file=num_in_file)
+        wanted = self.own_words_or_default()
+        return counts_of(self.calibration, self.samples, wanted, num_text=num_text, num_in_file=num_in_file)
+
+    def own_words_or_default(self) -> int | None:
+        """Return how many windows the model writes beside a text; ``None``: as :func:`counts_of` says. Local."""
+        return self.own_words
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
         calibration=job.calibration,
         words_file=job.own_words_file,
         num_samples=job.samples,
-        num_own=job.own_words,
+        num_own=job.own_words_or_default(),
         length=job.sequence_length,
         seed=job.seed,
     )

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration import SELF, Batches, WindowBatches, check_fit
-from distprune.checkpoint import HfDirectory, load_tokenizer, locking, open_together, remove_files, resolve_model
+from distprune.checkpoint import HfDirectory, load_tokenizer, open_together, remove_files, resolve_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.collectives import sum_together, together
 from distprune.jobs.calibrated import ask_words_file
@@ -76,7 +76,7 @@ class FinetuneJob(ResumableJob):
         "Of forwards. Weights are trained in float32.", default=torch.bfloat16, choices=_DTYPES, panel=TRAINING
     )
     save_every: float = ask(
-        "Seconds between states that --resume can go on with.", default=300.0, least=0, panel=RUNNING
+        "Seconds between states that --resume can go on with.", default=300.0, least=0, decides=False, panel=RUNNING
     )
 
     @override
@@ -125,7 +125,7 @@ def run_finetune_job(
     """
     run = Run(job, group, device, watcher)
     teacher_directory = _find_teacher(job, run)
-    with locking(run.comm, run.output):
+    with run.locked():
         with together(run.comm):
             tokenizer = load_tokenizer(run.directory.path)
             text = None
@@ -133,6 +133,7 @@ def run_finetune_job(
                 size, length = job.batch_size, job.sequence_length
                 text = Batches(tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
         model = run.load(dtype=torch.float32, compute_dtype=job.compute_dtype)
+        run.note_weights("model", run.directory)
         teacher = None if teacher_directory is None else run.load(teacher_directory, dtype=job.compute_dtype)
         models = [model, *([] if teacher is None else [teacher])]
         data = _load_windows(job, run, model, tokenizer) if text is None else _checked(run, text, models)
@@ -188,7 +189,8 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
                 f"{sizes[1]}): what they predict cannot be compared; name the dense model that was pruned"
             )
         run.inputs.append(path)
-    run.note_files("teacher", directory)
+    run.note_sample("teacher", directory)
+    run.note_weights("teacher", directory)
     return directory
 
 

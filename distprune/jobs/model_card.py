@@ -96,7 +96,7 @@ def _command(job: Job, verb: str, model: str) -> str:
     for name, option in options_of(type(job)).items():
         value = getattr(job, name)
         is_said = name in _SAID or value != option.default
-        if name in ("model", "output") or not (option.in_card and option.in_facts and is_said):
+        if name in ("model", "output") or not (option.decides and is_said):
             continue
         if name == "samples" and value is None:
             value = "all"

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint import locking
 from distprune.collectives import together, work_together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
@@ -78,6 +77,12 @@ class OneShotJob(PruningJob, CalibratedJob):
         self.allocation_or_default()
         share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
+    @override
+    def own_words_or_default(self) -> int | None:
+        # The others are by default as their papers have them.
+        is_of_method = self.method == "admm" or self.own_words_file is not None
+        return 0 if self.own_words is None and not is_of_method else self.own_words
+
     def permuted_for(self) -> NByM | None:
         """Return the pattern for which channels change places, if they do. Local; raises as the function does."""
         return permuted_for(self.permute, self.method, self.targets, as_pattern(self.pattern, self.sparsity))
@@ -141,7 +146,7 @@ def run_one_shot_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
-    with locking(run.comm, run.output):
+    with run.locked():
         calibrated = load_calibrated(run, job)
         model, counts = calibrated.model, calibrated.windows.counts
         with together(run.comm):

@@ -41,8 +41,7 @@ class Option:
     separator: str | None = None  # of several values in one word
     needs: tuple[str, ...] = ()  # it says something only where one of these fields is set
     is_file: bool = False  # and its path is not shown in the card
-    in_facts: bool = True  # a resumed job must be asked for the same
-    in_card: bool = True
+    decides: bool = True  # what comes out: a resumed job must be asked for the same, and the card names it
     panel: str | None = None
 
     def check(self, name: str, value: Any) -> None:
@@ -138,18 +137,21 @@ class BareJob:
     dtype: torch.dtype | None = ask(
         "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
     )
-    overwrite: bool = ask("Replace the model in the output directory.", default=False, in_card=False, panel=FILES)
+    overwrite: bool = ask("Replace the model in the output directory.", default=False, decides=False, panel=FILES)
 
     def arguments(self) -> dict[str, Any]:
-        """Return all fields as JSON carries them, but for those that change nothing in the end."""
-        options = options_of(type(self))
-        values = {name: value for name, value in vars(self).items() if options[name].in_facts}
-        return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in values.items()}
+        """Return all fields as JSON carries them."""
+        return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in vars(self).items()}
 
     def flags(self) -> dict[str, Any]:
         """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
         options = options_of(type(self))
         return {options[name].flag: value for name, value in self.arguments().items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return those of :meth:`flags` that decide what comes out: a resumed job must be asked for the same."""
+        deciding = {option.flag for option in options_of(type(self)).values() if option.decides}
+        return {flag: value for flag, value in self.flags().items() if flag in deciding}
 
     def check_asked(self) -> None:
         """Raise a ValueError for what is wrong whatever the model and the files are. Local."""

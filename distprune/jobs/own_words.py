@@ -18,11 +18,12 @@ from distprune.calibration import SELF, check_fit, load_samples, own_words, text
 from distprune.collectives import agree, together
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.journal import Item
+from distprune.jobs.leftovers import WORDS_NAME
 from distprune.jobs.run import Run, clock
-from distprune.jobs.unfinished import WORDS_NAME, Unfinished
-from distprune.jobs.words_file import read_words, write_words
+from distprune.jobs.unfinished import Unfinished
+from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 
-OWN_WORDS = 96  # windows beside those of a text, if nothing is said
+OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
 _WORDS = "own words"  # an item's kind
 PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
@@ -123,7 +124,7 @@ def load_windows(
         text = load(num_samples=num_samples, sequence_length=length)
     with together(run.comm):
         if words_file is not None:
-            own = _fitting(words_file, model, length)
+            own = _fitting(words_file, model, tokenizer, length)
         num_text, num_in_file = (None if of is None else len(of) for of in (text, own))
         counts = counts_of(calibration, num_samples, num_own, num_text=num_text or 0, num_in_file=num_in_file)
         own = None if own is None else own[: counts.own]
@@ -140,9 +141,14 @@ def load_windows(
     return Windows(counts, length, text, prompts, own)
 
 
-def _fitting(path: str, model: nn.Module, length: int) -> torch.Tensor:
+def _fitting(path: str, model: nn.Module, tokenizer: Any, length: int) -> torch.Tensor:
     """Return the windows of a file, cut to ``length``. Local; raises as :func:`read_words`, or as they do not fit."""
-    own, _ = read_words(Path(path))
+    own, about = read_words(Path(path))
+    if not about.items() >= about_tokenizer(tokenizer).items():
+        raise ValueError(
+            f"{path} was written with another tokenizer than the model's, by {about.get('model')}: its token ids mean "
+            "other text here; have the model write its own, with distprune sample"
+        )
     if own.shape[1] < length:
         raise ValueError(f"{path} holds windows of {own.shape[1]} tokens, and {length} are wanted")
     check_fit(own[:, :length], model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from distprune.calibration import token_digest
 from distprune.checkpoint import (
     HfDirectory,
     check_output,
+    file_digest,
     load_model,
     load_tokenizer,
+    locking,
     mesh_of,
     open_together,
     resolve_model,
@@ -28,8 +31,10 @@ from distprune.checkpoint import (
     save_model,
 )
 from distprune.checkpoint.disk import write_whole
-from distprune.collectives import agree, communicator, together
+from distprune.collectives import Alone, agree, communicator, together
 from distprune.evaluation import perplexities, tokenize_file
+from distprune.jobs.journal import JOURNAL_NAME
+from distprune.jobs.leftovers import tidy
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
@@ -56,10 +61,15 @@ class Run:
         self.reporter = Reporter(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
         with together(self.comm):
+            job.check_asked()
+            output = Path(os.path.realpath(job.output))
+            if self.comm.rank == 0 and all((output / name).is_file() for name in (REPORT_NAME, JOURNAL_NAME)):
+                with locking(Alone(), output):  # a job was killed when its output had just appeared
+                    tidy(output)
+        with together(self.comm):
             job.check()
             self.device = torch.device(device)
-            asked = {**job.flags(), "resume": getattr(job, "resume", False), "device": self.device.type}
-        agree(self.comm, asked)
+        agree(self.comm, {**job.flags(), "device": self.device.type})
         path = resolve_model(job.model, group=self.comm, log=self.reporter.say)
         seen: dict[str, str] = {}
         self.read: dict[str, object] = {}  # what a job that goes on must read again
@@ -76,40 +86,60 @@ class Run:
                 seen[f"evaluation tokens of {name}"] = token_digest(ids)
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             self.inputs: list[str | Path] = [*job.inputs(), path]
-            self._draws = job.has_picture and can_draw(self.reporter.say)
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh = mesh_of(group, self.comm.size, self.device)
         agree(self.comm, seen)
         self.read |= seen
-        self.note_files("model", self.directory)
+        self.note_sample("model", self.directory)
         self._started = time.perf_counter()
 
-    def note_files(self, what: str, directory: HfDirectory) -> None:
-        """Note the weight files of a ``directory`` that is read, as the first rank sees them.
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the output. Every rank must enter it: two rounds of 64 bytes.
 
-        Every rank must call it: two rounds, and those of :func:`sample_together`.
+        Raises:
+            OSError, ValueError: on every rank: another job holds it, or has filled the output since the first look.
+        """
+        with locking(self.comm, self.output):
+            with together(self.comm):
+                if self.comm.rank == 0:
+                    self.job.check()
+            yield
+
+    def note_sample(self, what: str, directory: HfDirectory) -> None:
+        """Note bytes from all over the weight files of a ``directory``. Every rank: as :func:`sample_together`."""
+        self.read[f"{what} weights"] = sample_together(self.comm, directory)
+
+    def note_weights(self, what: str, directory: HfDirectory) -> None:
+        """Note all bytes of the weight files of a ``directory``, which a job that goes on must find again.
+
+        Every rank must call it, and reads its share: a round of 24 bytes a file.
 
         Raises:
             OSError: on every rank: one cannot be read.
         """
-        self.read[f"{what} weights"] = sample_together(self.comm, directory)
-        # Nodes may have copies of their own.
-        self.read[f"{what} weight files"] = self.comm.broadcast(directory.stamps)
+        digests = [file_digest(self.comm, file.path) for file in directory.weight_files]
+        self.read[f"{what} weights as read"] = " ".join(digests)
 
     def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.
 
-        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`.
+        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`. Raises an OSError
+        also if the files were changed since they were opened.
         """
         with clock(self.seconds, "load"), self.reporter.stage("loading", "bytes") as progress:
-            return load_model(
-                directory or self.directory,
+            source = directory or self.directory
+            model = load_model(
+                source,
                 mesh=self._mesh,
                 **{"dtype": self.job.dtype, **dtypes},
                 device=self.device,
                 group=self.comm,
                 progress=progress,
             )
+            with together(self.comm):
+                source.check_unchanged()
+            return model
 
     def save(
         self, model: nn.Module, folder: Path, *, updated: Collection[str] = (), layers: Sequence[int] | None = None
@@ -169,7 +199,7 @@ class Run:
             if self.comm.rank == 0:
                 write_report(report.to_dict(), folder)
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
-                if self._draws:
+                if self.job.has_picture and can_draw(self.reporter.say):
                     self._write(folder / PICTURE_NAME, lambda: picture(report), "left out, drawing it failed")
             self.reporter.check_here()
         return report

@@ -27,7 +27,7 @@ from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
-from distprune.jobs.words_file import words_content
+from distprune.jobs.words_file import about_tokenizer, words_content
 from distprune.oneshot.report import peak_memory
 
 
@@ -119,5 +119,6 @@ def run_sample_job(
         with together(comm):
             if comm.rank == 0:
                 about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
-                staging.write_bytes(words_content(words, {"model": name_of_model(path), **about}))
+                about |= {"model": name_of_model(path), **about_tokenizer(tokenizer)}
+                staging.write_bytes(words_content(words, about))
     return Sampled(Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint import locking
 from distprune.collectives import together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
@@ -97,7 +96,7 @@ class ShrinkJob(CalibratedJob):
     speed: bool = ask(
         "Measure tokens per second and memory before and after; both models must fit on one rank.",
         default=True,
-        in_card=False,
+        decides=False,
         panel=EVALUATION,
     )
 
@@ -131,7 +130,7 @@ def run_shrink_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
-    with locking(run.comm, run.output):
+    with run.locked():
         calibrated = load_calibrated(run, job)
         counts = calibrated.windows.counts
         with together(run.comm):

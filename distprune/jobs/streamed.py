@@ -8,7 +8,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune import host_loops
-from distprune.checkpoint import locking
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
@@ -39,7 +38,7 @@ class StreamedJob(PruneJob, ResumableJob):
     )
     # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
     sync_files: bool = ask(
-        "Wait until the output is on the disk; without, as after cp.", default=True, in_facts=False, panel=FILES
+        "Wait until the output is on the disk; without, as after cp.", default=True, decides=False, panel=FILES
     )
 
     @override
@@ -64,7 +63,8 @@ def run_streamed_job(
     not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
 
     What is written grows beside the output, with a journal of it. A job that was killed goes on with ``resume``: what
-    is recorded and on the disk as it was written is not written again; what is pruned is chosen again.
+    is recorded and on the disk as it was written is not written again; what is pruned is chosen again. If the weight
+    files were changed or fetched anew, all is written again.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
     Communicates what the choice does, and a round for each 256 MiB of a rank.
@@ -76,7 +76,7 @@ def run_streamed_job(
     """
     run = Run(job, group, "cpu", watcher)
     comm = run.comm
-    with locking(comm, run.output), ExitStack() as opened:
+    with run.locked(), ExitStack() as opened:
         with together(comm):
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
@@ -88,6 +88,9 @@ def run_streamed_job(
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
         with open_unfinished(run, job, sync_files=job.sync_files) as unfinished:
+            # Not the bytes: to read them all takes as long as to prune them. Nodes may have copies of their own.
+            if not unfinished.is_same("weight files", comm.broadcast(run.directory.stamps)):
+                run.reporter.say("the weight files were changed or fetched anew: they are pruned from the beginning")
             run.reporter.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
                 asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed, None, job.include, job.exclude)

@@ -170,7 +170,7 @@ class StretchWriter:
         :func:`work_together`.
 
         Raises:
-            OSError: on every rank: the disk is full or not writable.
+            OSError: on every rank: the disk is full or not writable, or a file of the source was changed meanwhile.
             ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
         """
         sizes = [sum(part.num_bytes for part in stretch) for stretch in self.stretches]
@@ -192,7 +192,9 @@ class StretchWriter:
                         with lock:
                             counts[part.parameter][:] = map(sum, zip(counts[part.parameter], found, strict=True))
 
-                return self._of_pieces(stretch, every, write)
+                digests = self._of_pieces(stretch, every, write)
+                self._source.check_unchanged()
+                return digests
 
             reading.submit(self._read_ahead, self.stretches[first : first + 1])
             for number in range(first, len(self.stretches)):

@@ -9,28 +9,28 @@ last: a target that holds one says whose folder is left beside it.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import override
 
-from distprune.checkpoint import check_shared, make_staging, publish, remove_files
+from distprune.checkpoint import check_shared, make_staging, publish, small_folders
 from distprune.checkpoint.disk import whole_name
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
 from distprune.collectives import Communicator, agree, together, work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
+from distprune.jobs.leftovers import WORDS_NAME, folder_of, remove_folder, states_in, tidy
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import RUNNING, Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
+from distprune.version import __version__
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
-WORDS_NAME = "own_words.tokens"  # what the model wrote; by its name no weights
-_STATE_NAME = re.compile(r"state-\d+")
 _OWN_NAMES = {
     JOURNAL_NAME,
     WORDS_NAME,
@@ -39,6 +39,7 @@ _OWN_NAMES = {
     PICTURE_NAME,
     CARD_NAME,
 }
+VERSIONS = {"distprune": str(__version__), "torch": torch.__version__}  # with others other bytes may come
 _AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 
 
@@ -52,7 +53,7 @@ class Unfinished:
     @property
     def states(self) -> list[Path]:
         """The directories of saved states that are there."""
-        return _states(self.folder)
+        return states_in(self.folder)
 
     def state(self, num_steps: int) -> Path:
         """Return the directory of the state after so many steps."""
@@ -88,6 +89,17 @@ class Unfinished:
             self._journal.forget(item)
         return item.digest == digest
 
+    def is_same(self, kind: str, value: Any) -> bool:
+        """Return whether ``value`` is recorded under ``kind``, if anything is; if not, nothing counts as done.
+
+        It is recorded with the next item. Every rank must call it, with the same: a round of 64 bytes.
+        """
+        others = [item for item in self.items(kind) if item.value != value]
+        if others:
+            self._journal.forget(others[0])
+        self.recall(kind, lambda: value)
+        return not others
+
     def begin_result(self, target: Path) -> None:
         """Let what becomes the ``target`` be a new folder. Every rank must call it; raises as :func:`make_staging`."""
         self.result = make_staging(self.comm, target)
@@ -97,19 +109,15 @@ class Unfinished:
 class ResumableJob(Job):
     """A job that can go on."""
 
-    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, in_facts=False, panel=RUNNING)
+    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, decides=False, panel=RUNNING)
 
     @override
     def check(self) -> None:
-        """Raise also if ``resume`` is asked for and the job has finished.
-
-        A job killed after its output appeared has left its folder beside it: remove that.
-        """
+        """Raise also if ``resume`` is asked for and the job has finished."""
         target = Path(self.output)
-        if (target / REPORT_NAME).is_file():
-            _tidy(target)
-            if self.resume and not self.overwrite:
-                raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
+        is_left = (folder_of(target) / JOURNAL_NAME).exists()
+        if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
+            raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
         super().check()
 
 
@@ -119,11 +127,13 @@ def open_unfinished(
 ) -> Iterator[Unfinished]:
     """Yield the folder for a ``job``, new or, with ``resume``, the one that is there.
 
-    A resumed job must have the same options, read the same files and, with ``same_ranks``, run on as many ranks.
+    A resumed job must have the options that decide the result, read the same files, be run by the same versions and,
+    with ``same_ranks``, on as many ranks.
 
     When the body ends, the folder becomes the output. If the body raises, the folder is kept if anything is recorded in
-    it; after a mistake in the input, only if that is a state of a training. Without ``sync_files`` neither the folder
-    nor its journal waits for the disk: a resumed job must verify what is recorded.
+    it. Only a mistake in the input removes more than that, and only what this start has recorded, but for the state of
+    a training: what an earlier start has recorded shows that the input serves. Without ``sync_files`` neither the
+    folder nor its journal waits for the disk: a resumed job must verify what is recorded.
 
     Every rank must enter it, and the first must hold the target's lock; four rounds, and those of :func:`publish`.
 
@@ -134,19 +144,20 @@ def open_unfinished(
         OSError, ValueError: on every rank: as ``publish`` raises.
     """
     comm, target = run.comm, run.output
-    folder = _folder_of(target)
+    folder = folder_of(target)
     with together(comm):
-        facts = {**job.flags(), **run.read, **({"ranks": comm.size} if same_ranks else {})}
+        facts = {**job.facts(), **VERSIONS, **run.read, **({"ranks": comm.size} if same_ranks else {})}
         journal = Journal(folder / JOURNAL_NAME, facts, writes=comm.rank == 0, sync=sync_files)
         if journal.is_begun:
             _check_same_job(folder, journal.facts, journal.asked, job.resume)
     agree(comm, {"unfinished": str(folder), "journal": [journal.facts, list(map(vars, journal.items))]})
     with together(comm):
         if comm.rank == 0 and not journal.is_begun:
-            _remove(folder)  # killed before anything was recorded
+            remove_folder(folder, run.directory.path)  # killed before anything was recorded
             if os.path.lexists(folder):
                 raise FileExistsError(f"{folder} holds more than a job has written; move it away")
             folder.mkdir()
+    was_begun = journal.is_begun
     if job.resume and not journal.is_begun:
         run.reporter.say("nothing was recorded yet: starting at the beginning")
     unfinished = Unfinished(comm, folder, journal)
@@ -157,9 +168,13 @@ def open_unfinished(
     try:
         yield unfinished
     except Exception as error:
-        is_of_use = unfinished.items(STATE) if isinstance(error, _AT_FAULT) else journal.is_begun
-        if comm.rank == 0 and not is_of_use:
-            _remove(folder)
+        is_input = isinstance(error, _AT_FAULT) and not was_begun
+        if comm.rank == 0 and not (unfinished.items(STATE) if is_input else journal.is_begun):
+            remove_folder(folder, run.directory.path)
+        raise
+    except BaseException:  # Ctrl-C, SIGTERM
+        if journal.is_begun:
+            run.reporter.say(f"interrupted: what is done is kept in {folder}; resume (--resume) goes on with it")
         raise
     if unfinished.result != folder:
         with together(comm):
@@ -168,11 +183,11 @@ def open_unfinished(
                 shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
     publish(comm, unfinished.result, target, overwrite=job.overwrite, inputs=run.inputs, sync_files=sync_files)
 
-    def tidy() -> None:
+    def clear() -> None:
         if comm.rank == 0:
-            _tidy(target)
+            tidy(target)
 
-    work_together(comm, tidy)  # last: a job that is killed in between has finished, before that it can go on
+    work_together(comm, clear)  # last: a job that is killed in between has finished, before that it can go on
 
 
 def _check_same_job(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:
@@ -190,35 +205,16 @@ def _check_files(unfinished: Unfinished, source: HfDirectory) -> None:
     What was written in part is removed.
     """
     written = [*(file.path for file in source.weight_files), *source.small_files]
-    names = {path.name for path in written} | _OWN_NAMES
-    for path in sorted({*unfinished.folder.iterdir()} - {*unfinished.states}):
-        if path.is_symlink() or not path.is_file() or (whole_name(path.name) or path.name) not in names:
+    files = {path.relative_to(source.path) for path in written} | {Path(name) for name in _OWN_NAMES}
+    folders, states = {*small_folders(source.path)}, {*unfinished.states}
+    for path in sorted(unfinished.folder.rglob("*")):
+        name, whole = path.relative_to(unfinished.folder), whole_name(path.name)
+        is_ours = (name.with_name(whole or path.name) in files and path.is_file()) or (
+            name in folders and path.is_dir()
+        )
+        if not states.isdisjoint((path, *path.parents)):
+            continue
+        if path.is_symlink() or not is_ours:
             raise ValueError(f"{path} is not from this job; take it away, or remove {unfinished.folder}")
-        if whole_name(path.name):
+        if whole:
             path.unlink()
-
-
-def _states(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("state-*") if _STATE_NAME.fullmatch(path.name) and not path.is_symlink()]
-
-
-def _remove(folder: Path) -> None:
-    """Remove the folder of an unfinished job, and the states in it, as far as that goes. Local."""
-    for state in _states(folder):
-        remove_files(state)
-    remove_files(folder)
-
-
-def _folder_of(target: Path) -> Path:
-    return target.parent / f".{target.name}.unfinished"
-
-
-def _tidy(target: Path) -> None:
-    """Remove what the job that has finished ``target`` needs no more; if it was killed, another may do that. Local."""
-    own, beside = target / JOURNAL_NAME, _folder_of(target) / JOURNAL_NAME
-    with suppress(FileNotFoundError, ValueError):  # it is done, or the file is none of ours
-        if Journal(own, {}).is_begun or own.stat().st_size == 0:  # the disk may have lost what nothing waited for
-            if not beside.exists() or beside.read_bytes() == own.read_bytes():  # else the folder is another job's
-                _remove(beside.parent)
-            (target / WORDS_NAME).unlink(missing_ok=True)
-            own.unlink()

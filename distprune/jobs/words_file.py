@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distprune.checkpoint import import_extra
+from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.disk import write_whole
 from distprune.version import __version__
 
 _TOKENS = "token_ids"
 _FORMAT = {"format": "distprune own words"}
+
+
+def about_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return what the metadata says of the tokenizer: token ids mean something only to the same. Local."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {"tokenizer": str(new_digest(vocabulary.encode()).hexdigest())}
 
 
 def write_words(path: Path, token_ids: torch.Tensor, about: Mapping[str, object], *, sync: bool = True) -> None:

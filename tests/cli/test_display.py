@@ -69,7 +69,7 @@ def test_the_report_its_summary_and_its_table(
     assert sum(parts) <= report["stage_seconds"]["total"]
     shown = capsys.readouterr()
     lines = lines_of(shown.out)
-    assert lines[0] == "dense, pruned by 1 rank on cpu"
+    assert lines[0] == "dense, pruned by sparsegpt on 1 rank (cpu)"
     assert lines[1] == f"  sparsity     {done.zeros}"
     assert str(done.zeros) == "50.0 % of 5,760 prunable weights, 40.0 % of all 7,200"
     assert report["zeros"] == {**vars(done.zeros), "sparsity": 0.5}
@@ -122,7 +122,7 @@ def test_the_summary_of_a_fine_tuning(
     shown, losses = capsys.readouterr(), report.work.losses
     lines = lines_of(shown.out)
     assert report.zeros == pruned.zeros  # one meaning everywhere
-    assert lines[:2] == ["pruned, fine-tuned by 1 rank on cpu", f"  sparsity     {pruned.zeros}"]
+    assert lines[:2] == ["pruned, fine-tuned on 1 rank (cpu)", f"  sparsity     {pruned.zeros}"]
     assert f"  loss         {losses[0]:.4f} -> {losses[2]:.4f}" in lines
     assert lines[-1] == "  next         distprune compare pruned out"
     assert [line for line in shown.err.splitlines() if line.startswith("step ")] == [

@@ -31,9 +31,9 @@ from distprune.jobs import (
     run_sample_job,
     run_shrink_job,
 )
+from distprune.jobs.leftovers import WORDS_NAME
 from distprune.jobs.own_words import WindowCounts, counts_of, mixed
-from distprune.jobs.unfinished import WORDS_NAME
-from distprune.jobs.words_file import read_words, write_words
+from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 from tests.jobs.test_one_shot import Killed, run_on_rank
 from tests.jobs.test_prune import Heard, contents
 from tests.worlds import ProcessPool
@@ -72,6 +72,17 @@ def test_how_many_windows_of_each_kind(
         return
     with pytest.raises(ValueError, match=wanted):
         found()
+
+
+@pytest.mark.parametrize(
+    ("method", "num_own"), [("admm", 96), ("sparsegpt", 0), ("wanda", 0), ("magnitude", 0), ("random", 0)]
+)
+def test_own_words_beside_a_text_are_part_of_admm(job: OneShotJob, method: Any, num_own: int) -> None:
+    job = dataclasses.replace(job, method=method, calibration="text.txt")
+    assert job.counts(4) == WindowCounts(4, num_own // 2, num_own // 2)
+    assert dataclasses.replace(job, own_words=8).counts(4) == WindowCounts(4, 4, 4)
+    assert dataclasses.replace(job, own_words_file="words").counts(4, 7) == WindowCounts(4, own=7)
+    assert dataclasses.replace(job, calibration="self").counts(0) == WindowCounts(own=3)
 
 
 def test_kinds_are_evenly_mixed() -> None:
@@ -216,7 +227,7 @@ def test_a_file_of_own_words(
     ):
         with pytest.raises(ValueError, match=message):
             run_one_shot_job(changed)
-    write_words(tmp_path / "words", torch.full((1, 14), 67), {})
+    write_words(tmp_path / "words", torch.full((1, 14), 67), about_tokenizer(tokenizer))
     with pytest.raises(ValueError, match="token id 67 is outside the model's vocabulary of 67"):
         run_one_shot_job(job)
 

@@ -102,11 +102,6 @@ def change_text(job: OneShotJob) -> None:
     path.write_text(path.read_text().replace("union", "onion"))
 
 
-def change_weights_unseen(job: OneShotJob) -> None:
-    """As where no sample is taken: the size stays, and the bytes that are looked at."""
-    os.utime(Path(job.model) / "model.safetensors")
-
-
 def change_evaluation(job: OneShotJob) -> None:
     Path(job.evaluate_on[0]).write_text("another text than before " * 10)
 
@@ -116,7 +111,6 @@ def change_evaluation(job: OneShotJob) -> None:
     [
         (change_weights, "model weights: "),
         (change_weights, "weights as read: "),  # a change that the bytes looked at do not show
-        (change_weights_unseen, "model weight files: "),
         (change_evaluation, "evaluation tokens of "),
         (change_config, "model files: "),
         (change_text, "calibration tokens: "),
@@ -147,7 +141,7 @@ def test_another_job_is_refused(pool: ProcessPool, job: OneShotJob) -> None:
     others: list[tuple[dict[str, Any], str]] = [
         ({"pattern": Unstructured(0.25)}, '--pattern: "{}" then, "{}'.format(*patterns)),
         ({"dtype": torch.bfloat16}, "--dtype: None then, 'torch.bfloat16' now"),
-        ({"offload": True}, "--offload: False then, True now"),
+        ({"targets": "dense"}, "--targets: None then, 'dense' now"),
     ]
     for change, shown in others:
         is_refused(pool, 2, dataclasses.replace(job, **change), shown)

@@ -225,7 +225,7 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
     """What is left beside it goes with the next start; not so what another job has left there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-        patch.setattr(unfinished, "_tidy", die)
+        patch.setattr(unfinished, "tidy", die)
         with pytest.raises(Killed):
             run_shrink_job(job)
     output, again = Path(job.output), dataclasses.replace(job, resume=True)
@@ -242,7 +242,7 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
     assert run_on_rank(0, dataclasses.replace(job, overwrite=True), "walk") == "killed"
     for left in (journal, b""):  # empty: what was written to it had not reached the disk
         (output / "journal.jsonl").write_bytes(left)
-        with pytest.raises(FileExistsError, match="is finished"):
+        with pytest.raises(FileExistsError, match="is not empty; name another or pass overwrite=True"):
             run_shrink_job(again)
         assert (tmp_path / ".out.unfinished" / "journal.jsonl").exists()
         assert not (output / "journal.jsonl").exists()
