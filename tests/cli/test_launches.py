@@ -66,7 +66,7 @@ def check_output(output: Path, expected: bytes) -> None:
 def test_torchrun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes) -> None:
     done = finish([*TORCHRUN, *arguments(model_folder, tmp_path / "out", text_file)])
     assert done.returncode == 0, done.stderr
-    assert "by 2 ranks on cpu" in done.stdout
+    assert "by magnitude on 2 ranks (cpu)" in done.stdout
     assert done.stdout.count("perplexity") == 1  # the first rank speaks for all
     check_output(tmp_path / "out", expected)
 
@@ -74,7 +74,7 @@ def test_torchrun(tmp_path: Path, model_folder: Path, text_file: Path, expected:
 def test_mpiexec(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes) -> None:
     done = finish([mpiexec(), "-n", "2", *PYTHON, *arguments(model_folder, tmp_path / "out", text_file)])
     assert done.returncode == 0, done.stderr
-    assert "by 2 ranks on cpu" in done.stdout
+    assert "by magnitude on 2 ranks (cpu)" in done.stdout
     check_output(tmp_path / "out", expected)
 
 
