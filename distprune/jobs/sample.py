@@ -118,7 +118,7 @@ def run_sample_job(
         seconds = time.perf_counter() - started
         with together(comm):
             if comm.rank == 0:
-                about = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
-                about |= {"model": name_of_model(path), **about_tokenizer(tokenizer)}
+                drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
+                about = {"model": name_of_model(path), **about_tokenizer(tokenizer), **drawn}
                 staging.write_bytes(words_content(words, about))
     return Sampled(Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

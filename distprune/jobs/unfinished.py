@@ -209,9 +209,7 @@ def _check_files(unfinished: Unfinished, source: HfDirectory) -> None:
     folders, states = {*small_folders(source.path)}, {*unfinished.states}
     for path in sorted(unfinished.folder.rglob("*")):
         name, whole = path.relative_to(unfinished.folder), whole_name(path.name)
-        is_ours = (name.with_name(whole or path.name) in files and path.is_file()) or (
-            name in folders and path.is_dir()
-        )
+        is_ours = path.is_dir() if name in folders else path.is_file() and name.with_name(whole or name.name) in files
         if not states.isdisjoint((path, *path.parents)):
             continue
         if path.is_symlink() or not is_ours:
