@@ -19,13 +19,22 @@ def one_line(of: object, said: str) -> str:
     return f"<{type(of).__name__}: {cut(said, _WIDTH - len(type(of).__name__) - 4)}>"
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with what a terminal would obey, and not print, as Python writes it; line ends stay.
+
+    >>> printable("red \\x1b[31m")
+    'red \\\\x1b[31m'
+    """
+    return "".join(of if of.isprintable() or of == "\n" else ascii(of)[1:-1] for of in text)
+
+
 def cut(text: str, width: int = _WIDTH) -> str:
     """Return ``text`` in one line of at most ``width`` characters.
 
     >>> cut("down_proj", 7)
     'down...'
     """
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 

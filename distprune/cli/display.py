@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from distprune.brief import printable
 from distprune.checkpoint import InspectReport, import_extra
 from distprune.cli.heartbeat import Heartbeat
 from distprune.cli.summary import inspection_lines, job_lines, sample_lines
@@ -54,6 +55,7 @@ class Display(Watcher):
             self._heartbeat.said()
 
     def _write(self, text: str) -> None:
+        text = printable(text)
         if self._bar is None:
             sys.stderr.write(text + "\n")
         else:
@@ -132,4 +134,4 @@ class Display(Watcher):
 
 
 def _print(lines: Sequence[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(printable("\n".join(lines)) + "\n")

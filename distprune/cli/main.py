@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import torch
 import typer
 
+from distprune.brief import printable
 from distprune.checkpoint import inspect_directory
 from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command, as_epilog
@@ -143,7 +144,9 @@ def inspect(
 
 @app.command(epilog=as_epilog(("distprune compare pruned-30 pruned-50", "distprune compare pruned* --output all.png")))
 def compare(
-    outputs: Annotated[list[Path], typer.Argument(help="Directories that jobs have written.", metavar="OUTPUT...")],
+    outputs: Annotated[
+        list[Path], typer.Argument(help="Directories that jobs have written, or of models.", metavar="OUTPUT...")
+    ],
     picture: Annotated[
         Path | None,
         typer.Option("--output", help="Draw perplexity against sparsity into this PNG (extra plot).", metavar="FILE"),
@@ -151,7 +154,8 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
 ) -> None:
     """Show outputs of jobs side by side: sparsity, parameters, perplexity by text, seconds and method."""
-    comparison = compare_outputs(outputs)
+    with Display(visible=True) as display:
+        comparison = compare_outputs(outputs, progress=partial(display.progress, "reading", "bytes"))
     if picture is not None:
         comparison.draw(picture, overwrite=overwrite)
     sys.stdout.write(f"{comparison}\n")
@@ -250,7 +254,7 @@ def _text(
     if is_out_of_memory(error):
         return f"error: {memory_line(error, stage, job, device or torch.device('cpu'))}\n"
     if is_expected(error):
-        said = " ".join(str(error).split())
+        said = printable(" ".join(str(error).split()))
         if job is not None:
             said = worded(said, options_of(type(job)), [str(value) for value in vars(job).values()])
         return f"error: {said}\n"

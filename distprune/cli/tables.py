@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from distprune.brief import printable
 from distprune.checkpoint import InspectReport, import_extra
 from distprune.jobs import JobReport, PlannedWalk, Trained, Walked, Work
 from distprune.jobs.figures import Kind, kinds_of, range_of, trial_rows
@@ -43,9 +44,9 @@ def show_inspection(report: InspectReport) -> None:
     for tensor in report.tensors:
         shape = "x".join(map(str, tensor.shape))
         zeros, sparsity = f"{tensor.num_zeros:,}", f"{tensor.sparsity:.4%}"
-        table.add_row(tensor.name, shape, tensor.dtype, zeros, sparsity, " ".join(tensor.patterns))
+        _add(table, tensor.name, shape, tensor.dtype, zeros, sparsity, " ".join(tensor.patterns))
     table.add_section()
-    table.add_row("all", "", "", f"{report.num_zeros:,}", f"{report.sparsity:.4%}", "")
+    _add(table, "all", "", "", f"{report.num_zeros:,}", f"{report.sparsity:.4%}", "")
     console.print(table)
 
 
@@ -55,9 +56,9 @@ def show_plan(walk: PlannedWalk) -> None:
     columns = ("of a rank", "device MiB", "host MiB", "sent MiB", "arriving MiB", "seconds")
     console, table = _console_and_table(f"{walk.model}: planned, nothing was run", columns)
     for name, cost in walk.plan.parts.items():
-        table.add_row(name, *_figures(cost))
+        _add(table, name, *_figures(cost))
     table.add_section()
-    table.add_row("at most at a time; all traffic", *_figures(most))
+    _add(table, "at most at a time; all traffic", *_figures(most))
     console.print(table)
     rows = [
         ("ranks", f"{asked.num_ranks}, on {walk.where} each"),
@@ -97,26 +98,30 @@ def _show_blocks(blocks: Sequence[Mapping[str, Any]]) -> None:
     for block in blocks:
         whole = Kind(block["name"], block["layers"])
         error = "" if whole.error is None else f"{whole.error:.4f}"
-        table.add_row(whole.name, f"{whole.sparsity:.4%}", error, *costs([block]))
+        _add(table, whole.name, f"{whole.sparsity:.4%}", error, *costs([block]))
         for kind in kinds_of(block):
-            table.add_row(f"  {kind.name}", f"{kind.sparsity:.4%}", range_of(kind.errors, ".4f"))
+            _add(table, f"  {kind.name}", f"{kind.sparsity:.4%}", range_of(kind.errors, ".4f"))
     table.add_section()
-    table.add_row("all", "", "", *costs(blocks))
+    _add(table, "all", "", "", *costs(blocks))
     console.print(table)
 
 
 def _show(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     console, table = _console_and_table(title, columns)
     for row in rows:
-        table.add_row(*row)
+        _add(table, *row)
     console.print(table)
+
+
+def _add(table: Any, *cells: str) -> None:
+    table.add_row(*map(printable, cells))
 
 
 def _console_and_table(title: str, columns: tuple[str, ...]) -> tuple[Any, Any]:
     # In a file or a pipe there is no width to fit; on a screen names are folded, never cut.
     width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
-    console = import_extra("rich.console", "hf").Console(highlight=False, width=width)
-    table = import_extra("rich.table", "hf").Table(title=title, show_header=any(columns))
+    console = import_extra("rich.console", "hf").Console(highlight=False, markup=False, width=width)
+    table = import_extra("rich.table", "hf").Table(title=printable(title), show_header=any(columns))
     for column in columns:
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     return console, table

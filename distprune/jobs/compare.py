@@ -10,12 +10,15 @@ from typing import Any, TypeAlias
 
 from typing_extensions import override
 
-from distprune.brief import count, one_line, share
-from distprune.checkpoint import import_extra
+from distprune.brief import count, one_line, printable, share
+from distprune.checkpoint import import_extra, inspect_directory
+from distprune.checkpoint.hf_directory import CONFIG_NAME
+from distprune.checkpoint.stored_slices import Progress
 from distprune.figure import check_picture, new_figure, write_png
 from distprune.jobs.run import REPORT_NAME
 
 _NO_FIGURE = "-"
+_WIDTH = 80  # columns
 _LOGARITHMIC_FROM = 10.0  # times the lowest perplexity
 # A text: the path of its file, and how many tokens of it were run, in windows of how many.
 _Text: TypeAlias = tuple[str, int, int]
@@ -23,7 +26,7 @@ _Text: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """What the report of one output says.
+    """What the report of one output says; or, where there is none, the weights: then ``seconds`` are None.
 
     ``sparsity``: the share of zeros of the prunable weights; ``removed``: the share of parameters that a smaller model
     has lost. ``before``, ``after``: perplexities by text. ``model``: what the job began with.
@@ -35,7 +38,7 @@ class ComparedOutput:
     sparsity: float | None
     removed: float | None
     num_parameters: int | None
-    seconds: float
+    seconds: float | None
     before: Mapping[_Text, float]
     after: Mapping[_Text, float]
     is_trained: bool
@@ -67,19 +70,16 @@ class Comparison:
 
     @override
     def __str__(self) -> str:
-        """Return the table, with a row for each model that was pruned or made smaller, as it was before."""
+        """Return the table, with a row for each model that was pruned or made smaller, as it was before.
+
+        A table wider than 80 columns is turned: outputs stand beside each other, as many as there is room for.
+        """
         texts, names = self.texts, self._names()
         columns = ["output", "sparsity", "parameters", *(names[text] for text in texts), "seconds", "method"]
-        table = [columns, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        is_left = [column in ("output", "method") for column in columns]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if left else cell.rjust(width)
-                for cell, width, left in zip(row, widths, is_left, strict=True)
-            ).rstrip()
-            for row in table
-        ]
+        table = [[printable(cell) for cell in row] for row in (columns, *self._rows())]
+        lines = _aligned(table, [column in ("output", "method") for column in columns])
+        if max(map(len, lines)) > _WIDTH:
+            lines = _turned(table)
         under = ["perplexity by text"] if texts else ["no perplexities: run the jobs with --eval"]
         if any(of.removed is not None for of in self.outputs):
             under.append("sparsity of a smaller model: the share of all parameters that is gone")
@@ -91,8 +91,8 @@ class Comparison:
             yield [f"{Path(model).name}, before", *[_NO_FIGURE] * 2, *_perplexities(before, texts), *[_NO_FIGURE] * 2]
         for of in self.outputs:
             parameters = _NO_FIGURE if of.num_parameters is None else count(of.num_parameters)
-            figures = [_percent(of.share), parameters, *_perplexities(of.after, texts), f"{of.seconds:.1f}"]
-            yield [str(of.path), *figures, of.method]
+            seconds = _NO_FIGURE if of.seconds is None else f"{of.seconds:.1f}"
+            yield [str(of.path), _percent(of.share), parameters, *_perplexities(of.after, texts), seconds, of.method]
 
     def _before(self) -> dict[str, dict[_Text, float]]:
         """Return the perplexities before of each model that was not trained."""
@@ -173,18 +173,43 @@ class Comparison:
         return "; or ".join(said)
 
 
-def compare_outputs(outputs: Sequence[str | Path]) -> Comparison:
+def compare_outputs(outputs: Sequence[str | Path], *, progress: Progress = None) -> Comparison:
     """Return what the reports of ``outputs``, directories that jobs have written, say side by side. Local.
 
+    Of a model directory without a report, such as :func:`distprune.save` writes, the weights are read.
+
+    Args:
+        progress: called with (bytes read so far, bytes to read) of such a directory.
+
     Raises:
-        FileNotFoundError: some are no outputs; the message names them.
-        ValueError: a report is damaged.
+        FileNotFoundError: some hold neither a report nor a model; the message names them.
+        ValueError: a report, or a model without one, is damaged.
     """
-    if missing := [str(path) for path in outputs if not (Path(path) / REPORT_NAME).is_file()]:
+    paths = [*map(Path, outputs)]
+    if missing := [str(path) for path in paths if not any((path / of).is_file() for of in (REPORT_NAME, CONFIG_NAME))]:
         raise FileNotFoundError(
-            f"{', '.join(missing)}: no output of a job, without a {REPORT_NAME}; name directories that distprune wrote"
+            f"{', '.join(missing)}: no output, without a {REPORT_NAME} or a {CONFIG_NAME}; name directories of models"
         )
-    return Comparison(tuple(_read(Path(path)) for path in outputs))
+    return Comparison(
+        tuple(_read(path) if (path / REPORT_NAME).is_file() else _inspected(path, progress) for path in paths)
+    )
+
+
+def _inspected(path: Path, progress: Progress) -> ComparedOutput:
+    report = inspect_directory(path, progress=progress)
+    num_zeros, num_prunable, num_parameters = report.prunable_zeros or (0, 0, report.num_elements)
+    return ComparedOutput(
+        path=path,
+        model=str(path),
+        method=_NO_FIGURE,
+        sparsity=num_zeros / num_prunable if num_prunable else report.sparsity,
+        removed=None,
+        num_parameters=num_parameters,
+        seconds=None,
+        before={},
+        after={},
+        is_trained=False,
+    )
 
 
 def _read(path: Path) -> ComparedOutput:
@@ -195,26 +220,53 @@ def _read(path: Path) -> ComparedOutput:
         if removal is not None:
             method, num_parameters = f"shrink by {removal['method']}", removal["num_parameters"]
         else:
-            method = training["method"] if pruning is None else _method(pruning, str(asked["pattern"]))
-            num_parameters = zeros and zeros["num_parameters"]
+            method = str(training["method"]) if pruning is None else _method(pruning, str(asked["pattern"]))
+            num_parameters = None if zeros is None else zeros["num_parameters"]
+        tokens, length = int(asked["evaluation_tokens"]), int(asked["evaluation_length"])
         texts = [
-            {(file, asked["evaluation_tokens"], asked["evaluation_length"]): float(of) for file, of in found.items()}
-            for found in (report["perplexity_before"], report["perplexity_after"])
+            {(file, tokens, length): float(of) for file, of in report[f"perplexity_{when}"].items()}
+            for when in ("before", "after")
         ]
         return ComparedOutput(
             path=path,
-            model=report["model"],
+            model=str(report["model"]),
             method=method,
-            sparsity=zeros and zeros["sparsity"],
-            removed=removal and 1 - removal["num_parameters"] / removal["num_parameters_before"],
-            num_parameters=num_parameters,
-            seconds=report["stage_seconds"]["total"],
+            sparsity=None if zeros is None else float(zeros["sparsity"]),
+            removed=None if removal is None else 1 - removal["num_parameters"] / removal["num_parameters_before"],
+            num_parameters=None if num_parameters is None else int(num_parameters),
+            seconds=float(report["stage_seconds"]["total"]),
             before=texts[0],
             after=texts[1],
             is_trained=training is not None,
         )
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path / REPORT_NAME} is no report of a job, or damaged: {error!r}") from error
+
+
+def _aligned(table: Sequence[Sequence[str]], is_left: Sequence[bool]) -> list[str]:
+    """Return the lines of a ``table``, whose columns stand on the left or the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(row, widths, is_left, strict=True)
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _turned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a ``table`` with rows as columns, below each other where they are too wide together."""
+    names, *outputs = table
+    lines: list[str] = []
+    while outputs:
+        for num in range(len(outputs), 0, -1):
+            part = _aligned([*zip(names, *outputs[:num], strict=True)], [True, *[False] * num])
+            if max(map(len, part)) <= _WIDTH:
+                break
+        lines += ["", *part] if lines else part
+        outputs = outputs[num:]
+    return lines
 
 
 def _method(pruning: Mapping[str, Any], pattern: str) -> str:

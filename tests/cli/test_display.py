@@ -150,6 +150,17 @@ def test_many_kinds_of_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "5 more kinds" in lines[-1]
 
 
+def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    tensor = TensorReport("\x1b[31m[bold]layer\x07", (4,), "float32", 4, 1, ())
+    display = Display(visible=True, verbose=True)
+    display.inspection(InspectReport("\x1b]0;title", (tensor,)))
+    display.say("block \x1b[31m")
+    shown = capsys.readouterr()
+    assert r"\x1b[31m[bold]layer\x07" in shown.out
+    assert r"\x1b]0;title" in shown.out
+    assert all(of.isprintable() or of == "\n" for of in shown.out + shown.err)
+
+
 def test_a_log_hears_something_every_interval() -> None:
     said, now = list[str](), [100.0]
     heartbeat = Heartbeat(said.append, 30.0, lambda: now[0])

@@ -179,8 +179,17 @@ def test_what_may_not_be_read_is_not_called_missing(
     model, words = tmp_path / "model", tmp_path / "words"
     shutil.copytree(model_folder, model)
     write_words(words, torch.ones(2, 8), {})
-    line = ["prune", model, "--output", tmp_path / "out", "--sparsity", "0.5", "--device", "cpu"]
-    reading = ["--method", "wanda", "--samples", "2", "--sequence-length", "8", "--own-words-file", words]
+    line: list[str | Path] = ["prune", model, "--output", tmp_path / "out", "--sparsity", "0.5"]
+    reading: list[str | Path] = [
+        "--method",
+        "wanda",
+        "--samples",
+        "2",
+        "--sequence-length",
+        "8",
+        "--own-words-file",
+        words,
+    ]
     commands: list[tuple[Path, list[str | Path]]] = [
         (model / "model.safetensors", line),
         (model / "model.safetensors", ["inspect", model]),
