@@ -1,9 +1,10 @@
 """An error at every place of a call where one rank alone can meet one, and what the other ranks then do.
 
 Nouns: a *place* is a line of the library, outside its collectives, that calls what can fail on one rank alone while
-nothing is communicated: torch's functions, and code that is neither torch's nor the library's (numpy, files, a
-user's). A *gap* is the stretch between two collectives; gap i comes after i of them. Ranks are threads, and the
-process group is watched: where all ranks that still run wait for one that has ended, they hang, and are let go.
+nothing is communicated: torch's functions, code that is neither torch's nor the library's (numpy, files, a user's), and
+what starts a thread, within a collective too. A *gap* is the stretch between two collectives; gap i comes after i of
+them. Where i is odd, the error is a panic, as extensions have it. Ranks are threads, and the process group is watched:
+where all ranks that still run wait for one that has ended, they hang, and are let go.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ _AGREED = {
     "selection/sampling.py": ("sample_brackets", "_fraction", "_narrowed"),
 }
 _TEXT = "an injected error"
+_START_OF_A_THREAD = threading.Thread.start.__code__
+
+
+class _Panic(BaseException):
+    """As extensions in Rust raise it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -187,6 +193,15 @@ class _Tracer(TorchFunctionMode):
         return found
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is _START_OF_A_THREAD and not self._is_early():
+            caller = frame.f_back
+            while caller is not None and not _is_place(caller):
+                caller = caller.f_back
+            if caller is not None:
+                place = self._place(caller, "Thread.start")
+                self._under_way.append((frame, place))
+                self._meet(place)
+            return
         if event == "return" and self._under_way and self._under_way[-1][0] is frame:
             self._passed(self._under_way.pop()[1])
         if event != "call" or frame.f_back is None or not _is_place(frame.f_back) or self._is_early():
@@ -212,7 +227,7 @@ class _Tracer(TorchFunctionMode):
     def _meet(self, place: Place) -> None:
         if place == self.target and not self.raised:
             self.raised = True
-            raise MemoryError(_TEXT)
+            raise (MemoryError, _Panic)[place.gap % 2](_TEXT)
 
     def _passed(self, place: Place) -> None:
         if self.num_joined() == place.gap:  # nothing was communicated meanwhile

@@ -41,7 +41,7 @@ from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.sums import SHIFT, InputSums
 from distprune.calibration.targets import Beside, DenseSample, Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives import Alone, Communicator
+from distprune.collectives import Alone, Communicator, as_told
 from distprune.models import LinearLayer
 from distprune.shards import are_finite, own_settings
 
@@ -107,8 +107,8 @@ class InputStatistics:
             targets = self.targets
             with listening(self.linears, self) if targets is None else targets.listening(self.linears, self):
                 yield
-        except Exception as error:
-            self._error = self._error or error
+        except BaseException as error:
+            self._error = self._error or as_told(error)
         finally:
             self._inputs.clear()
 

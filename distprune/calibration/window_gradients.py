@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, cannot_meet, max_together, placed_like, sum_together
+from distprune.collectives import Communicator, as_told, cannot_meet, max_together, placed_like, sum_together
 from distprune.models import needing_gradients
 from distprune.scores.exact_sum import FloatGrid, grid_scale, on_grid
 from distprune.shards import (
@@ -133,7 +133,8 @@ class WindowGradients:
         """Keep what the body raises, and go on; the first error counts."""
         try:
             yield
-        except Exception as error:
+        except BaseException as caught:
+            error = as_told(caught)
             if cannot_meet(error):
                 raise
             self._error = self._error or error

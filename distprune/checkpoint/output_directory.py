@@ -17,7 +17,16 @@ from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WEIGHT_SUFFIX
 from distprune.checkpoint.output_lock import locking, remove_tree
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import Communicator, Group, agree, cannot_meet, communicator, together, work_together
+from distprune.collectives import (
+    Communicator,
+    Group,
+    agree,
+    as_told,
+    cannot_meet,
+    communicator,
+    together,
+    work_together,
+)
 
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -49,10 +58,10 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
         failed: Exception | None = None
         try:
             yield staging
-        except Exception as error:
-            if cannot_meet(error):
+        except BaseException as error:
+            failed = as_told(error)
+            if cannot_meet(failed):
                 raise
-            failed = error
         agree(comm, {}, failed)
         publish(comm, staging, path, overwrite=overwrite, inputs=inputs)
 

@@ -25,7 +25,7 @@ from distprune.cli.ending import end, forgive_lost_output, open_standard_streams
 from distprune.cli.out_of_memory import is_out_of_memory, memory_line
 from distprune.cli.ranks import Launch
 from distprune.cli.wording import worded
-from distprune.collectives import cannot_meet, has_lost_ranks
+from distprune.collectives import as_told, cannot_meet, has_lost_ranks
 from distprune.jobs import (
     BareJob,
     FinetuneJob,
@@ -211,7 +211,13 @@ def _work(start: JobCommand, launch: Launch) -> int:
         with Display(visible=launch.rank == 0, verbose=start.verbose) as display:
             report = _RUN[type(start.job)](start.job, **where, watcher=display)
         launch.finish()
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        signalled = leaving.code if isinstance(leaving, SystemExit) else 130
+        code = signalled if isinstance(signalled, int) and signalled else 1
+        launch.leave(code)
+        return code
+    except BaseException as caught:
+        error = as_told(caught)
         # What all ranks know the first one says for them.
         is_known = _has_lost_ranks(error) or ((is_expected(error) or was_told(error)) and not cannot_meet(error))
         speaks_first = launch.rank == 0 or not is_known
@@ -222,11 +228,6 @@ def _work(start: JobCommand, launch: Launch) -> int:
         if launch.leave(1) and not speaks_first:
             sys.stderr.write(f"rank {launch.rank}: {text}")
         return 1
-    except (SystemExit, KeyboardInterrupt) as leaving:
-        signalled = leaving.code if isinstance(leaving, SystemExit) else 130
-        code = signalled if isinstance(signalled, int) and signalled else 1
-        launch.leave(code)
-        return code
     with contextlib.suppress(Exception):
         if isinstance(report, PlannedWalk):
             display.plan(report)

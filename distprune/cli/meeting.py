@@ -7,6 +7,7 @@ there: when a rank has ended early, or the store is gone, this one ends too, eve
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import threading
@@ -28,6 +29,27 @@ _HERE, _BEATS, _DONE, _ENDED, _FIRST_HAS_ENDED = (
 )
 
 
+class _Ending:
+    """Ends the process, by ``end``, so long after it is first asked to; its thread waits from the beginning.
+
+    Raises:
+        RuntimeError: the thread cannot start.
+    """
+
+    def __init__(self, end: Callable[[int], object]) -> None:
+        self._end = end
+        self._asked: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def ask(self, seconds: float, code: int) -> None:
+        self._asked.put((seconds, code))
+
+    def _run(self) -> None:
+        seconds, code = self._asked.get()
+        time.sleep(seconds)
+        self._end(code)
+
+
 class Meeting:
     """All ranks of a launch. Every rank must make one; waits for the first rank's, not for the others'."""
 
@@ -42,9 +64,12 @@ class Meeting:
         self._store_of_signals = self._store_of_others if with_torchrun else self._store_of_others.clone()
         self.store.add(_HERE, 1)
         self._is_over = False
+        self._grace: _Ending | None = None
+        self._farewell: _Ending | None = None
 
     def attend(self) -> None:
         """End this process within seconds when another rank has ended early, or a signal has come. Returns at once."""
+        self._grace, self._farewell = _Ending(self._end_unless_over), _Ending(os._exit)
         heard, signalled = socket.socketpair()
         signalled.setblocking(False)
         signal.set_wakeup_fd(signalled.detach(), warn_on_full_buffer=False)
@@ -65,14 +90,14 @@ class Meeting:
 
     def _end_soon(self, code: int) -> None:
         """End the process after a grace, if it has not ended by itself, even if it hangs in a collective."""
+        if self._grace is not None:
+            self._grace.ask(_GRACE, code)
 
-        def end() -> None:
-            if not self._is_over:
-                if self._rank == 0 and code == 1:
-                    os.write(2, b"error: another rank has ended, and so does this one\n")
-                os._exit(code)
-
-        threading.Timer(_GRACE, end).start()
+    def _end_unless_over(self, code: int) -> None:
+        if not self._is_over:
+            if self._rank == 0 and code == 1:
+                os.write(2, b"error: another rank has ended, and so does this one\n")
+            os._exit(code)
 
     def finish(self) -> None:
         """Say that this rank has done its work.
@@ -97,7 +122,9 @@ class Meeting:
         self._is_over = True
         to_come = max(self._deadline - time.monotonic(), 0.0)
         longest = _GOODBYE if self._rank else to_come + _GOODBYE
-        threading.Timer(longest + _GRACE, os._exit, [code]).start()
+        with suppress(RuntimeError):  # a thread that cannot start: then the store's timeout ends the wait
+            self._farewell = self._farewell or _Ending(os._exit)
+            self._farewell.ask(longest + _GRACE, code)
         try:
             if self._rank == 0:
                 self.store.set(_FIRST_HAS_ENDED, "")

@@ -17,7 +17,7 @@ from distprune.collectives.agree import (
     together,
 )
 from distprune.collectives.alone import Alone
-from distprune.collectives.base import Communicator, Traffic, cannot_meet, has_lost_ranks, out_of_step
+from distprune.collectives.base import Communicator, Traffic, as_told, cannot_meet, has_lost_ranks, out_of_step
 from distprune.collectives.guarded import Guarded, guarding
 from distprune.collectives.known import Known, digest_of, new_word, told_by_all
 from distprune.collectives.mpi import MpiRanks
@@ -53,6 +53,7 @@ __all__ = [
     "Traffic",
     "agree",
     "as_bytes",
+    "as_told",
     "broadcast_tensor",
     "cannot_meet",
     "communicator",

@@ -1,8 +1,8 @@
 """Ranks agree, or all of them raise.
 
-What is told to the others is an ``Exception``. ``KeyboardInterrupt`` and ``SystemExit`` end their own rank at once: a
-signal may have reached all ranks, which then meet in no collective. The others raise in their next one, when the rank
-has left (gloo sees that at once, NCCL at the group's timeout).
+What is told to the others is an ``Exception``, or what an extension panics with. ``KeyboardInterrupt`` and
+``SystemExit`` end their own rank at once: a signal may have reached all ranks, which then meet in no collective. The
+others raise in their next one, when the rank has left (gloo sees that at once, NCCL at the group's timeout).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator, cannot_meet
+from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.mistakes import tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
@@ -75,8 +75,8 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
         sizes = [0] * comm.size
         for rank, piece in pieces.items():
             sizes[rank] = piece.numel()
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = as_told(caught)
     words = [_WORD] * comm.size
     own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
     told = comm.swap(own, words, words).view(torch.int64).tolist()
@@ -109,8 +109,8 @@ def swap_known(
         parts = _parted(sent, to, _WORD)
         for rank in made:
             parts[rank].copy_(pieces[rank].detach())
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = as_told(caught)
         sent.fill_(1)
     received = comm.swap(sent, sent_sizes, sizes_coming)
     flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device=device)
@@ -172,10 +172,10 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:
-        if cannot_meet(caught):
+    except BaseException as caught:
+        error = as_told(caught)
+        if cannot_meet(error):
             raise
-        error = caught
     agree(comm, {} if error else facts, error)
 
 
@@ -190,8 +190,8 @@ def _reduce_together(
     error: Exception | None = None
     try:
         fill(message[:-1].view(tuple(shape)))
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = as_told(caught)
         message.zero_()[-1] = 1
     reduced = reduce(message)
     _raise_errors(comm, bool(reduced[-1]), error)

@@ -191,6 +191,20 @@ def out_of_step() -> AbstractContextManager[None]:
     return _marking(_OUT_OF_STEP)
 
 
+def as_told(error: BaseException) -> Exception:
+    """Return ``error`` as the other ranks are told of it, or raise it, if it ends this rank alone.
+
+    Extensions in Rust panic by a BaseException of their own: it becomes a RuntimeError.
+    """
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    told = RuntimeError(repr(error))
+    told.__cause__ = error
+    return told
+
+
 def has_lost_ranks(error: Exception) -> bool:
     """Return whether a communicator raised ``error``."""
     return getattr(error, _FAILED, False)

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator, cannot_meet
+from distprune.collectives.base import Communicator, as_told, cannot_meet
 
 
 @final
@@ -87,7 +87,8 @@ def guarding(comm: Communicator) -> Iterator[Guarded]:
     ranks = Guarded(comm)
     try:
         yield ranks
-    except Exception as error:
+    except BaseException as caught:
+        error = as_told(caught)
         if cannot_meet(error):
             raise
         ranks.fail(error)

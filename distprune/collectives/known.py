@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from distprune.collectives.agree import same_everywhere, sum_together
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, as_told
 
 T = TypeVar("T")
 Told = list[tuple[Sequence[int], Any]]  # the ranks that told a value, ascending, and the value as JSON carries it
@@ -66,8 +66,8 @@ class Known(Generic[T]):
             value = make()
             digest = digest_of([comm.size, value])
             statement, known = self.look_up(comm, digest)
-        except Exception as caught:
-            error = caught
+        except BaseException as caught:
+            error = as_told(caught)
         all_same, word = same_everywhere(comm, statement, error, new_word())
         if known is None or not all_same:
             known = str(word), find(value, all_same)

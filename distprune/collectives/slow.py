@@ -20,24 +20,27 @@ def work_together(comm: Communicator, work: Callable[[], object]) -> None:
     slow. ``work`` must not communicate. Every rank must call it: a round of 16 bytes a second, and one of 64.
 
     Raises:
-        Exception: on every rank, once all are done: what ``work`` raised on one.
+        Exception: on every rank, once all are done: what ``work`` raised on one, or that it cannot start a thread.
     """
-    raised: list[Exception] = []
+    raised: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-        except Exception as error:
+        except BaseException as error:  # whatever ends a thread ends it without a word
             raised.append(error)
 
     thread = Thread(target=run, daemon=True)
     if comm.size == 1:
         run()
     else:
-        thread.start()
+        try:
+            thread.start()
+        except BaseException as error:  # the others have begun: they hear of it when they are done
+            raised.append(error)
 
     def wait(num_working: torch.Tensor) -> None:
-        if comm.size > 1:
+        if thread.is_alive():
             thread.join(_BEAT)
         num_working.fill_(thread.is_alive())
 

@@ -178,6 +178,8 @@ class StretchWriter:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
                 kernel = kernel_of(self._unfinished.folder)
+                for pool in (syncing, reading):  # each starts its thread now, where all hear of it if it cannot
+                    pool.submit(int)
             disk = _Disk(self._unfinished, files, share_to_sync(self._comm, kernel), syncing)
             every = opened.enter_context(_mapping())
             # A system lets one thread at a time write to a file, and may have the others spin until then.

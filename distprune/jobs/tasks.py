@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint import import_extra
-from distprune.collectives import Communicator, agree, cannot_meet
+from distprune.collectives import Communicator, agree, as_told, cannot_meet
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
 _EXTRA = "tasks"
@@ -76,10 +76,10 @@ def run_tasks(
         for name, metrics in results.items():
             numbers = {key: value for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
             found[name] = {_metric(key): float(value) for key, value in numbers.items()}
-    except Exception as caught:
-        if cannot_meet(caught):
+    except BaseException as caught:
+        error = as_told(caught)
+        if cannot_meet(error):
             raise
-        error = caught
     agree(comm, {} if error else {"results of tasks": found}, error)
     return found
 

@@ -31,6 +31,7 @@ from distprune.collectives import (
     Communicator,
     Member,
     agree,
+    as_told,
     broadcast_tensor,
     roster_of_one,
     together,
@@ -259,8 +260,8 @@ class _Work:
         """Keep what the body raises until ranks next communicate; the first error counts."""
         try:
             yield
-        except Exception as error:
-            self.error = self.error or error
+        except BaseException as error:
+            self.error = self.error or as_told(error)
 
     def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
         for name, of in solved.items():

@@ -17,6 +17,7 @@ from distprune.collectives import (
     Communicator,
     Known,
     as_bytes,
+    as_told,
     digest_of,
     from_bytes,
     sum_together,
@@ -116,8 +117,8 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
     try:
         for rank, parts in coming.items():
             _write(received[rank], [view for part in parts for view in _at(now[part.layer].weight, part.runs)])
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = as_told(caught)
     return MovedRows({**rows, **dict(zip(owner, now, strict=True))}, error, comm, before, now, plan)
 
 

@@ -15,6 +15,7 @@ from distprune.collectives import (
     Member,
     Roster,
     agree,
+    as_told,
     digest_of,
     new_word,
     roster_of_all,
@@ -104,8 +105,8 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         stated, settled = _settled.look_up(comm, key)
         statement = [facts, stated]
         drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = as_told(caught)
     all_same, drawn = same_everywhere(comm, statement, error, drawn)
     assert looked is not None  # else all have raised
     found, facts, score, rest = looked

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from distprune.collectives import Communicator, Guarded, out_of_step
+from distprune.collectives import Communicator, Guarded, as_told, out_of_step
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.torch_private import private
 
@@ -51,11 +51,12 @@ def in_step(
                     steps.attach(module, stack)
             yield steps.run
             steps.ranks.meet()
-    except Exception as error:
+    except BaseException as caught:
+        error = as_told(caught)
         reset_forward(model)
         if steps.is_communicating:
             with out_of_step():
-                raise
+                raise error from error.__cause__
         steps.ranks.fail(error)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -164,6 +165,42 @@ def test_a_rank_that_fails_in_a_forward_ends_the_other(pair: Pair, fails: str) -
     assert cause in (pair.said(0) if is_told else pair.said(1))
     assert "Traceback" not in pair.said(0) + pair.said(1)
     assert is_told or "another rank has ended" in pair.said(0)
+    assert not (pair.outputs / "out").exists()
+
+
+def be_rank_without_threads(num_left: int, variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be a rank that can start so many threads, as with ``ulimit -v``."""
+    start, left = threading.Thread.start, [True] * num_left
+
+    def starting(self: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(self)
+
+    threading.Thread.start = starting  # type: ignore[method-assign]
+    be_rank(variables, arguments, log)
+
+
+NUM_OF_MEETING = 4  # threads of a rank that are there before its job begins
+# By the job: its command, and how many threads a rank starts in it before the output is where it belongs.
+STARTING: dict[str, tuple[list[str], int]] = {
+    "prune": (LINE, 2),
+    "streamed": ([*LINE, "--streamed"], 4),
+    "calibrated": ([*LINE, *CALIBRATED], 3),
+}
+NUM_LEFT = [(job, num) for job, (_, more) in STARTING.items() for num in range(NUM_OF_MEETING + more)]
+
+
+@pytest.mark.parametrize(
+    ("job", "num_left"), [("prune", NUM_OF_MEETING), *(only_whole(*each) for each in NUM_LEFT if each != ("prune", 4))]
+)
+def test_a_rank_that_cannot_start_a_thread_says_so_and_ends_the_other(pair: Pair, job: str, num_left: int) -> None:
+    line = STARTING[job][0]
+    pair.start_one(0, line)
+    pair.start_one(1, line, partial(be_rank_without_threads, num_left))
+    assert (pair.code(0), pair.code(1)) == (1, 1)
+    assert "can't start new thread" in (pair.said(1) if num_left < NUM_OF_MEETING else pair.said(0))
     assert not (pair.outputs / "out").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from distprune.collectives import (
     Member,
     Traffic,
     agree,
+    guarding,
     max_together,
     roster_of_all,
     roster_of_one,
@@ -23,6 +25,7 @@ from distprune.collectives import (
     swap_known,
     swap_unknown,
     together,
+    work_together,
 )
 
 __all__ = ["check_all"]
@@ -37,6 +40,8 @@ def check_all(comm: Communicator) -> None:
     _check_together(comm)
     _check_reduced_together(comm)
     _check_swapped_together(comm)
+    _check_work_together(comm)
+    _check_panics(comm)
     _check_roster(comm)
 
 
@@ -149,6 +154,43 @@ def _check_swapped_together(comm: Communicator) -> None:
     assert [piece.numel() for piece in nothing] == [0] * comm.size
     with pytest.raises(ValueError, match="were announced"):
         swap(known=True, extra=int(comm.rank == comm.size - 1))
+
+
+def _check_work_together(comm: Communicator) -> None:
+    done = []
+    work_together(comm, lambda: done.append(comm.rank))
+    assert done == [comm.rank]
+    with pytest.raises(MemoryError, match="none is left"):
+        work_together(comm, lambda: _fail(comm.rank == comm.size - 1))
+
+
+class _PanicException(BaseException):
+    """As extensions in Rust raise it."""
+
+
+def _check_panics(comm: Communicator) -> None:
+    """They are raised on all ranks, whatever the rank was at."""
+
+    def panic(*_: object) -> dict[int, torch.Tensor]:
+        if comm.rank == comm.size - 1:
+            raise _PanicException("at the disco")
+        return {}
+
+    def within(context: AbstractContextManager[object]) -> None:
+        with context:
+            panic()
+
+    nothing = [0] * comm.size
+    for call in (
+        partial(sum_together, comm, (1,), panic),
+        partial(swap_unknown, comm, panic),
+        partial(swap_known, comm, panic, (nothing, nothing)),
+        partial(work_together, comm, panic),
+        lambda: within(together(comm)),
+        lambda: within(guarding(comm)),
+    ):
+        with pytest.raises(RuntimeError, match="at the disco"):
+            call()
 
 
 def _fail(fails: bool, *_: object) -> None:
