@@ -84,7 +84,7 @@ add_command(
 add_command(
     app,
     "finetune",
-    "Train the pruned MODEL on --data with its zeros held, and write it to --output. Start it as prune.",
+    "Train MODEL on --data, with its zeros held if it is pruned, and write it to --output. Start it as prune.",
     {"": FinetuneJob},
     (
         "distprune finetune pruned --teacher llama --minutes 10 --output recovered",

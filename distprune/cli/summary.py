@@ -125,7 +125,7 @@ def _next(report: JobReport[Work]) -> list[str]:
     job, output = report.job, report.job.output
     if isinstance(report.work, Trained) and (report.model / REPORT_NAME).is_file():
         return ["compare", job.model, output]
-    if isinstance(report.work, Trained | SmallerModel):
+    if isinstance(report.work, Trained):
         return ["inspect", output]
     return ["finetune", output, "--teacher", job.model, "--minutes", "10", "--output", f"{output}-finetuned"]
 

@@ -260,11 +260,12 @@ def _turned(table: Sequence[Sequence[str]]) -> list[str]:
     names, *outputs = table
     lines: list[str] = []
     while outputs:
-        for num in range(len(outputs), 0, -1):
-            part = _aligned([*zip(names, *outputs[:num], strict=True)], [True, *[False] * num])
-            if max(map(len, part)) <= _WIDTH:
-                break
-        lines += ["", *part] if lines else part
+        parts = {
+            num: _aligned([*zip(names, *outputs[:num], strict=True)], [True, *[False] * num])
+            for num in range(1, len(outputs) + 1)
+        }
+        num = max((num for num, part in parts.items() if max(map(len, part)) <= _WIDTH), default=1)
+        lines += ["", *parts[num]] if lines else parts[num]
         outputs = outputs[num:]
     return lines
 

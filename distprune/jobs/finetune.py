@@ -1,4 +1,4 @@
-"""The job that recovers what pruning has cost: fine-tuning with the zeros held."""
+"""The job that recovers what pruning, or removal, has cost: fine-tuning with the zeros held."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NUM_WINDOWS = 512  # that a teacher writes, if nothing is said
 
 @asked
 class FinetuneJob(ResumableJob):
-    """Train a pruned model with its zeros held.
+    """Train a model with its zeros held: a pruned one, a smaller one, or any other.
 
     The learning rate is at its highest after a tenth of the job. With a teacher the loss is the Kullback-Leibler
     divergence from what it predicts.
@@ -153,6 +153,7 @@ def run_finetune_job(
                 seconds, losses = _train(job, run, training, batches, unfinished)
             with together(run.comm):
                 shards = training.finish()
+            method = "masked fine-tuning" if training.num_zeros else "fine-tuning"
             del models, teacher, training
             written = run.load()
             counts = _take_over(run, written, shards)
@@ -161,7 +162,7 @@ def run_finetune_job(
             unfinished.begin_result(run.output)
             parameters = [name for name, _ in written.named_parameters(remove_duplicate=False)]
             run.save(written, unfinished.result, updated=parameters)
-            method = "masked fine-tuning" + ("" if job.teacher is None else ", distilled from the dense model")
+            method += "" if job.teacher is None else ", distilled from the dense model"
             trained = Trained(
                 method=method,
                 num_steps=len(losses),
@@ -186,7 +187,7 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
         if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
             raise ValueError(
                 f"the teacher {path} has another tokenizer than {own}, or another vocabulary ({sizes[0]} tokens, and "
-                f"{sizes[1]}): what they predict cannot be compared; name the dense model that was pruned"
+                f"{sizes[1]}): what they predict cannot be compared; name the model that was pruned or made smaller"
             )
         run.inputs.append(path)
     run.note_sample("teacher", directory)

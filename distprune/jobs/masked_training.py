@@ -22,7 +22,6 @@ from distprune.training import Hold, hold_zeros
 _BETAS = (0.9, 0.95)
 _LONGEST_GRADIENT = 1.0  # longer ones are cut to this norm
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LEAST_ZEROS = 0.05  # of a parameter that was pruned; in dense models that were quantized once 1 % is zero by chance
 
 
 class MaskedTraining:
@@ -32,9 +31,6 @@ class MaskedTraining:
     one that is all zeros stays so. Without dropout, so that a step follows from its batch.
 
     Every rank must make one: six rounds, two of them of 16 bytes a parameter at most.
-
-    Raises:
-        ValueError: on every rank: the model is not pruned.
     """
 
     def __init__(
@@ -55,12 +51,6 @@ class MaskedTraining:
         trained = [shard.tensor for shard in self._shards if shard.name not in dead and shard.tensor is not None]
         self._trained = [tensor for tensor in trained if tensor.requires_grad]
         self.num_zeros, self.num_elements = map(sum, zip(*counts, strict=True))
-        shares = [num / numel for num, numel in counts if num < numel]
-        if max(shares, default=0.0) < _LEAST_ZEROS:
-            raise ValueError(
-                f"the model is not pruned, there is nothing to hold: {self.num_zeros:,} of {self.num_elements:,} "
-                f"weights are zero, and in no parameter {_LEAST_ZEROS:.0%}; prune it first, with distprune prune"
-            )
         with together(comm):
             self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
             self.set_step(0)

@@ -45,7 +45,7 @@ def model_card(report: JobReport[Work]) -> bytes:
         card.data.base_model = name
     if card.data.license is None:
         card.data.license = json.loads((report.model / CONFIG_NAME).read_bytes()).get("license")
-    is_sparse = not isinstance(report.work, SmallerModel)
+    is_sparse = report.zeros is not None and report.zeros.num_zeros > 0
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
     done, verb = _DONE[type(report.work)]
     rows = [f"| {what} | {how_much} |" for what, how_much in _rows(report)]

@@ -18,7 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
 from distprune.checkpoint import publish
-from distprune.jobs import FinetuneJob, PruneJob, finetune, run_finetune_job, run_prune_job, unfinished
+from distprune.jobs import (
+    FinetuneJob,
+    PruneJob,
+    ShrinkJob,
+    finetune,
+    run_finetune_job,
+    run_prune_job,
+    run_shrink_job,
+    unfinished,
+)
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
@@ -266,11 +275,42 @@ def larger_vocabulary(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
     return dataclasses.replace(job, teacher=str(tmp_path / "teacher"))
 
 
-def dense(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
-    make_tokenizer(make_model(tmp_path / "dense"))
-    tensors = load_file(tmp_path / "dense" / WEIGHTS)
-    save_file({n: t + (t == 0) for n, t in tensors.items()}, tmp_path / "dense" / WEIGHTS, metadata={"format": "pt"})
-    return dataclasses.replace(job, model=str(tmp_path / "dense"))
+def dense(folder: Path) -> Path:
+    """Return a model without a zero."""
+    make_tokenizer(make_model(folder))
+    tensors = load_file(folder / WEIGHTS)
+    save_file({n: t + (t == 0) for n, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def smaller(folder: Path) -> Path:
+    whole = str(dense(folder.with_name("whole")))
+    sizes: dict[str, Any] = {"mlp": 0.5, "refit": "none", "samples": 2, "sequence_length": 8, "speed": False}
+    run_shrink_job(ShrinkJob(model=whole, output=str(folder), **sizes))
+    return folder
+
+
+def with_one_zero(folder: Path) -> Path:
+    tensors = load_file(dense(folder) / WEIGHTS)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 0
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("make", [dense, smaller, with_one_zero])
+def test_any_model_is_trained(
+    pool: ProcessPool, job: FinetuneJob, tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    model = make(tmp_path / "given")
+    job = dataclasses.replace(job, model=str(model), teacher=str(model), steps=2)
+    for losses in pool.run(2, run_on_rank, job):
+        assert isinstance(losses, list), losses
+    before, after = load_file(model / WEIGHTS), load_file(Path(job.output) / WEIGHTS)
+    assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
+    assert all(torch.equal(of, after[name] == 0) for name, of in zeros(str(model)).items())
+    assert any(not torch.equal(of, after[name]) for name, of in before.items())
+    card = (Path(job.output) / "README.md").read_text()
+    assert ("| method | masked" in card) == ("- sparse" in card) == (make is with_one_zero)
 
 
 def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
@@ -283,7 +323,6 @@ def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
     [
         (other_tokens, "has another tokenizer than"),
         (larger_vocabulary, "or another vocabulary (80 tokens, and 67)"),
-        (dense, "the model is not pruned, there is nothing to hold: 0 of "),
         (short_text, "holds 15 tokens, less than one window of 16"),
         ({"data": "nowhere.txt"}, "there is no text file nowhere.txt"),
         ({"teacher": "nowhere"}, "there is no model directory 'nowhere'"),
