@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from distprune.brief import count, one_line, share, worst, zeros
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, open_directory
 from distprune.checkpoint.stored_parameters import find_stored
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
+from distprune.models import matrix_of_weight
 from distprune.shards import local_shard
 from distprune.totals import Totals
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))
+_LONGEST_GROUP = 8  # a multiple of the others
 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor. ``patterns``: the N:M that hold, at most N nonzeros in every M along the last dim."""
+    """One tensor. ``patterns``: the N:M that hold, at most N nonzeros in every M inputs.
+
+    They are looked for along the inputs of weights that are pruned by default, along the last dim of other matrices.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -90,31 +97,64 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
     """
     directory = open_directory(path)
     prunable = _prunable(directory)
+    inputs_of = prunable or {}
     work = [
         (local_shard(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")), file, entry)
         for file, entry in directory.tensors.values()
     ]
-    reports = [_inspect_tensor(entry, slices) for _, entry, slices in stored_slices(work, progress)]
+    reports = [
+        _inspect_tensor(entry, inputs_of.get(entry.name, range(1, 2) if len(entry.shape) == 2 else range(0)), slices)
+        for _, entry, slices in stored_slices(work, progress)
+    ]
     known = [replace(of, is_prunable=None if prunable is None else of.name in prunable) for of in reports]
     return InspectReport(str(directory.path), tuple(known))
 
 
-def _prunable(directory: HfDirectory) -> set[str] | None:
-    """Return the names of the tensors that are pruned by default; ``None``: the config does not fit the tensors."""
+def _prunable(directory: HfDirectory) -> dict[str, range] | None:
+    """Return by the names of the tensors that are pruned by default the dims along which their inputs are stored.
+
+    None are of a tensor that is no known matrix. ``None``: the config does not fit the tensors.
+    """
     try:
-        stored = find_stored(directory).stored
+        found = find_stored(directory)
     except (NotImplementedError, ValueError, OSError):
         return None
-    return {region.stored for regions in stored.values() for of_name in regions for region in of_name}
+    inputs_of = {}
+    for shard in found.found.shards:
+        try:
+            matrix = matrix_of_weight(shard.module or nn.Module(), shard.attribute, shard.shape, shard.name)
+        except (NotImplementedError, ValueError):
+            inputs = range(0)
+        else:
+            inputs = matrix.input_dims(shard.shape)
+        for region in itertools.chain.from_iterable(found.stored[shard.name]):
+            stored = [place for place, dim in enumerate(region.dims) if dim in inputs]
+            inputs_of[region.stored] = range(stored[0], stored[-1] + 1) if stored else range(0)
+    return inputs_of
 
 
-def _inspect_tensor(entry: TensorEntry, slices: Slices) -> TensorReport:
-    num_zeros, num_elements = 0, math.prod(entry.shape)
-    possible = [(n, m) for n, m in PATTERNS if len(entry.shape) == 2 and num_elements and entry.shape[1] % m == 0]
+def _inspect_tensor(entry: TensorEntry, inputs: range, slices: Slices) -> TensorReport:
+    """Return what ``slices`` hold. ``inputs``: the dims of inputs, the last ones, or those before one of outputs."""
+    num_zeros, num_elements, num_in = 0, math.prod(entry.shape), math.prod(entry.shape[dim] for dim in inputs)
+    possible = [(n, m) for n, m in PATTERNS if num_elements and num_in % m == 0]
+    is_transposed = 0 < inputs.stop < len(entry.shape)
+    waiting = torch.empty(0, *entry.shape[1:], dtype=torch.bool, device="cpu")
     for _, values in slices:
         is_zero = values == 0
         num_zeros += int(torch.count_nonzero(is_zero))
-        possible = [(n, m) for n, m in possible if bool((is_zero.view(-1, m).sum(dim=1) >= m - n).all())]
+        if is_transposed and inputs.start == 0:  # a group may go on in the next slice
+            is_zero = torch.cat([waiting, is_zero])
+            num_whole = len(is_zero) - len(is_zero) % _LONGEST_GROUP
+            waiting, is_zero = is_zero[num_whole:], is_zero[:num_whole]
+        possible = _that_hold(possible, is_zero, is_transposed)
+    possible = _that_hold(possible, waiting, is_transposed)
     patterns = tuple(f"{n}:{m}" for n, m in possible) if num_zeros < num_elements else ()
     dtype = str(entry.dtype).removeprefix("torch.")
     return TensorReport(entry.name, entry.shape, dtype, num_elements, num_zeros, patterns)
+
+
+def _that_hold(patterns: list[tuple[int, int]], is_zero: torch.Tensor, is_transposed: bool) -> list[tuple[int, int]]:
+    if not patterns or not is_zero.numel():
+        return patterns
+    along = is_zero.transpose(-1, -2) if is_transposed else is_zero
+    return [(n, m) for n, m in patterns if bool((along.reshape(-1, m).sum(dim=1) >= m - n).all())]

@@ -175,8 +175,8 @@ class Geometry:
         The sum over ranks is that of the whole parameter if every element is held once, and else, but for one chance
         in thousands, it is not. 65,536 fingerprints fit into an int64 sum.
         """
-        total = 1
-        for dim, runs in enumerate(self.dim_runs):
+        total = int(self.local_numel > 0)
+        for dim, runs in enumerate(self.dim_runs if total else ()):
             base = pow(_ROOT, self._strides[dim] if self.global_shape else 1, Geometry.PRIME)
             held = sum(pow(base, stop, Geometry.PRIME) - pow(base, start, Geometry.PRIME) for start, stop in runs)
             total = total * held * pow(base - 1, -1, Geometry.PRIME) % Geometry.PRIME

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import distprune as prune
 from distprune.checkpoint import inspect_directory, stored_slices
+from tests.families import family_model
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -51,3 +54,20 @@ def test_counts_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     }
     assert report.num_zeros == sum(int((tensor == 0).sum()) for tensor in tensors.values())
     assert json.loads(json.dumps(report.to_dict()))["num_zeros"] == report.num_zeros
+
+
+@pytest.mark.parametrize("copy_bytes", [stored_slices._COPY_BYTES, 3 * 4 * 16])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "mixtral"])
+def test_patterns_run_along_the_inputs_however_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, copy_bytes: int
+) -> None:
+    """GPT-2 keeps its matrices (in, out), GPT-OSS its experts (expert, in, out), Mixtral one matrix an expert."""
+    monkeypatch.setattr(stored_slices, "_COPY_BYTES", copy_bytes)
+    model: Any = family_model(name)
+    prune.prune_model(model, pattern="2:4")
+    model.save_pretrained(tmp_path)
+    report = inspect_directory(tmp_path)
+    pruned = [tensor for tensor in report.tensors if tensor.is_prunable]
+    assert len(pruned) > 4
+    assert {tensor.name for tensor in pruned if "2:4" not in tensor.patterns} == set()
+    assert not any(tensor.patterns for tensor in report.tensors if not tensor.is_prunable)

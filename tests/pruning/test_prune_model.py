@@ -284,6 +284,20 @@ def test_every_element_has_one_owner(rows: list[tuple[int, int]], said: str, pat
     assert all(bool(part.all()) for part in held)
 
 
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row", "block:2", "channels:0"])
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4)])
+def test_of_a_parameter_without_elements_nothing_is_pruned(shape: tuple[int, int], pattern: str) -> None:
+    def on_rank(rank: int) -> int:
+        shards = []
+        for name, whole in (("empty", shape), ("w", (4, 4))):
+            num = whole[0] // 2
+            place = Geometry.rows(whole, rank * num, (rank + 1) * num)
+            shards.append(LocalShard(name, torch.ones(num, whole[1]), place, Ownership()))
+        return prune_shards(shards, None if pattern == "2:4" else 0.5, pattern=pattern).num_zeros
+
+    assert run_threads(2, on_rank) == [8, 8]
+
+
 def test_pruned_weights_are_plus_zero_whatever_else_their_rank_prunes() -> None:
     weights = torch.tensor([[-0.0, -0.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
 

@@ -65,6 +65,8 @@ GEOMETRIES = [
     Geometry.whole((3, 4)),
     Geometry.whole(()),
     Geometry.whole((0, 4)),
+    Geometry.rows((4, 0), 1, 3),
+    Geometry.whole((2, 0, 3)),
     Geometry.nothing((3, 4)),
     Geometry.nothing(()),
     Geometry((7,), (((2, 5),),)),
