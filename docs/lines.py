@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import is_dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import typer
 
@@ -37,19 +37,12 @@ def command_lines(name: str) -> list[str]:
         if not flags[0].startswith("--"):
             flags = [parameter.name.upper()]
         elif not parameter.is_flag:
-            flags = [f"{flag} {_taken(parameter)}" for flag in flags]
+            flags = [f"{flag} {parameter.metavar or 'TEXT'}" for flag in flags]
         lines += [f".. option:: {', '.join(flags)}", "", f"   {parameter.help}"]
         lines += [f"   Default: ``{said}``." for said in [_default(parameter)] if said]
         lines += [f"   *{panel}.*" for panel in [parameter.rich_help_panel] if panel]
         lines.append("")
     return lines
-
-
-def _taken(parameter: Any) -> str:
-    of = parameter.type_descriptor.annotation
-    words = [str(word) for kind in (of, *get_args(of)) if get_origin(kind) is Literal for word in get_args(kind)]
-    number = next((name for name in ("int", "float") if name in str(of)), "text")
-    return parameter.metavar or "|".join(words) or number.upper()
 
 
 def _default(parameter: Any) -> str:

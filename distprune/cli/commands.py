@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
 import typer
 
+from distprune.cli.usage import UsageError, number_parser, own_parser, word_parser
 from distprune.cli.wording import worded
 from distprune.jobs import BareJob, StreamedJob
 from distprune.jobs.options import PANELS, RUNNING, Option, options_of
 
 _LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
 _Options: TypeAlias = Mapping[str, Mapping[str, Option]]  # by flag and field; see add_command
+_NUMBERS = {int: "INTEGER", float: "NUMBER"}
+_DEVICES = ("auto", "cpu", "cuda")
 _NAMED = inspect.Parameter.KEYWORD_ONLY
 _DEVICE = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is a GPU.", rich_help_panel=RUNNING)
+    str,
+    typer.Option(
+        help="auto: CUDA where there is a GPU.",
+        metavar=f"[{'|'.join(_DEVICES)}]",
+        parser=word_parser("--device", _DEVICES),
+        rich_help_panel=RUNNING,
+    ),
 ]
-_TIMEOUT = Annotated[float, typer.Option(help="Seconds a rank waits for the others.", rich_help_panel=RUNNING)]
+_TIMEOUT = Annotated[
+    float,
+    typer.Option(
+        help="Seconds a rank waits for the others.",
+        metavar=_NUMBERS[float],
+        parser=number_parser("--timeout", float, (1, _LONGEST_TIMEOUT, None)),
+        rich_help_panel=RUNNING,
+    ),
+]
 _VERBOSE = Annotated[
     bool,
     typer.Option("--verbose", help="Print all of the report, not its summary alone.", rich_help_panel=RUNNING),
@@ -50,12 +67,10 @@ def add_command(
     def start(context: typer.Context, device: str, timeout: float, verbose: bool, **values: Any) -> None:
         sources = {key: context.get_parameter_source(key) for key in values}
         given = {key: values[key] for key, source in sources.items() if source and source.name != "DEFAULT"}
-        if not 1 <= timeout <= _LONGEST_TIMEOUT:
-            raise typer.BadParameter(f"--timeout {timeout:g} is not between 1 and {_LONGEST_TIMEOUT:g} seconds")
         job = _job_of(kinds, options, given)
         if isinstance(job, StreamedJob):
             if device == "cuda":
-                raise typer.BadParameter("--streamed runs on the CPU; leave out --device")
+                raise UsageError("--streamed runs on the CPU; leave out --device")
             device = "cpu"
         context.obj(JobCommand(job, device, timeout, verbose))
 
@@ -89,7 +104,7 @@ def _job_of(kinds: Mapping[str, type[BareJob]], options: _Options, given: Mappin
     """Return the job that the options that were ``given`` ask for.
 
     Raises:
-        typer.BadParameter: options that do not go together, or values that no job takes.
+        UsageError: options that do not go together, or values that no job takes.
     """
     flags = {key: option.flag for of_kind in options.values() for key, option in of_kind.items()}
     asked = _kind_of(options, given)
@@ -102,14 +117,14 @@ def _job_of(kinds: Mapping[str, type[BareJob]], options: _Options, given: Mappin
             having = [flag for flag in having if value in options[flag][key].choices]
         if asked not in having:
             goes = f"goes with {' or '.join(having)}" if not asked else f"does not go with {asked}"
-            raise typer.BadParameter(f"{said} {goes}")
+            raise UsageError(f"{said} {goes}")
         if (needs := own[key].needs) and not any(given.get(needed) for needed in needs):
-            raise typer.BadParameter(f"{said} goes with {' or '.join(flags[needed] for needed in needs)}")
+            raise UsageError(f"{said} goes with {' or '.join(flags[needed] for needed in needs)}")
     try:
         job = kinds[asked](**{key: _value(own[key], value) for key, value in given.items()})
         job.check_asked()
     except ValueError as error:
-        raise typer.BadParameter(worded(str(error), own, [str(value) for value in given.values()])) from None
+        raise UsageError(worded(str(error), own, [str(value) for value in given.values()])) from None
     return job
 
 
@@ -139,10 +154,16 @@ def _parameter(name: str, options: _Options) -> inspect.Parameter:
     option = next(iter(having.values()))
     words = tuple(dict.fromkeys(word for of_kind in having.values() for word in of_kind.choices))
     parts = {option.hint, *get_args(option.hint)}
-    hint: Any = Literal.__getitem__(words) if words else next((of for of in (bool, int, float) if of in parts), str)
+    hint: Any = str if words else next((of for of in (bool, int, float) if of in parts), str)
     default = option.default
     shown: bool | str = True
-    is_bounded = hint in (int, float) and option.parse is None
+    parse, metavar = None, option.metavar or ("PATH" if option.is_file else None)
+    if option.parse is not None:
+        parse = own_parser(option.flag, option.parse)
+    elif words:
+        parse, metavar = word_parser(option.flag, words), f"[{'|'.join(words)}]"
+    elif hint in (int, float):
+        parse, metavar = number_parser(option.flag, hint, (option.least, option.most, option.above)), _NUMBERS[hint]
     if option.flag in options:
         default = False if hint is bool else None
     elif others := {flag: of_kind.default for flag, of_kind in having.items() if of_kind.default != default}:
@@ -162,25 +183,11 @@ def _parameter(name: str, options: _Options) -> inspect.Parameter:
             typer.Option(
                 option.flag + on_or_off,
                 help=option.help + goes_with,
-                min=option.least if is_bounded else None,
-                max=option.most if is_bounded else None,
-                metavar=option.metavar or ("PATH" if option.is_file else None),
-                parser=None if option.parse is None else _parser(option.parse),
+                metavar=metavar,
+                parser=parse,
                 rich_help_panel=option.panel,
                 show_default=shown,
             ),
         ]
     default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(name, _NAMED, annotation=annotation, default=default)
-
-
-def _parser(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Return ``parse`` with its errors as typer's; defaults are values already."""
-
-    def parser(text: Any) -> Any:
-        try:
-            return parse(text) if isinstance(text, str) else text
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return parser

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -24,6 +24,7 @@ from distprune.cli.display import Display
 from distprune.cli.ending import end, forgive_lost_output, open_standard_streams, tell_torchrun
 from distprune.cli.out_of_memory import is_out_of_memory, memory_line
 from distprune.cli.ranks import Launch
+from distprune.cli.usage import UsageError, usage_text
 from distprune.cli.wording import worded
 from distprune.collectives import as_told, cannot_meet, has_lost_ranks
 from distprune.jobs import (
@@ -192,8 +193,13 @@ def _parse() -> JobCommand | int:
     """Return what the command line asks for; if that is nothing to be run on ranks, the exit code."""
     asked: list[JobCommand] = []
     code = 1
+    command: Any = typer.main.get_command(app)
     try:
-        app(prog_name="distprune", obj=asked.append)
+        left = command.main(prog_name="distprune", obj=asked.append, standalone_mode=False)
+        code = left if isinstance(left, int) else 0
+    except UsageError as error:
+        sys.stderr.write(usage_text(error, command.commands))
+        code = error.exit_code
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:

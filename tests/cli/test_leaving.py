@@ -93,7 +93,7 @@ def pair(tmp_path: Path, model_folder: Path, text_file: Path) -> Iterator[Pair]:
     ("leaving", "line", "code", "shown"),
     [
         (0, ["prune", "--help"], 0, "Usage:"),
-        (1, [*LINE, "--loud"], 2, "No such option"),
+        (1, [*LINE, "--loud"], 2, "prune takes no --loud"),
         (1, ["prune", "m", "--output", "o", "--pattern", "4:2"], 2, "4:2 is not a pattern"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_mistake_of_all_ranks_is_one_line_from_the_first(pair: Pair) -> None:
     for number, line in enumerate(([*LINE, "--loud"], ["prune", "nowhere", *LINE[2:]])):
         pair.start(line, line)
         assert (pair.code(2 * number), pair.code(2 * number + 1)) == (2 - number, 2 - number)
-    assert "No such option" in pair.said(0)
+    assert "prune takes no --loud" in pair.said(0)
     assert pair.said(0).count("error: there is no model directory") == 1
     assert pair.said(0).endswith("\n")
     assert pair.said(1) == ""
