@@ -55,6 +55,7 @@ def load_model(
     :func:`open_together` (but for a directory that is open) and :func:`sample_together` do.
 
     Raises:
+        OSError: on every rank: a weight file was changed or replaced since the directory was opened.
         FileNotFoundError, ValueError: on every rank: what :func:`open_together` raises, a tensor
             that is missing, unexpected, or of another shape than the config makes it, parts of one weight in
             several dtypes (and no ``dtype``), weights that the config ties and the checkpoint holds twice with
@@ -90,6 +91,7 @@ def load_model(
         model.to_empty(device=device)
         model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
         _fill(model, directory, regions, progress)
+        directory.check_unchanged()
     with together(comm):
         compute_buffers(model)
         model.eval()

@@ -124,22 +124,17 @@ class Run:
     def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.
 
-        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`. Raises an OSError
-        also if the files were changed since they were opened.
+        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`.
         """
         with clock(self.seconds, "load"), self.reporter.stage("loading", "bytes") as progress:
-            source = directory or self.directory
-            model = load_model(
-                source,
+            return load_model(
+                directory or self.directory,
                 mesh=self._mesh,
                 **{"dtype": self.job.dtype, **dtypes},
                 device=self.device,
                 group=self.comm,
                 progress=progress,
             )
-            with together(self.comm):
-                source.check_unchanged()
-            return model
 
     def save(
         self, model: nn.Module, folder: Path, *, updated: Collection[str] = (), layers: Sequence[int] | None = None

@@ -42,6 +42,7 @@ RUN: dict[type, Callable[..., Any]] = {
     ShrinkJob: run_shrink_job,
     FinetuneJob: run_finetune_job,
     StreamedJob: run_streamed_job,
+    SampleJob: run_sample_job,
 }
 RESUMABLE = ("one-shot", "shrink", "finetune", "streamed")
 # What may be another when a job goes on: it changes no bit of what is written.
@@ -82,6 +83,9 @@ def make(model_folder: Path, pruned: Path, text_file: Path, tmp_path: Path) -> C
             job = dataclasses.replace(small_shrink_job(model, text_file, tmp_path, mlp=0.75), speed=True)
         elif kind == "finetune":
             job = dataclasses.replace(small_finetune_job(model, text_file, tmp_path, steps=5), save_every=0.0)
+        elif kind == "sample":
+            (tmp_path / "outputs").mkdir()
+            job = SampleJob(model=str(model), output="", samples=2, sequence_length=8)
         else:
             job = {"prune": PruneJob, "streamed": StreamedJob}[kind](model=str(model), output="", pattern="2:4")
         return dataclasses.replace(job, output=str(tmp_path / "outputs" / "out"))
@@ -323,7 +327,7 @@ class Replaces(Watcher):
             self.is_done = True
 
 
-@pytest.mark.parametrize("kind", ["prune", *RESUMABLE])
+@pytest.mark.parametrize("kind", ["prune", "sample", *RESUMABLE])
 def test_a_model_that_is_replaced_while_it_is_read(make: Callable[[str], Any], kind: str) -> None:
     job = make(kind)
     weights = Path(job.model) / "model.safetensors"
