@@ -33,7 +33,7 @@ def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
 NUM_BLOCKS = 2
 
 
-class Killed(BaseException):
+class Killed(SystemExit):
     """What a signal does, as far as the code under it can tell: no handler for exceptions sees it."""
 
 
