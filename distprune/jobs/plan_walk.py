@@ -13,7 +13,7 @@ from distprune.brief import one_line
 from distprune.calibration import SELF, available_bytes, load_samples, texts_of, writing_bytes
 from distprune.checkpoint import load_tokenizer, open_together, resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.collectives import communicator, together
+from distprune.collectives import agree, communicator, together
 from distprune.jobs.fit_memory import num_on_machine
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import PLAN, ask, asked as asked_of, parse_bytes
@@ -83,7 +83,9 @@ def run_plan_job(
     comm = communicator(group)
     with together(comm):
         job.check_asked()
+    with together(comm):
         device = torch.device(device)
+    agree(comm, {**job.flags(), "device": device.type})  # in the same round as a job that is no plan
     path = resolve_model(job.model, group=comm, log=Reporter(watcher or Watcher(), comm).say)
     directory = open_together(comm, path)
     with together(comm):

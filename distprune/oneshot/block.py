@@ -27,7 +27,7 @@ from distprune.calibration import (
     learn_order,
     walking,
 )
-from distprune.collectives import Communicator, cannot_meet, max_together, together
+from distprune.collectives import Communicator, agree, cannot_meet, max_together, together
 from distprune.models import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
 from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
@@ -305,7 +305,8 @@ class _BlockPruner:
         with together(comm):
             dense = copies_of(block) if self.options.has_targets else {}
         with together(comm):
-            is_done = restore()
+            is_done = bool(restore())
+        agree(comm, {f"finished({index})": is_done})
         if not is_done:
             return False
         if dense:

@@ -129,7 +129,8 @@ def prune_blocks(
             block with no linear layer that the pattern fits; samples that do not fit the model; NaN weights;
             no decoder blocks; a model that changes hidden states between blocks; a device that has far less memory
             than the walk takes (see ``plan_walk``). On every rank, with the blocks
-            before pruned: NaN or Inf in the activations (it names the block and the layer); with that block's weights
+            before pruned: NaN or Inf in the activations (it names the block and the layer), or ``finished`` that
+            returns True on some ranks alone; with that block's weights
             changed, too: new weights that are not finite, or what the pruned block then puts out. The last block is
             not run again.
         TypeError: on every rank, nothing changed: an argument of the wrong type.

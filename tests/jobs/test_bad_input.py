@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from distprune import NByM
 from distprune.checkpoint import locking
 from distprune.collectives import communicator
-from distprune.jobs import OneShotJob, run_one_shot_job
+from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
 from distprune.jobs.block_journal import BLOCK
 from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import run_on_rank
 from tests.jobs.test_prune import contents, ends_where_a_watcher_fails
-from tests.worlds import ProcessPool
+from tests.worlds import ProcessPool, run_threads
 
 
 def run(pool: ProcessPool, job: OneShotJob) -> list[str]:
@@ -109,6 +109,31 @@ def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: O
         (tmp_path / str(rank) / "text.txt").write_text(own)
     for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
         assert error.startswith("ValueError: ranks were called with different arguments: calibration tokens: ")
+    assert not list(Path(job.output).parent.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"ranks": 8}, "--ranks: null on rank 0; 8 on rank 1"),
+        ({"model": "elsewhere"}, "--model"),
+        ({"samples": None}, "--samples"),
+        ({"dtype": torch.bfloat16}, "--dtype"),
+        ({"own_words": 3}, "--own-words"),
+        (None, "--plan: true on rank 0; (not given) on rank 1"),
+    ],
+)
+def test_ranks_that_plan_different_jobs(job: OneShotJob, change: dict[str, Any] | None, shown: str) -> None:
+    plan = PlanJob(**vars(job))
+
+    def on_rank(rank: int) -> object:
+        if rank == 0:
+            return run_plan_job(plan)
+        return run_one_shot_job(job) if change is None else run_plan_job(dataclasses.replace(plan, **change))
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert type(error) is ValueError
+        assert shown in str(error)
     assert not list(Path(job.output).parent.glob("*"))
 
 

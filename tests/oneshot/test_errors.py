@@ -124,6 +124,18 @@ def test_a_callback_on_one_rank_alone() -> None:
     assert num_rounds == same
 
 
+def finished_differs(rank: int, first: int, method: OneShotMethod) -> None:
+    prune_blocks(tiny_model("llama"), TOKENS, 0.5, method=method, finished=lambda index: index < first + rank)
+
+
+@pytest.mark.parametrize("method", ["wanda", "admm"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_have_finished_different_blocks(first: int, method: OneShotMethod) -> None:
+    for error in run_threads(2, finished_differs, first, method, catch=True):
+        assert type(error) is ValueError
+        assert f"finished({first}): false on rank 0; true on rank 1" in str(error)
+
+
 def forward_fails(rank: int, layer: str, num_calls: int, shard: bool) -> None:
     model: Any = tiny_model("llama")
     module = model.get_submodule(layer)
