@@ -216,10 +216,12 @@ def open_weights(path: Path) -> Iterator[Any]:
         ValueError: the safetensors library cannot read it.
     """
     safetensors = import_extra("safetensors", "hf")
-    path.open("rb").close()  # the library calls any file that it cannot open missing
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
             yield handle
+    except FileNotFoundError:
+        path.open("rb").close()  # the library calls any file that it cannot open missing
+        raise
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
 
