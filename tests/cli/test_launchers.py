@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -184,14 +183,6 @@ def test_ranks_share_the_cores(
     assert set_to[-1] == threads
 
 
-@pytest.fixture
-def _sigterm_as_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_sigterm_as_before")
 def test_one_process_needs_no_process_group() -> None:
     launch = Launch()
     assert (launch.start("cpu", 10), launch.rank) == (torch.device("cpu"), 0)
@@ -205,7 +196,6 @@ def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         Launch().start("cuda", 10)
 
 
-@pytest.mark.usefixtures("_sigterm_as_before")
 def test_sigterm_unwinds_the_stack_until_the_work_is_done() -> None:
     launch = Launch()
     launch.start("cpu", 10)

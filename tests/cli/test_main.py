@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +17,6 @@ from distprune.cli import main
 from distprune.cli.commands import JobCommand
 from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, PruneJob, ShrinkJob, StreamedJob
 from distprune.version import __version__
-
-
-@pytest.fixture(autouse=True)
-def _sigterm_as_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 class Ended(BaseException):

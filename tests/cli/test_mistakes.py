@@ -18,11 +18,11 @@ import torch
 from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.words_file import write_words
 from tests.cli.test_leaving import LINE, Pair, pair
-from tests.cli.test_main import _sigterm_as_before, end
+from tests.cli.test_main import end
 from tests.modes import obeying_modes
 from tests.started import be_rank
 
-__all__ = ["_sigterm_as_before", "pair"]
+__all__ = ["pair"]
 
 
 BUGS: dict[str, Callable[[], object]] = {
