@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations
+from typing_extensions import override
 
 import distprune as prune
 from tests.worlds import ProcessPool, drawing
@@ -126,15 +127,17 @@ def test_evidence_is_of_the_parameter_and_the_same_on_all_ranks(pool: ProcessPoo
 
 def test_under_a_parametrization_that_keeps_zeros_a_weight_is_pruned_by_name() -> None:
     class Halved(nn.Module):
+        @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / 2
 
     class Symmetric(nn.Module):
+        @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.triu() + x.triu(1).T
 
     with drawing(0):
-        layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     nn.utils.parametrize.register_parametrization(layers[0], "weight", Halved())
     parametrizations.spectral_norm(layers[1])
     nn.utils.spectral_norm(layers[2])
@@ -149,9 +152,9 @@ def test_under_a_parametrization_that_keeps_zeros_a_weight_is_pruned_by_name() -
     assert all(torch.equal(value, state[name]) for name, value in layers.state_dict().items())
     prune.prune_model(layers, 0.5, include=["*original*", "*orig"], exclude="3.*", scope="tensor")
     x = torch.ones(1, 8)
-    for layer in layers[:3]:
+    for layer in list(layers)[:3]:
         layer(x)
-        assert int((layer.weight == 0).sum()) == 32
-        assert layer.weight.isfinite().all()
+        assert torch.count_nonzero(getattr(layer, "weight")) == 32  # noqa: B009  # no parameter, says its type
+        assert layer(x).isfinite().all()
     prune.prune_model(layers, 0.75, include=layers[0])
-    assert int((layers[0].weight == 0).sum()) == 48
+    assert torch.count_nonzero(getattr(layers[0], "weight")) == 16  # noqa: B009

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import inspect
 import re
@@ -9,10 +10,13 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import distprune
 from distprune import (
@@ -44,7 +48,7 @@ from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
 from distprune.version import __version__
 from tests.architectures import samples, tiny_model
 from tests.hf_models import make_model
-from tests.worlds import run_threads
+from tests.worlds import drawing, run_threads
 
 
 def test_version() -> None:
@@ -144,3 +148,122 @@ def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
         assert len(repr(each)) <= 100
         assert "\n" not in repr(each)
     assert repr(training.finish()) == "<TrainingReport: 0.0 % zeros after 0 steps>"
+
+
+NO_MODEL: dict[str, Callable[[Any], object]] = {
+    "prune_model": lambda thing: prune_model(thing, 0.5),
+    "compute_masks": lambda thing: compute_masks(thing, 0.5),
+    "sparsity": distprune.sparsity,
+    "Masks.of": distprune.Masks.of,
+    "hold_zeros": distprune.hold_zeros,
+    "SparseTraining": lambda thing: SparseTraining(
+        thing, torch.optim.SGD(nn.Linear(2, 2).parameters()), schedule=constant(0.5)
+    ),
+    "erk": lambda thing: distprune.erk(thing, 0.5),
+    "prune_blocks": lambda thing: prune_blocks(thing, samples(4), 0.5),
+    "allocate": lambda thing: distprune.allocate(thing, samples(4), 0.5),
+    "shrink_model": lambda thing: shrink_model(thing, samples(4), mlp=0.5),
+    "perplexity": lambda thing: distprune.perplexity(thing, samples(4)),
+    "own_words": lambda thing: distprune.own_words(thing, 2, 8),
+    "save": lambda thing: distprune.save(thing, "nowhere"),
+    "merge_adapters": distprune.merge_adapters,
+    "dense_state_dict": distprune.dense_state_dict,
+}
+
+
+@pytest.mark.parametrize("call", NO_MODEL)
+def test_what_is_no_model_is_met_with_the_way_to_go(call: str) -> None:
+    things: dict[str, tuple[object, str]] = {
+        "a path": ("some/model", r"not a str 'some/model'; load it first: distprune.load\(path\)"),
+        "a state": (nn.Linear(2, 2).state_dict(), "not a OrderedDict; load the state into its model first"),
+        "a tensor": (
+            torch.ones(2, 2),
+            r"not a Tensor; .* pruned by prune_shards, or by L1Unstructured\(amount\).prune",
+        ),
+        "a list": ([nn.Linear(2, 2)], "not a list$"),
+    }
+    for thing, words in things.values():
+        with pytest.raises(TypeError, match=f"model takes a torch.nn.Module, {words}"):
+            NO_MODEL[call](thing)
+    layer = nn.Linear(2, 2)
+    for first in (layer, "model") if call in ("prune_model", "compute_masks", "Masks.of", "hold_zeros") else ("model",):
+        for error in run_threads(2, lambda rank, first=first: NO_MODEL[call]("model" if rank else first), catch=True):
+            assert isinstance(error, TypeError)
+            assert "model takes a torch.nn.Module, not a str 'model'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": 0.8}, r"schedule takes a function .* such as constant\(0.8\) .*, not 0.8"),
+        ({"schedule": {"weight": 0.8}}, r"schedule takes a function .*, not 0.8"),
+        ({"schedule": None}, r"schedule takes a function .*, not None"),
+        ({"regrow": 0.3}, r"regrow takes a Regrow, such as Regrow\(stop=1000\), not 0.3"),
+        ({"optimizer": torch.optim.SGD}, "not the class SGD: make one of the model's parameters"),
+        ({"optimizer": [nn.Parameter(torch.ones(999))]}, "or several, not a Parameter$"),
+    ],
+)
+def test_first_arguments_of_training(arguments: dict[str, Any], message: str) -> None:
+    layer = nn.Linear(2, 2)
+    given: dict[str, Any] = {"optimizer": torch.optim.SGD(layer.parameters()), "schedule": constant(0.5)} | arguments
+    with pytest.raises(TypeError, match=message):
+        SparseTraining(layer, **given)
+
+
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4))
+
+
+def _holding(weight: torch.Tensor) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+    return nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_lazy, ValueError, "'0.weight' of a LazyLinear has no shape yet: run a forward first"),
+        (
+            lambda: _holding(torch.ones(4, 4, dtype=torch.int8)),
+            TypeError,
+            "'0.weight' holds torch.int8 values, .* prune a model before it is quantized",
+        ),
+        (
+            lambda: _holding(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))),  # as torchao's
+            NotImplementedError,
+            r"the values of '0.weight' are packed \(TwoTensor\); prune before",
+        ),
+        (
+            lambda: _holding(torch.ones(4, 4).to_sparse()),
+            NotImplementedError,
+            r"the values of '0.weight' are packed \(sparse_coo\)",
+        ),
+    ],
+)
+def test_values_that_cannot_be_pruned_are_named(
+    make: Callable[[], nn.Module], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        prune_model(make(), 0.5)
+    if error is not TypeError:
+        with pytest.raises(error, match=message):
+            distprune.hold_zeros(make())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_weights_go_by_their_modulus(dtype: torch.dtype) -> None:
+    with drawing(0):
+        layers = [nn.Linear(8, 8, dtype=dtype) for _ in range(3)]
+    sizes = layers[0].weight.detach().abs()
+    expected = sizes > sizes.flatten().sort().values[31]
+    prune_model(layers[0], 0.5)
+    assert torch.equal(layers[0].weight != 0, expected)
+    of_groups = layers[1].weight.detach().abs().view(8, 2, 4)
+    prune_model(layers[1], pattern="2:4")
+    kept = of_groups >= of_groups.sort(2).values[:, :, 2:3]
+    assert torch.equal(layers[1].weight != 0, kept.view(8, 8))
+    theirs = copy.deepcopy(layers[2])
+    torch.nn.utils.prune.l1_unstructured(theirs, "weight", 0.5)  # type: ignore[no-untyped-call]
+    distprune.l1_unstructured(layers[2], "weight", 0.5)
+    assert torch.equal(layers[2].weight, theirs.weight)

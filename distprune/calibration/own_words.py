@@ -30,7 +30,7 @@ from distprune.collectives import (
     sum_together,
     together,
 )
-from distprune.models import bare_model, evaluating, keeping_weights, num_bytes, text_config
+from distprune.models import bare_model, check_model, evaluating, keeping_weights, num_bytes, text_config
 from distprune.shards import find_flat_parts, in_step, kept_gathered, reset_forward, take_roots
 
 CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
@@ -59,6 +59,7 @@ def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) ->
     if not same_everywhere(comm, facts)[0]:  # others are where they agree on a tensor
         agree(comm, facts)
     with together(comm):
+        check_model(model)
         if samples != SELF:
             way_out = "distprune.calibration_windows(text, tokenizer) makes token ids of text"
             raise ValueError(f"samples={samples[:40]!r} is neither token ids nor {SELF!r}; {way_out}")
@@ -119,6 +120,7 @@ def own_words(
     """
     comm, bare = communicator(group), bare_model(model)
     with together(comm):
+        check_model(model)
         _check(bare, samples, sequence_length, prompts, temperature, top_k, seed, cache_memory)
         num_texts, length = samples, sequence_length
         if prompts is None:

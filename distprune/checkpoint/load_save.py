@@ -18,6 +18,7 @@ from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives import Group, communicator, together
+from distprune.models import check_model
 
 
 def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:
@@ -109,6 +110,7 @@ def save(
     comm = communicator(group)
     with together(comm):
         import_extra("transformers", "hf")
+        check_model(model)
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")

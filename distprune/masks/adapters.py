@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.reparametrized import mask_of
-from distprune.models import find_shards
+from distprune.models import check_model, find_shards
 from distprune.shards import local_of
 
 _ADAPTED = "*.base_layer.*"  # how PEFT names what an adapter adapts
@@ -37,6 +37,7 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
         NotImplementedError: nothing changed: FSDP1, whose parameters PEFT does not find; ``safe_merge`` of DTensors,
             which PEFT's assignment to ``data`` does not reach.
     """
+    check_model(model)
     merge = getattr(model, "merge_and_unload", None)
     if merge is None:
         raise TypeError(f"a {type(model).__name__} has no merge_and_unload(): pass what peft.get_peft_model returned")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import write_signed_zeros
+from distprune.models import check_model
 from distprune.shards import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
 _wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
@@ -45,8 +46,9 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     ``weight`` stands in the place of ``weight_orig`` and ``weight_mask``: their product, detached, in the parameter's
     layout (a DTensor where that is one). Everything else is what ``model.state_dict()`` has, and is not copied. So it
     loads into a model that was never pruned, also from ``torch.distributed.checkpoint`` at another number of ranks.
-    Where a mask is 0 the value is +0.0; a kept weight that is zero is -0.0, so ``hold_zeros`` holds the mask.
+    Where a mask is 0 the value is +0.0; a kept weight that is zero is -0.0.
     """
+    check_model(model)
     return joined(model, model.state_dict())
 
 

@@ -125,7 +125,16 @@ class _Pruned(nn.Module):
 
     @override
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Forget the product if its original is gone and its name is registered: PyTorch's ``remove`` does so."""
+        """Forget the product if its original is gone and its name is registered: PyTorch's ``remove`` does so.
+
+        Raises:
+            ValueError: the original is there: another weight would take the place of the product.
+        """
+        if name in self._pruned_names and name + "_orig" in self._parameters:
+            raise ValueError(
+                f"{name!r} of {type(self).__name__} is pruned, and computed from its original and a mask: call "
+                f"distprune.remove(module, {name!r}) before another parameter takes its place"
+            )
         if name in self._pruned_names and name + "_orig" not in self._parameters:
             _forget_product(self, name)
         nn.Module.register_parameter(self, name, param)  # the module has another class now
@@ -222,8 +231,6 @@ def undo_reparametrization(module: nn.Module, name: str) -> None:
         zero_where_pruned(parameter.to_local(), local_mask(parameter, mask).bool())
     else:
         parameter.data = product_of_hook(module, name).data
-        # A product leaves -0.0 where a weight was negative, which would mean that it is kept.
-        zero_where_pruned(parameter.data, mask.bool() | (parameter.data != 0))
     del module._parameters[name + "_orig"], module._buffers[name + "_mask"]
     module._non_persistent_buffers_set.discard(name + "_mask")
     _forget_product(module, name)

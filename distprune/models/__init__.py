@@ -4,7 +4,15 @@ from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, other_blocks, warn_of_other_blocks
 from distprune.models.evaluating import evaluating, keeping_weights, needing_gradients, replacing_forwards
 from distprune.models.experts import check_experts, expert_gradients, expert_inputs, expert_matrix
-from distprune.models.find_shards import Found, NamePattern, bare_model, count_parameters, find_shards, is_sharded
+from distprune.models.find_shards import (
+    Found,
+    NamePattern,
+    bare_model,
+    check_model,
+    count_parameters,
+    find_shards,
+    is_sharded,
+)
 from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, expert_place, linear_layers
 from distprune.models.named_model import model_of_names
 from distprune.models.sizes import num_bytes, text_config
@@ -22,6 +30,7 @@ __all__ = [
     "Units",
     "bare_model",
     "check_experts",
+    "check_model",
     "check_one_stack",
     "count_parameters",
     "cross_entropy",

@@ -53,7 +53,8 @@ def _keeps_zeros(by: ParametrizationList, name: str, shape: tuple[int, ...], dty
     """Return whether a sample of this shape has kept its zeros, and is finite, after what ``by`` does. Local."""
     if name.rpartition(".")[2] != "original":
         return False  # one of several, or of a parametrization's own
-    draw = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").sub_(0.5)
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu").sub_(0.5)
     value = sample = draw.where(draw > -0.25, 0).to(dtype)
     try:
         for step in by:

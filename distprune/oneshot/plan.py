@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.calibration import EXPERT_MEMORY, Axis, TokenIds, as_windows, check_fit, shared_axis, token_digest
-from distprune.models import check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models import check_model, check_one_stack, decoder_blocks, warn_of_other_blocks
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.block_layers import BlockLayers, find_layers
@@ -85,6 +85,7 @@ def make_plan(
     permute: Permute | None = None,
 ) -> OneShotPlan:
     """Check the arguments. Changes nothing, communicates nothing."""
+    check_model(model)
     check_seed(seed)
     if isinstance(expert_memory, bool) or not isinstance(expert_memory, int):
         raise TypeError(f"expert_memory must be a number of bytes, not {expert_memory!r}")

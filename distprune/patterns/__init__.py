@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from numbers import Real
 
 from distprune.patterns.base import Choice, Chosen, Pattern, Ranked, Scope, check_share, own_share, shares_of
 from distprune.patterns.block import Block
@@ -51,6 +52,8 @@ def as_pattern(
         TypeError: neither a pattern nor a text; a sparsity that is not a float.
     """
     if sparsity is not None:
+        if not isinstance(sparsity, Real | Mapping) or isinstance(sparsity, bool):
+            raise TypeError(f"sparsity must be a share such as 0.5, or one for each name, not {sparsity!r}")
         check_share(sparsity)
         if any(isinstance(each, int) for each in shares_of(sparsity)):
             raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")

@@ -103,6 +103,13 @@ class Ranked:
         names = {self.roster.members[i].dtype for i in members}
         dtypes = [getattr(torch, name.removeprefix("torch.")) for name in names]
         kinds = [(self.score.ordered_by, self.score.dtype(dtype)) for dtype in dtypes]
+        for i in members:
+            dtype = getattr(torch, self.roster.members[i].dtype.removeprefix("torch."))
+            if self.score.ordered_by == "magnitude" and not (dtype.is_floating_point or dtype.is_complex):
+                raise TypeError(
+                    f"{self.roster.members[i].name!r} holds {self.roster.members[i].dtype} values, which have no "
+                    "magnitude to prune by: prune a model before it is quantized, or leave it out with exclude"
+                )
         return common_order(kinds, zeros_gone=self.score.zero_where_weights_are and not self.of_left)
 
 

@@ -23,6 +23,9 @@ Array = npt.NDArray[Any]
 class NByM(WithinRows):
     """``n`` of every ``m`` consecutive inputs of a row are kept. What is gone counts as pruned.
 
+    A row of a convolution is (in, kh, kw) flattened, so a group runs along the kernel and on into the next input
+    channel. Kernels that use 2:4 in convolutions want groups along the input channels: those of 1 x 1 are alike.
+
     >>> layer = torch.nn.Linear(8, 4)
     >>> prune_model(layer, pattern=NByM(2, 4)).sparsity  # or pattern="2:4"
     0.5

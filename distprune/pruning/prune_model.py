@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distprune.collectives import Communicator, Group, communicator, sum_together
-from distprune.hints import near_names, with_hints
+from distprune.hints import with_hints
 from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
-from distprune.pruning.agreement import Agreed, Facts, agree_on, all_shown, with_seed
+from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
+from distprune.pruning.evidence import GivenEvidence, check_names, checksums, given_by_name, local_evidence
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
@@ -33,9 +33,7 @@ from distprune.scores import (
     local_scores,
 )
 from distprune.selection import raise_nans
-from distprune.shards import LocalShard, checksum, fetched, gradients_of, is_laid_out_like, local_of, local_part
-
-GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
+from distprune.shards import LocalShard
 
 
 @contextmanager
@@ -265,8 +263,8 @@ class Choosing:
         def look() -> tuple[Found, Facts, Score, Pattern]:
             score, pattern = request.checked()
             found = request.find()
-            given.update(_given(request.evidence or {}, found))
-            found = dataclasses.replace(found, evidence=_checksums(given, found.shards))
+            given.update(given_by_name(request.evidence or {}, found))
+            found = dataclasses.replace(found, evidence=checksums(given, found.shards))
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
             if shard_of is not None:
                 shards = [shard_of(pattern, shard) for shard in shards]
@@ -275,8 +273,9 @@ class Choosing:
         def make_scores() -> list[LocalScores]:
             shards = agreed.shards()
             # Not of self, which would keep all of the call, and the model, until Python looks for cycles.
-            _check_names(given, agreed)
-            evidence = _evidence(request, given, shards, agreed.score.needs)
+            check_names(given, agreed)
+            model = request.of if isinstance(request.of, nn.Module) else None
+            evidence = local_evidence(given, request.local_evidence, shards, agreed.score.needs, model)
             return local_scores(agreed.score, shards, evidence, in_place=True)
 
         agreed, self.pattern = agree_on(comm, look)
@@ -339,87 +338,3 @@ def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], li
     if words[0]:
         raise_nans(ranked.comm, num_nans)
     return masks, words[1:].view(-1, 2).tolist()
-
-
-def _given(evidence: GivenEvidence, found: Found) -> dict[str, dict[str, torch.Tensor]]:
-    """Return ``evidence`` by the parameter's name here, or by its key if there is none. Local.
-
-    Raises:
-        ValueError: two keys name one parameter.
-        TypeError: it is no mapping to tensors.
-    """
-    given: dict[str, dict[str, torch.Tensor]] = {}
-    for kind, of_parameters in evidence.items():
-        if not isinstance(of_parameters, Mapping):
-            raise TypeError(f"evidence takes {{{kind!r}: {{name: tensor}}}}, not a {type(of_parameters).__name__}")
-        for key, tensor in of_parameters.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"evidence {kind!r} of {key!r} is a {type(tensor).__name__}, not a tensor")
-            name = found.name_of(key) or key
-            if name in given.setdefault(kind, {}):
-                raise ValueError(f"evidence {kind!r} names {name!r} twice")
-            given[kind][name] = tensor
-    return given
-
-
-def _check_names(given: GivenEvidence, agreed: Agreed) -> None:
-    """Check that evidence is of parameters of the model. Stages of a pipeline may have that of others. Local.
-
-    Raises:
-        ValueError: a key names none.
-    """
-    known = {*agreed.names.values(), *agreed.roster.index()}
-    for kind, of_parameters in given.items():
-        for name in of_parameters:
-            if name not in known and agreed.num_parameters is not None:
-                near = near_names(name, [*agreed.names])
-                raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
-
-
-def _checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, int]:
-    """Return a checksum of what was given whole, of each shard that is a part. Local: one wait for a device."""
-    wholes: dict[str, list[torch.Tensor]] = {}
-    for shard in shards:
-        tensors = [of_name[shard.name] for of_name in given.values() if shard.name in of_name]
-        if isinstance(shard.tensor, DTensor):
-            parameter = shard.tensor
-            whole = [tensor for tensor in tensors if not is_laid_out_like(tensor, parameter)]
-        else:
-            whole = tensors if shard.original_shape else []  # FSDP1
-        if whole:
-            wholes[shard.name] = [local_of(tensor.detach()) for tensor in whole]
-    return dict(zip(wholes, map(int, fetched([checksum(tensors) for tensors in wholes.values()])), strict=True))
-
-
-def _evidence(
-    request: Request, given: GivenEvidence, shards: Sequence[LocalShard], needs: Sequence[str]
-) -> dict[str, Evidence]:
-    """Return the local part of the evidence by shard: what was ``given``, and else the gradients that are there."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for shard in shards:
-        own = found[shard.name] = dict(request.local_evidence.get(shard.name, {}))
-        for name, of_name in given.items():
-            if shard.name in of_name:
-                what = f"evidence {name!r} of {shard.name!r}"
-                own[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
-    if "gradient" in needs and "gradient" not in given and isinstance(request.of, nn.Module):
-        for shard, gradient in zip(shards, gradients_there(request.of, shards), strict=True):
-            found[shard.name]["gradient"] = gradient
-    return {**found}
-
-
-def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the gradients that the parameters of ``model`` have, by shard, of local shape. Local.
-
-    Raises:
-        ValueError: a parameter has none that is reduced over the ranks.
-    """
-    gradients = []
-    for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
-        if gradient is None:
-            raise ValueError(
-                f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
-                "no_sync(), and before zero_grad(), or give evidence"
-            )
-        gradients.append(gradient)
-    return gradients

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import UNIT_KINDS, UnitKind, decoder_blocks, find_all_units
+from distprune.models import UNIT_KINDS, UnitKind, check_model, decoder_blocks, find_all_units
 from distprune.removal.plan import plan_units
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers
@@ -80,6 +80,7 @@ class Sizes:
             ValueError, TypeError: sizes that are not possible; the message says which are.
             NotImplementedError: units that cannot be removed from this model, or a layout in which they cannot.
         """
+        check_model(model)
         self.check_asked()
         kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
         for kind, size in self.of_units.items():

@@ -16,6 +16,8 @@ from distprune.scores.base import Elements, Score
 class Magnitude(Score):
     """Absolute values. The scores are the weights, ordered by magnitude: nothing is computed or rounded.
 
+    Of complex weights it is the modulus.
+
     >>> layer = torch.nn.Linear(2, 1)
     >>> layer.weight.data.copy_(torch.tensor([[1.0, -2.0]]))
     tensor([[ 1., -2.]])
@@ -30,8 +32,9 @@ class Magnitude(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return elements.weight
+        weight = elements.weight
+        return weight.abs() if weight.is_complex() else weight
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
-        return weight
+        return weight.to_real() if weight.is_complex else weight

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distprune.collectives import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
@@ -25,16 +26,27 @@ def local_shard(name: str, tensor: torch.Tensor, module: nn.Module | None = None
     follows from the mesh. A rank outside the mesh holds nothing.
 
     Raises:
-        NotImplementedError: a ``Partial`` placement, or one this library does not know.
+        NotImplementedError: a ``Partial`` placement, or one this library does not know; values that are packed (as by
+            torchao) or stored sparsely.
         TypeError: ``tensor`` is not a tensor.
     """
     if isinstance(tensor, DTensor):
         local, geometry, ownership = _part_of(name, tensor)
+        _check_values(name, local)
         return LocalShard(name, local, geometry, ownership, tensor=tensor, module=module, attribute=attribute)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    _check_values(name, tensor)
     whole = Geometry.whole(tensor.shape)
     return LocalShard(name, tensor.detach(), whole, tensor=tensor, module=module, attribute=attribute)
+
+
+def _check_values(name: str, tensor: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+        raise NotImplementedError(
+            f"the values of {name!r} are packed ({kind}); prune before the model is quantized or compressed"
+        )
 
 
 def is_held(tensor: torch.Tensor) -> bool:

@@ -48,8 +48,9 @@ class Moved:
 class Binding:
     """The held parameters of a model on this rank, and the hooks that follow them. No communication.
 
-    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated. The model's own hooks do
-    not keep it alive, and are not copied with the model.
+    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated. ``trusts_loaded``: states
+    that are loaded into the model are from a training like this one. The model's own hooks do not keep it alive, and
+    are not copied with the model.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Binding:
         include: NamePattern | Sequence[NamePattern],
         exclude: NamePattern | Sequence[NamePattern],
         at_gradient: Callable[[Held], None],
+        trusts_loaded: bool,
     ) -> None:
         self._model, self._include, self._exclude = model, include, exclude
         self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
-        self._at_gradient = at_gradient
+        self._at_gradient, self._trusts_loaded = at_gradient, trusts_loaded
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
         # By optimizer, with the parameters that it had.
         self._moved: dict[int, tuple[object, Moved]] = {}
@@ -70,7 +72,6 @@ class Binding:
         self._versions: Versions = WeakValueDictionary()
         self.held: list[Held] = []
         self.together: HeldTogether  # all of them, once some were taken
-        self.trusts_loaded = False  # a state that is loaded into the model is from a training like this one
 
     @property
     def names(self) -> frozenset[str]:
@@ -142,7 +143,7 @@ class Binding:
             held.may_be_foreign = not signs
 
     def _state_loaded(self) -> None:
-        if not self.trusts_loaded:
+        if not self._trusts_loaded:
             self.trust(signs=False)
 
     def _bind(self, shards: Sequence[LocalShard]) -> None:
@@ -156,6 +157,8 @@ class Binding:
             if held is None or held.shard.geometry != shard.geometry or held.kept.device != shard.local.device:
                 held = Held(shard, self._versions)
                 held.may_be_foreign = known is None or known.may_be_foreign
+            elif held.shard.local.data_ptr() != shard.local.data_ptr():
+                held.may_be_foreign |= not self._trusts_loaded  # as remove() leaves a product, with zeros of both signs
             held.move(shard)
             self.held.append(held)
         self.together = HeldTogether(self.held)

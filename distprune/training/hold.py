@@ -22,15 +22,15 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.brief import one_line
-from distprune.collectives import Communicator, Group, communicator, sum_together, together
+from distprune.collectives import Communicator, Group, communicator, together
 from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern
 from distprune.patterns import Pattern
 from distprune.pruning.agreement import agree_on_model
-from distprune.shards import ParameterRange, bits_of, count_zeros, private
+from distprune.shards import ParameterRange, bits_of, private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
-from distprune.training.natural_zeros import check_zeros
+from distprune.training.natural_zeros import check_zeros, num_zeros
 from distprune.training.optimizers import (
     Optimizers,
     check_moves,
@@ -65,19 +65,17 @@ def hold_zeros(
     on a kept weight that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It
     may be called before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch
     has counted a write to them, or a sample of about 100 of a parameter shows one that it does not count, such as
-    through ``data``; on a device only before a backward pass. So -0.0 counts as kept where you write it later: masking
-    by hand, ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not.
-    And every +0.0 that you write is held for good, pruned or not: ``weight.clamp_(min=0)`` holds all that were
-    negative. Write -0.0 where a zero is to go on learning.
+    through ``data``; on a device only before a backward pass. So -0.0 counts as kept where you write it later:
+    ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not. And every
+    +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
 
-    Zeros that are there by nature are held like any others, and never learn. A warning names matrices that are mostly
-    zeros and whose other weights are all the same number, as ``eye_`` and ``dirac_`` leave them: nothing that prunes
-    does. Others cannot be told from pruned ones. Leave them out with ``exclude``.
+    Zeros that are there by nature are held, too, and never learn: leave them out with ``exclude``. A warning names
+    matrices of them by one sign: all their other weights are the same number, as ``eye_`` and ``dirac_`` leave them.
 
     If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
     a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
-    the last step, and a warning names the parameter. Each rank judges its own part, so none waits for another. Steps
-    on a device do not wait for it: there the warning, and clean moments where torch counts no write, come a step later.
+    the last step, and a warning names the parameter; each rank judges its own part. On a device the warning, and clean
+    moments where torch counts no write, come a step later.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
@@ -88,9 +86,8 @@ def hold_zeros(
 
     Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 8 a parameter; one more, of 16, where
     matrices are mostly zeros; on pipelines up to four more. A rank keeps one byte a local weight. Steps do not
-    communicate. So an error within a step or a hook of the backward pass on one rank (out of memory, say) is raised
-    there alone; the others wait in the next collective of the model until its process ends (over NCCL until the
-    group's timeout).
+    communicate: an error within a step or a hook of the backward pass on one rank is raised there alone, and the others
+    wait in the next collective of the model until its process ends.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: a parameter that is all zeros, which could never
@@ -122,12 +119,8 @@ class Hold:
         waits: bool = False,
         checks: bool = True,
     ) -> None:
-        """``waits``: nothing is held before :meth:`begin`, and states that are loaded are those of such a training.
-
-        ``checks``: look for zeros that would never learn.
-        """
-        self._model = model
-        self._include, self._exclude = include, exclude
+        """``waits``: hold nothing before :meth:`begin`, and trust what is loaded. ``checks``: for dead weights."""
+        self._model, self._include, self._exclude = model, include, exclude
         self._comm: Communicator = communicator(group)
         self._optimizers: list[Optimizer] | None = None
         self._listeners: list[Callable[[Optimizer], None]] = []
@@ -157,15 +150,14 @@ class Hold:
         self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._handles: list[RemovableHandle] = []
-        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient)
-        self._binding.trusts_loaded = self._trusts_loaded
+        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient, self._trusts_loaded)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
-        names = ("_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense")
-        kept = {name: vars(self)[name] for name in (*names, "_has_begun", "_trusts_loaded")}
-        return {**kept, "held": self._binding.names, "holds": bool(self._handles)}
+        names = ["_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense"]
+        names += ["_has_begun", "_trusts_loaded"]
+        return {**{name: vars(self)[name] for name in names}, "held": self._binding.names, "holds": bool(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, holds = state.pop("held"), state.pop("holds")
@@ -327,8 +319,8 @@ class Hold:
 
     def counts(self) -> Counts:
         """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""
-        counts = self.counts_by_name().values()
-        return Counts(sum(each.num_held for each in counts), sum(each.num_elements for each in counts))
+        counts = [(each.num_held, each.num_elements) for each in self.counts_by_name().values()]
+        return Counts(*map(sum, zip(*counts, strict=True)))
 
     def counts_by_name(self) -> dict[str, Counts]:
         """Return how many weights of each parameter are held, over all ranks.
@@ -336,18 +328,14 @@ class Hold:
         Every rank must call it: two rounds, of 64 bytes and of 8 a parameter; on pipelines up to four more.
         """
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
-        place, members = agreed.roster.index(), agreed.roster.members
 
-        def fill(num_held: torch.Tensor) -> None:
-            owned = [shard for shard in agreed.shards() if shard.owned and self._has_begun]
-            for shard, num in zip(owned, count_zeros([bits_of(shard.local) for shard in owned]), strict=True):
-                num_held[place[shard.name]] = num
+        def locals_() -> dict[str, torch.Tensor]:
+            for held in self._binding.held if self._has_begun else ():
+                held.take_over()
+            return {shard.name: bits_of(shard.local) for shard in agreed.shards() if shard.owned and self._has_begun}
 
-        num_held = sum_together(self._comm, (len(members),), fill).tolist()
-        return {
-            member.name: Counts(num, math.prod(member.global_shape))
-            for member, num in zip(members, num_held, strict=True)
-        }
+        num_held = num_zeros(self._comm, agreed.roster, locals_)
+        return {m.name: Counts(num_held[m.name], math.prod(m.global_shape)) for m in agreed.roster.members}
 
     def apply_to(self, other: nn.Module) -> None:
         """Write zeros into ``other`` where weights are held, as of the last step: an average of weights, for example.

@@ -1,15 +1,27 @@
-"""Zeros that nobody has pruned, found before they are held."""
+"""Zeros counted over ranks, and those found that nobody has pruned, before they are held."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from distprune.collectives import Communicator, Roster, max_together, sum_together
 from distprune.shards import LocalShard, bits_of, count_zeros, fetched, flat_chunks
+
+
+def num_zeros(comm: Communicator, roster: Roster, locals_: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, int]:
+    """Return how many elements of each parameter are zero, over all ranks. Every rank must call it: one round."""
+
+    def count(nums: torch.Tensor) -> None:
+        tensors, place = locals_(), roster.index()
+        for name, num in zip(tensors, count_zeros([*tensors.values()]), strict=True):
+            nums[place[name]] = num
+
+    nums: list[int] = sum_together(comm, (len(roster.members),), count).tolist()
+    return {member.name: num for member, num in zip(roster.members, nums, strict=True)}
 
 
 def check_zeros(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> None:
@@ -22,20 +34,15 @@ def check_zeros(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]
         ValueError: on every rank: a parameter is all zeros.
     """
     place, owned = roster.index(), [shard for shard in shards if shard.owned]
-
-    def count(num_zeros: torch.Tensor) -> None:
-        for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-            num_zeros[place[shard.name]] = num
-
-    num_zeros = sum_together(comm, (len(place),), count).tolist()
-    numels = [math.prod(member.global_shape) for member in roster.members]
-    dead = [m.name for m, num, numel in zip(roster.members, num_zeros, numels, strict=True) if num == numel > 0]
+    num = num_zeros(comm, roster, lambda: {shard.name: shard.local for shard in owned})
+    numels = {member.name: math.prod(member.global_shape) for member in roster.members}
+    dead = [name for name, numel in numels.items() if num[name] == numel > 0]
     if dead:
         raise ValueError(
             f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out with "
             "exclude, or initialise it first"
         )
-    sparse = {m.name for m, num, numel in zip(roster.members, num_zeros, numels, strict=True) if 2 * num > numel}
+    sparse = {name for name, numel in numels.items() if 2 * num[name] > numel}
     if not sparse:
         return
 

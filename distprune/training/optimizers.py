@@ -37,7 +37,14 @@ def unwrapped(optimizer: object) -> list[Optimizer]:
         found = [one for each in _values(optimizer) for one in unwrapped(each)]
         if found:
             return found
-    raise TypeError(f"expected a torch.optim.Optimizer, or several, not {optimizer!r}")
+    raise TypeError(f"expected a torch.optim.Optimizer, or several, not {_shown(optimizer)}")
+
+
+def _shown(thing: object) -> str:
+    """Return a class by its name, a text as it is, and of other things their class."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}: make one of the model's parameters"
+    return repr(thing) if isinstance(thing, str) else f"a {type(thing).__name__}"
 
 
 def inside(optimizer: object) -> Optimizer | None:

@@ -17,8 +17,9 @@ from distprune.masks import zero_where_pruned
 from distprune.models import Found, NamePattern, find_shards
 from distprune.patterns import Pattern, Ranked, as_pattern, check_share, says_how_much
 from distprune.pruning.agreement import Facts, agree_on, all_shown
+from distprune.pruning.evidence import gradients_there
 from distprune.pruning.fitting import fitted
-from distprune.pruning.prune_model import choose_masks, gradients_there
+from distprune.pruning.prune_model import choose_masks
 from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
 from distprune.shards import LocalShard, bits_of, count_zeros
 

@@ -104,6 +104,9 @@ class SparseTraining:
             if optimizer is None:
                 raise TypeError("sparse training counts the steps of an optimizer; pass it")
             self._score = as_score(score)
+            _check_schedule(schedule)
+            if regrow is not None and not isinstance(regrow, Regrow):
+                raise TypeError(f"regrow takes a Regrow, such as Regrow(stop=1000), not {regrow!r}")
             levels += (_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS))
             for before, after in itertools.pairwise(levels):
                 _check_all_rise(before, after)
@@ -243,6 +246,15 @@ class SparseTraining:
     def _sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of movement in their parameters' layout, zeros at first."""
         return laid_out(self._request.find().shards, self._sum_of, "sums of movement")
+
+
+def _check_schedule(schedule: object) -> None:
+    schedules = schedule.values() if isinstance(schedule, Mapping) else [schedule]
+    if wrong := [each for each in schedules if not callable(each)]:
+        raise TypeError(
+            "schedule takes a function from the step to the share of zeros, such as constant(0.8) or "
+            f"cubic(0.8, stop=1000), or one for each name, not {wrong[0]!r}"
+        )
 
 
 def _listed(level: float | dict[str, float]) -> list[float]:

@@ -192,3 +192,38 @@ def gathered_on_rank(_: int) -> None:
 
 def test_of_what_fsdp2_has_gathered(pool: ProcessPool) -> None:
     pool.run(2, gathered_on_rank)
+
+
+def _tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(6, 8), layer()
+
+    model = Tied()
+    model.head.weight = model.embed.weight  # as tie_weights() of transformers does
+
+
+def _fused() -> None:
+    conv, norm = nn.Conv2d(3, 4, 3).eval(), nn.BatchNorm2d(4).eval()
+    prune.l1_unstructured(conv, "weight", 0.5)
+    torch.nn.utils.fusion.fuse_conv_bn_eval(conv, norm)
+
+
+def _quantized() -> None:
+    module = layer()
+    module.weight = nn.Parameter(module.weight.detach().round())  # as quantize_() of torchao does
+
+
+@pytest.mark.parametrize("write", [_tied, _fused, _quantized])
+def test_another_parameter_takes_the_place_after_remove(write: Callable[[], None]) -> None:
+    with pytest.raises(
+        ValueError, match=r"'weight' of .* is pruned, .* call distprune.remove\(module, 'weight'\) before"
+    ):
+        write()
+
+
+def test_after_remove_another_parameter_takes_the_place() -> None:
+    module: Any = prune.remove(layer(), "weight")
+    module.weight = nn.Parameter(torch.ones(6, 8))
+    assert torch.equal(module(torch.ones(1, 8)), 8 + module.bias[None])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -396,42 +396,3 @@ def test_a_method_keeps_its_mask_where_a_later_call_fails() -> None:
     module.get_parameter("weight_orig").data[0, 0] = 1.0
     prune.l1_pattern(module, "weight", "1:2")
     assert method.mask is None
-
-
-def applied_late_on_rank(_: int, strategy: str) -> None:
-    model = FullyShardedDataParallel(
-        decoder(), use_orig_params=True, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy[strategy]
-    )
-    with torch.no_grad():
-        masks = prune.compute_masks(model, 0.75)
-        dense = model(TOKENS)  # which leaves the whole weights of the root gathered
-        masks.apply_()
-        pruned = model(TOKENS)
-        assert not torch.equal(pruned, dense)
-        alone = decoder()
-        prune.prune_model(alone, 0.75, group=Alone())
-        assert torch.equal(pruned, alone(TOKENS))
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_masks_are_applied_to_what_the_next_forward_gathers(pool: ProcessPool, strategy: str) -> None:
-    pool.run(2, applied_late_on_rank, strategy)
-
-
-def tied() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model[1].weight = model[0].weight
-    return model
-
-
-def test_tied_weights_are_pruned_in_place_alone() -> None:
-    model = tied()
-    masks = prune.compute_masks(model, 0.75)
-    before = model.state_dict().keys()
-    with pytest.raises(NotImplementedError, match=r"'0.weight' is tied .* in place with apply_\(\), or untie it first"):
-        masks.reparametrize()
-    assert model.state_dict().keys() == before
-    masks.apply_()
-    fresh = tied()
-    fresh.load_state_dict(prune.dense_state_dict(model))
-    assert prune.sparsity(fresh) == 0.75

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import safetensors.torch
@@ -32,8 +32,8 @@ from tests.training.optimizers import (
     make_optimizer,
     targets,
 )
-from tests.worlds import ProcessPool, drawing
-from tests.wrapped import Transformer, Wrapped, batches, pairs_of, transformer, wrap
+from tests.worlds import ProcessPool
+from tests.wrapped import Transformer, Wrapped, batches, transformer, wrap
 
 NUM_DENSE_STEPS, NUM_STEPS = 1, 4
 
@@ -230,67 +230,6 @@ def test_optimizer_in_backward(pool: ProcessPool, layout: str, hold_first: bool,
     pool.run(1 if layout == "plain" else 2, in_backward_on_rank, layout, hold_first, given)
 
 
-def foreign_zeros_on_rank(_: int, layout: str) -> None:
-    """What a product with a mask has pruned, before the hold is made; ours prunes to no more than that."""
-    wrapped = made(layout)
-    model, optimizer = wrapped.model, torch.optim.SGD(wrapped.model.parameters(), lr=0.1, momentum=0.9)
-    prune.prune_model(model, 0.5, include=INCLUDE)
-    before = held_bits(model)
-    if layout in NUM_RANKS_TORCH_API:
-        for module, name in pairs_of(model):
-            prune.custom_from_mask(module, name, getattr(module, name) != 0)
-            prune.remove(module, name)
-        assert all(map(torch.equal, held_bits(model), before))  # as FSDP2's, those of plain ones are +0.0
-    for shard in targets(model):
-        shard.local[shard.local == 0] = -0.0
-    hold_zeros(model, optimizer, include=INCLUDE)
-    for tokens in batches(3):
-        train(optimizer, wrapped, tokens)
-    assert all(map(torch.equal, held_bits(model), before))
-
-
-NUM_RANKS_TORCH_API = [name for name in NUM_RANKS if "fsdp1" not in name and name != "pipeline"]
-
-
-@pytest.mark.parametrize("layout", NUM_RANKS)
-def test_zeros_of_both_signs_are_held_that_others_have_pruned(pool: ProcessPool, layout: str) -> None:
-    pool.run(NUM_RANKS[layout], foreign_zeros_on_rank, layout)
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("method", [prune, torch.nn.utils.prune])
-def test_what_was_removed_is_held(kind: Callable[[int, int], nn.Module], method: Any) -> None:
-    with drawing(0):
-        module, x = kind(8, 8), torch.randn(4, 8)
-    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
-    for name in names:
-        method.l1_unstructured(module, name, 0.5)
-        module(x)
-        method.remove(module, name)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    hold = hold_zeros(module, optimizer, include=names)
-    for _ in range(3):
-        out = module(x)
-        (out if isinstance(out, torch.Tensor) else out[0]).square().sum().backward()
-        optimizer.step()
-    assert hold.counts().sparsity == prune.sparsity(module, include=names) == 0.5
-
-
-def test_a_state_of_others_is_loaded() -> None:
-    """Their zeros have both signs, and are others than those that are held."""
-    with drawing(0):
-        model, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
-        state = {"weight": torch.randn(8, 8) * (torch.rand(8, 8) < 0.4)}
-    prune.prune_model(model, 0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hold_zeros(model, optimizer)
-    model.load_state_dict(state)
-    for _ in range(2):
-        model(x).square().sum().backward()
-        optimizer.step()
-    assert torch.equal(model.weight == 0, state["weight"] == 0)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is meant
 def test_pure_bfloat16_keeps_its_zeros(tmp_path: Path) -> None:
     """Live weights that touch zero stay alive, and the bits say which are held, also after a round trip."""
@@ -439,19 +378,3 @@ def no_sync_on_rank(rank: int) -> str:
 
 def test_raises_on_every_rank(pool: ProcessPool) -> None:
     assert len(set(pool.run(2, no_sync_on_rank))) == 1
-
-
-def natural_on_rank(_: int, layout: str) -> None:
-    """Half of the zeros of a unit matrix lie on each rank: no rank judges by its own part."""
-    model = transformer()
-    for i in range(2):
-        nn.init.eye_(model.get_parameter(f"layers.{i}.attention.q.weight"))
-    wrapped = wrap(layout, model)
-    with pytest.warns(UserWarning, match=r"'layers.0.attention.q.weight', .* \(2 parameters\) are mostly zeros"):
-        hold_zeros(wrapped.model).remove()
-    hold_zeros(wrapped.model, exclude="*attention.q*").remove()
-
-
-@pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp"])
-def test_zeros_that_nobody_has_pruned_are_named(pool: ProcessPool, layout: str) -> None:
-    pool.run(NUM_RANKS[layout], natural_on_rank, layout)

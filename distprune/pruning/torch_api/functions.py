@@ -219,7 +219,14 @@ def _listed(caller: str, parameters: object, importance_scores: object) -> Pairs
         raise TypeError(f"{caller}(): parameters is not an Iterable")
     if importance_scores is not None and not isinstance(importance_scores, dict):
         raise TypeError(f"{caller}(): importance_scores must be of type dict")
-    return list(parameters)
+    listed: list[Any] = [parameters] if isinstance(parameters, nn.Module | Mapping | torch.Tensor) else list(parameters)
+    for pair in listed:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], str)):
+            raise TypeError(
+                f"{caller}(): parameters are pairs of a module and a name, such as (model.fc, 'weight'), not "
+                f"{type(pair).__name__}"
+            )
+    return listed
 
 
 def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None) -> nn.Module:

@@ -78,8 +78,6 @@ def find_target(
         AssertionError: scores of another shape; more than one hook on the parameter.
         NotImplementedError, ValueError: layouts this library cannot work in.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
     hooks = pruning_hooks(module, name)
     if len(hooks) > 1:
         raise AssertionError(
@@ -132,11 +130,14 @@ def find_targets(pairs: Pairs, scores: Scores | None = None) -> list[Target]:
     """Return what is at each of ``pairs``, as :func:`find_target` does; ``scores``: of any of them. No communication.
 
     Raises:
+        TypeError: something else than a module.
         ValueError: a pair is there twice.
     """
     fsdp2 = Fsdp2Params()
     targets: dict[tuple[int, str], Target] = {}
     for index, (module, name) in enumerate(pairs):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
         if (id(module), name) in targets:
             raise ValueError(f"parameter {name!r} of {type(module).__name__} is in the call twice")
         targets[id(module), name] = find_target(fsdp2, module, name, index, (scores or {}).get((module, name)))
