@@ -156,9 +156,7 @@ NO_MODEL: dict[str, Callable[[Any], object]] = {
     "sparsity": distprune.sparsity,
     "Masks.of": distprune.Masks.of,
     "hold_zeros": distprune.hold_zeros,
-    "SparseTraining": lambda thing: SparseTraining(
-        thing, torch.optim.SGD(nn.Linear(2, 2).parameters()), schedule=constant(0.5)
-    ),
+    "SparseTraining": lambda thing: SparseTraining(thing, torch.optim.SGD([torch.ones(2)]), schedule=constant(0.5)),
     "erk": lambda thing: distprune.erk(thing, 0.5),
     "prune_blocks": lambda thing: prune_blocks(thing, samples(4), 0.5),
     "allocate": lambda thing: distprune.allocate(thing, samples(4), 0.5),
