@@ -74,11 +74,12 @@ def prune_model(
     Pruned weights become zero. Names, ``state_dict`` keys and forward stay as they are. The result depends on the
     weights and the arguments alone: a single process with the whole model gets the same, bit for bit.
 
-    By default the weights of the layers inside the decoder blocks are pruned, without embeddings, norms, biases and
-    the output head; in a model without decoder blocks, the weights of all layers but embeddings. ``include`` names
-    others instead, ``exclude`` leaves some out. Both take a name pattern (``fnmatch``), a module, whose weights are
-    meant, or several of them. Tied weights count once. Parameters that FSDP1 or FSDP2 left unsharded after a forward
-    are resharded first.
+    By default the weights of the layers inside the decoder blocks are pruned, without the output head; in a model
+    without decoder blocks, those of all layers. Embeddings, norms, biases, adapters, routers, gates with one output,
+    tables and states beside layers (Mamba's ``A_log``), and what is under a parametrization are no weights:
+    ``report.left_out`` names them. ``include`` names others instead, ``exclude`` leaves some out. Both take a name
+    pattern (``fnmatch``), a module, whose weights are meant, or several of them. Tied weights count once. Parameters
+    that FSDP1 or FSDP2 left unsharded after a forward are resharded first.
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel or both, or this rank's stage of a pipeline.
@@ -115,7 +116,9 @@ def prune_model(
     Raises:
         ValueError: on every rank, nothing changed: arguments that are out of range, differ between ranks, or exclude
             each other; a parameter that the pattern does not fit; a name pattern that matches nothing; scores that are
-            NaN; replicas that differ; ranks that list parameters in different orders or shapes; missing evidence.
+            NaN; replicas that differ; ranks that list parameters in different orders or shapes; evidence that is
+            missing, of another shape, of no parameter, or not the same on all ranks; what is under a parametrization
+            that does not keep its zeros.
         TypeError: on every rank: an argument of the wrong type.
         NotImplementedError: on every rank: a ``Partial`` placement; with a pattern of rows, groups or blocks, a
             parameter of three dims or more whose input dims are not known.
