@@ -3,7 +3,7 @@
 Nouns: a *weight file* is a ``.safetensors`` file; the *index* maps tensor names to weight files where
 there are several; *small files* are everything else that makes the directory a model (config,
 generation config, tokenizer, templates) and is carried along as it is, with its *sub-folders*: those that hold weights,
-which are another model or another form of it, are left out, and so are hidden ones.
+which are another model or another form of it, are left out, and so are hidden and large ones.
 """
 
 from __future__ import annotations
@@ -286,8 +286,9 @@ def _carried(entries: Iterable[Path]) -> Iterator[Path]:
         if path.is_dir():
             if not path.is_symlink() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
                 inside = [*path.iterdir()]
-                if not any(entry.name.endswith(_WEIGHT_SUFFIXES) for entry in inside):
-                    yield from _carried(inside)
+                small = [] if any(of.name.endswith(_WEIGHT_SUFFIXES) for of in inside) else [*_carried(inside)]
+                if sum(of.stat().st_size for of in small) <= _MAX_SMALL_FILE:
+                    yield from small
         elif (
             not path.name.endswith(_WEIGHT_SUFFIXES)
             and path.name not in _NOT_CARRIED

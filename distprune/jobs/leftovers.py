@@ -28,8 +28,11 @@ def remove_folder(folder: Path, model: Path) -> None:
 
     With it go the states in it, and the sub-folders that the directory ``model`` has, too.
     """
-    for inside in [*states_in(folder), *(folder / name for name in small_folders(model))]:
-        remove_files(inside)
+    with suppress(OSError):  # the model is gone
+        for name in small_folders(model):
+            remove_files(folder / name)
+    for state in states_in(folder):
+        remove_files(state)
     remove_files(folder)
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
-from distprune.checkpoint import locking, publish
+from distprune.checkpoint import hf_directory, locking, publish
 from distprune.collectives import Alone
 from distprune.jobs import (
     FinetuneJob,
@@ -150,13 +150,14 @@ def expected() -> Callable[[Any], dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("kind", ["prune", *RESUMABLE])
-def test_sub_folders_come_along(make: Callable[[str], Any], kind: str) -> None:
+def test_sub_folders_come_along(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(kind)
     model, output = Path(job.model), Path(job.output)
     carried = {"additional_chat_templates/rag.jinja", "1_Pooling/config.json", "notes/2026/why.txt"}
-    for name in (*carried, "original/params.json", "original/weights.pth", ".cache/state.json"):
+    monkeypatch.setattr(hf_directory, "_MAX_SMALL_FILE", 2_000)
+    for name in (*carried, "original/params.json", "original/weights.pth", ".cache/state.json", "data/a", "data/b"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
-        (model / name).write_text(f"of {name}")
+        (model / name).write_text("a" * 1_500 if name.startswith("data") else f"of {name}")
     if kind != "prune":
         kill(job)
         job = dataclasses.replace(job, resume=True, **({"speed": False} if kind == "shrink" else {}))
@@ -207,6 +208,37 @@ def test_an_output_that_another_job_has_filled_is_seen_before_the_work(
         run(job)
     assert files(output) == files(Path(job.model))
     assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+class Fills(Heard):
+    """Has somebody fill the output with a model while the job works."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__()
+        self.job = job
+
+    @override
+    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
+        if stage in ("loading", "pruning") and not Path(self.job.output).exists():
+            shutil.copytree(self.job.model, self.job.output)
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+def test_an_output_that_is_filled_while_a_job_works_costs_nothing(
+    make: Callable[[str], Any], kind: str, expected: Callable[[Any], Any]
+) -> None:
+    job = dataclasses.replace(make(kind), **({"speed": False} if kind == "shrink" else {}))
+    with pytest.raises(FileExistsError, match="filled by someone else meanwhile"):
+        run(job, Fills(job))
+    assert files(Path(job.output)) == files(Path(job.model))
+    for again, message in (({}, "pass overwrite=True"), ({"overwrite": True}, "pass resume=True")):
+        with pytest.raises(FileExistsError, match=message):
+            run(dataclasses.replace(job, **again))
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        run(dataclasses.replace(job, resume=True))
+    run(dataclasses.replace(job, resume=True, overwrite=True))
+    assert files(Path(job.output)) == expected(job)
+    assert [path.name for path in Path(job.output).parent.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
