@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dis
 import errno
+import inspect
 import os
 import traceback
 from pathlib import Path
 
 _OURS = str(Path(__file__).parent) + os.sep
+_HINTS = _OURS + "hints.py"  # it wraps functions
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _KINDS = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
 # What the system says of a disk, or of a process's limits, without naming a file.
@@ -33,6 +35,17 @@ def is_expected(error: BaseException) -> bool:
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS):
         return False
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+
+
+def called_from_outside() -> str:
+    """Return the name of the function of this library that somebody else has called, within which this is."""
+    name, frame = "", inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS) and code.co_filename != _HINTS:
+            name = code.co_qualname
+        frame = frame.f_back
+    return name
 
 
 def trace_of(error: BaseException) -> str:

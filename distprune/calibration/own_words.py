@@ -25,6 +25,7 @@ from distprune.collectives import (
     Communicator,
     Group,
     agree,
+    check_facts,
     communicator,
     same_everywhere,
     sum_together,
@@ -57,7 +58,7 @@ def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) ->
         return samples
     facts = {"samples": samples}
     if not same_everywhere(comm, facts)[0]:  # others are where they agree on a tensor
-        agree(comm, facts)
+        check_facts(comm, facts)
     with together(comm):
         check_model(model)
         if samples != SELF:

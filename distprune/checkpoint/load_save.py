@@ -19,6 +19,7 @@ from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives import Group, communicator, together
 from distprune.models import check_model
+from distprune.shards import as_device
 
 
 def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:
@@ -59,12 +60,12 @@ def load(
     Raises:
         ImportError: on every rank: the extra ``hf`` is not installed.
         FileNotFoundError, OSError: on every rank: no such directory, and the hub has no such model or is out of reach.
-        ValueError, NotImplementedError: on every rank: what ``load_model`` raises.
+        ValueError, NotImplementedError: on every rank: there is no such device, or what ``load_model`` raises.
     """
     comm = communicator(group)
     with together(comm):
         import_extra("transformers", "hf")
-        kind = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        kind = as_device(device or (mesh.device_type if mesh is not None else "cpu"))
     path = resolve_model(str(name), group=comm)
     with together(comm):
         mesh = mesh_of(group, comm.size, kind) if mesh is None else mesh

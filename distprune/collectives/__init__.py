@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from distprune.collectives.agree import (
     agree,
+    check_facts,
     max_together,
     same_everywhere,
     sum_together,
@@ -56,6 +57,7 @@ __all__ = [
     "as_told",
     "broadcast_tensor",
     "cannot_meet",
+    "check_facts",
     "communicator",
     "digest_of",
     "exchange",

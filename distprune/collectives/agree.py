@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.collectives.base import Communicator, as_told, cannot_meet
-from distprune.mistakes import tell_trace, trace_of
+from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
 
@@ -132,13 +132,28 @@ def _parted(joined: torch.Tensor, sizes: Sequence[int], num_before: int = 0) -> 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:
     """Return if every rank passed the same ``facts`` and no ``error``; otherwise raise on every rank.
 
-    All ranks must call it. One round of 64 bytes when all is well; two more, to find out what is
+    All ranks must call it. One round of 64 bytes when all is well; three more, to find out what is
     wrong, when not. ``facts`` holds what JSON carries; its values are compared one by one, so the
     message names what differs and on which ranks. An ``error`` is raised again where it arose and, as
     the same built-in type naming the rank, everywhere else.
     """
     if not same_everywhere(comm, facts, error)[0]:
-        _raise_difference(comm.gather({key: _short(value) for key, value in facts.items()}))
+        check_facts(comm, facts)
+
+
+def check_facts(comm: Communicator, facts: Mapping[str, Any]) -> None:
+    """Raise a ValueError on every rank if their ``facts`` differ: it names what differs, or different functions.
+
+    Every rank must call it where :func:`same_everywhere` said no, wherever a rank then is: one round of 64 bytes, and
+    two more where facts differ.
+    """
+    if same_everywhere(comm, facts)[0]:
+        return
+    gathered = comm.gather([called_from_outside(), {key: _short(value) for key, value in facts.items()}])
+    if functions := _differences([{"": name} for name, _ in gathered]):
+        raise ValueError(f"ranks have called different functions{functions[0]}; all must make the same calls in order")
+    different = _differences([facts for _, facts in gathered])
+    raise ValueError("ranks were called with different arguments: " + " | ".join(different))
 
 
 def same_everywhere(comm: Communicator, value: Any, error: Exception | None = None, drawn: int = 0) -> tuple[bool, int]:
@@ -230,7 +245,8 @@ def _short(value: Any) -> Any:
     return value if len(text) <= 200 else f"(sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 
-def _raise_difference(gathered: list[dict[str, Any]]) -> None:
+def _differences(gathered: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each key whose value is not the same on all ranks."""
     lines = []
     for key in sorted({key for facts in gathered for key in facts}):
         by_value: dict[str, list[int]] = {}
@@ -240,7 +256,7 @@ def _raise_difference(gathered: list[dict[str, Any]]) -> None:
         if len(by_value) > 1:
             shown = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
             lines.append(f"{key}: {shown}")
-    raise ValueError("ranks were called with different arguments: " + " | ".join(lines))
+    return lines
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -42,6 +42,7 @@ from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.oneshot.report import peak_memory
+from distprune.shards import as_device
 from distprune.version import __version__
 
 REPORT_NAME = "report.json"
@@ -72,7 +73,7 @@ class Run:
                     tidy(output)
         with together(self.comm):
             job.check()
-            self.device = torch.device(device)
+            self.device = as_device(device)
         agree(self.comm, {**job.flags(), "device": self.device.type})
         path = resolve_model(job.model, group=self.comm, log=self.reporter.say)
         seen: dict[str, str] = {}

@@ -29,6 +29,7 @@ from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import about_tokenizer, words_content
 from distprune.oneshot.report import peak_memory
+from distprune.shards import as_device
 
 
 @asked
@@ -91,7 +92,7 @@ def run_sample_job(
     reporter = Reporter(watcher or Watcher(), comm)
     with together(comm):
         job.check()
-        device = torch.device(device)
+        device = as_device(device)
     agree(comm, {**job.flags(), "device": device.type})
     path = resolve_model(job.model, group=comm, log=reporter.say)
     with writing_file(job.output, comm, overwrite=job.overwrite, inputs=[path], num_bytes=job.num_bytes) as staging:

@@ -14,8 +14,8 @@ from distprune.collectives import (
     Known,
     Member,
     Roster,
-    agree,
     as_told,
+    check_facts,
     digest_of,
     new_word,
     roster_of_all,
@@ -111,7 +111,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     assert looked is not None  # else all have raised
     found, facts, score, rest = looked
     if not all_same:
-        agree(comm, facts)
+        check_facts(comm, facts)
         settled = _settle(comm, found, members)
     elif settled is None:
         settled = (

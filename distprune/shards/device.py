@@ -20,6 +20,21 @@ def on_host(device: torch.device) -> bool:
     return device.type in _HOST_TYPES
 
 
+def as_device(device: torch.device | str) -> torch.device:
+    """Return ``device``, if there is such a one here. Local.
+
+    Raises:
+        ValueError: it is no name of a device, or there is none.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: say 'cpu', or 'cuda'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here; say 'cpu'")
+    return found
+
+
 def chunk_size(device: torch.device) -> int:
     """Return how many elements one pass works on at a time on ``device``."""
     return _HOST_CHUNK if on_host(device) else _DEVICE_CHUNK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distprune import l1_unstructured, load, save, shrink_model
 from distprune.checkpoint import load_model
+from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
 from tests.worlds import ProcessPool, run_threads
@@ -247,6 +249,31 @@ def python_on_rank(rank: int, folder: Path) -> torch.Tensor:
         weight.mul_(2)  # a weight that is changed is what is saved
     save(model, str(folder / f"out{rank}"), group=None)
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "device='cuda': there are 0 CUDA devices here; say 'cpu'"),
+        (torch.device("cuda", 3), "device='cuda:3': there are 0 CUDA devices here; say 'cpu'"),
+        ("gpu", "device='gpu' is no device: say 'cpu', or 'cuda'"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device | str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    model = str(make_model(tmp_path / "model"))
+    make_tokenizer(tmp_path / "model")
+    sampling = SampleJob(model=model, output=str(tmp_path / "words"))
+    calls: list[Callable[[], object]] = [
+        lambda: load(model, device=device),
+        lambda: run_prune_job(PruneJob(model=model, output=str(tmp_path / "out"), sparsity=0.5), device=device),
+        lambda: run_sample_job(sampling, device=device),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

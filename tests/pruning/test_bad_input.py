@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from typing_extensions import override
 
+import distprune as prune
 from distprune import Unstructured, prune_model
 from distprune.collectives import Alone, has_lost_ranks
 from distprune.patterns import Choice, Pattern, Ranked
@@ -275,3 +276,30 @@ def test_parts_that_do_not_fit_together(pattern: str) -> None:
         for error in run_threads(world_size, on_rank, catch=True, draws=True)[:2]:
             assert isinstance(error, ValueError)
             assert "of the 64 elements of '0' the ranks own" in str(error)
+
+
+def windows(model: nn.Module) -> object:
+    return prune.perplexity(model, torch.zeros(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        (lambda model: prune_model(model, 0.5), prune.sparsity, ("prune_model", "sparsity")),
+        (lambda model: prune.compute_masks(model, 0.5), prune.Masks.of, ("compute_masks", "Masks.of")),
+        (lambda model: prune_model(model, 0.5), windows, ("prune_model", "perplexity")),
+        (windows, prune.hold_zeros, ("perplexity", "hold_zeros")),
+        (lambda model: prune.prune_blocks(model, "self", 0.5), prune.sparsity, ("prune_blocks", "sparsity")),
+    ],
+)
+def test_ranks_in_different_functions(
+    first: Callable[[nn.Module], object], second: Callable[[nn.Module], object], names: tuple[str, str]
+) -> None:
+    def on_rank(rank: int) -> None:
+        model = decoder()
+        fully_shard(model)
+        (second if rank else first)(model)
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert isinstance(error, ValueError), error
+        assert f'ranks have called different functions: "{names[0]}" on rank 0; "{names[1]}" on rank 1;' in str(error)
