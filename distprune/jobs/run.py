@@ -64,11 +64,8 @@ class Run:
         with together(self.comm):
             job.check_asked()
             output = Path(os.path.realpath(job.output))
-            if (
-                self.comm.rank == 0
-                and job.output
-                and all((output / name).is_file() for name in (REPORT_NAME, JOURNAL_NAME))
-            ):
+            has_journal = all((output / name).is_file() for name in (REPORT_NAME, JOURNAL_NAME))
+            if self.comm.rank == 0 and job.output and has_journal:
                 with locking(Alone(), output):  # a job was killed when its output had just appeared
                     tidy(output)
         with together(self.comm):
