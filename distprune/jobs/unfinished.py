@@ -167,14 +167,13 @@ def open_unfinished(
             _check_files(unfinished, run.directory)
     try:
         yield unfinished
-    except Exception as error:
+    except BaseException as error:  # also Ctrl-C and SIGTERM
         is_input = isinstance(error, _AT_FAULT) and not was_begun
-        if comm.rank == 0 and not (unfinished.items(STATE) if is_input else journal.is_begun):
+        if unfinished.items(STATE) if is_input else journal.is_begun:
+            if "resume=" not in str(error):
+                run.reporter.say(f"what is done is kept in {folder}; resume=True (--resume) goes on with it")
+        elif isinstance(error, Exception) and comm.rank == 0:
             remove_folder(folder, run.directory.path)
-        raise
-    except BaseException:  # Ctrl-C, SIGTERM
-        if journal.is_begun:
-            run.reporter.say(f"interrupted: what is done is kept in {folder}; resume (--resume) goes on with it")
         raise
     if unfinished.result != folder:
         with together(comm):

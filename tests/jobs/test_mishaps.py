@@ -119,6 +119,10 @@ def kill(job: Any) -> list[str]:
     return dies.said
 
 
+def goes_on(job: Any) -> str:
+    return f"what is done is kept in {left(job)}; resume=True (--resume) goes on with it"
+
+
 def left(job: Any) -> Path:
     return Path(job.output).with_name(".out.unfinished")
 
@@ -186,7 +190,7 @@ def test_what_does_not_change_the_result_may_change(
 @pytest.mark.parametrize("kind", RESUMABLE)
 def test_interrupted_it_says_how_to_go_on(make: Callable[[str], Any], kind: str) -> None:
     job = make(kind)
-    assert f"interrupted: what is done is kept in {left(job)}; resume (--resume) goes on with it" == kill(job)[-1]
+    assert kill(job)[-1] == goes_on(job)
 
 
 @pytest.mark.parametrize("kind", ["prune", *RESUMABLE])
@@ -284,8 +288,10 @@ def test_an_error_of_a_job_that_went_on_keeps_what_is_done(
 
     with monkeypatch.context() as patch:
         patch.setattr("distprune.jobs.run.Run.report", lacks_memory)
+        heard = Heard()
         with pytest.raises(ValueError, match="80 GiB"):
-            run(again)
+            run(again, heard)
+    assert heard.said[-1] == goes_on(job)
     assert (left(job) / "journal.jsonl").exists()
     heard = Heard()
     run(again, heard)
