@@ -13,7 +13,7 @@ from torch import nn
 
 from distprune.calibration import TokenIds, as_line, as_windows, check_fit, find_sample_group, first_tokens, shared_axis
 from distprune.collectives import Group, communicator, together
-from distprune.models import check_model, cross_entropy, evaluating, keeping_weights
+from distprune.models import check_model, check_runs_on_tokens, cross_entropy, evaluating, keeping_weights
 from distprune.shards import in_step, reset_forward
 
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
@@ -155,6 +155,7 @@ def log_likelihoods(
     comm = communicator(group)
     with together(comm, num_asked=len(asked)):
         check_model(model)
+        check_runs_on_tokens(model)
         for one in asked:
             check_fit(one.inputs[None], model)
         reset_forward(model)

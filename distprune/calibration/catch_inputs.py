@@ -100,12 +100,14 @@ class _Learner:
                 assert self._first_hidden is not None
                 self._check_handed_on()
                 return self._first_hidden, self._calls
-            except (TypeError, ValueError) as error:
-                if self._calls or not getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+            except (TypeError, ValueError, AttributeError) as error:
+                is_encoder_decoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
+                if self._calls or not (is_encoder_decoder or isinstance(error, AttributeError)):
                     raise
+                kind = "is an encoder-decoder model that " if is_encoder_decoder else ""
                 raise ValueError(
-                    f"{type(self._model).__name__} is an encoder-decoder model that does not run on input_ids alone: "
-                    f"{error}"
+                    f"{type(self._model).__name__} {kind}does not run on input_ids alone ({error}); prune_model prunes "
+                    "by the weights alone"
                 ) from error
         raise ValueError(
             f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"

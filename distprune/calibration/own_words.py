@@ -31,7 +31,15 @@ from distprune.collectives import (
     sum_together,
     together,
 )
-from distprune.models import bare_model, check_model, evaluating, keeping_weights, num_bytes, text_config
+from distprune.models import (
+    bare_model,
+    check_model,
+    check_runs_on_tokens,
+    evaluating,
+    keeping_weights,
+    num_bytes,
+    text_config,
+)
 from distprune.shards import find_flat_parts, in_step, kept_gathered, reset_forward, take_roots
 
 CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
@@ -123,6 +131,7 @@ def own_words(
     with together(comm):
         check_model(model)
         _check(bare, samples, sequence_length, prompts, temperature, top_k, seed, cache_memory)
+        check_runs_on_tokens(bare)
         num_texts, length = samples, sequence_length
         if prompts is None:
             num_texts, length = texts_of(samples, sequence_length)

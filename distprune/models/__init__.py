@@ -15,6 +15,7 @@ from distprune.models.find_shards import (
 )
 from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, expert_place, linear_layers
 from distprune.models.named_model import model_of_names
+from distprune.models.runnable import check_not_offloaded, check_runs_on_tokens
 from distprune.models.sizes import num_bytes, text_config
 from distprune.models.units import UNIT_KINDS, Cut, UnitKind, Units, find_all_units, find_units, head_dim
 from distprune.models.weights import expert_weights, matrix_of_weight
@@ -31,7 +32,9 @@ __all__ = [
     "bare_model",
     "check_experts",
     "check_model",
+    "check_not_offloaded",
     "check_one_stack",
+    "check_runs_on_tokens",
     "count_parameters",
     "cross_entropy",
     "decoder_blocks",

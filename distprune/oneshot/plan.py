@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from distprune.calibration import EXPERT_MEMORY, Axis, TokenIds, as_windows, check_fit, shared_axis, token_digest
-from distprune.models import check_model, check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models import (
+    check_model,
+    check_one_stack,
+    check_runs_on_tokens,
+    decoder_blocks,
+    warn_of_other_blocks,
+)
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.block_layers import BlockLayers, find_layers
@@ -61,6 +67,7 @@ def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError, NotImplementedError: a walk cannot go through them.
     """
+    check_runs_on_tokens(model)
     if find_flat_parts(model):
         raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
     blocks = decoder_blocks(model)

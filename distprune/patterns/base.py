@@ -34,7 +34,7 @@ from distprune.selection import (
     common_order,
     select_lowest,
 )
-from distprune.shards import Geometry, Matrix, fetched, own_settings
+from distprune.shards import Geometry, Matrix, fetched, no_values, own_settings
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name
@@ -64,8 +64,7 @@ class Ranked:
         scores = self.make_scores()
         for each in scores:
             if each.shard.local.is_meta:
-                name = each.shard.name
-                raise ValueError(f"{name!r} has no values on this rank (meta): prune when all ranks have them")
+                raise no_values(each.shard.name)
         return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
 
     @cached_property

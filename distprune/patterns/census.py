@@ -10,7 +10,7 @@ import torch
 from distprune.collectives import Communicator, Roster, sum_together
 from distprune.patterns.base import Ranked
 from distprune.scores import LocalScores
-from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched
+from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched, no_values
 
 _Part = tuple[LocalShard, Sequence[torch.Tensor]]  # and what of it is read
 
@@ -80,7 +80,7 @@ def _checked(
         found = [(index[shard.name], shard, reads) for shard, reads in parts()]
         for member, shard, _ in found:
             if shard.local.is_meta:
-                raise ValueError(f"{shard.name!r} has no values on this rank (meta): prune when all ranks have them")
+                raise no_values(shard.name)
             if shard.owned and member in counted:
                 fingerprints[counted[member]] = shard.geometry.fingerprint()
         held = [(member, shard, checksum(reads)) for member, shard, reads in found if shard.num_replicas != 1]

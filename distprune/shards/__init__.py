@@ -46,6 +46,7 @@ from distprune.shards.local_shard import (
     cut,
     flat_chunk,
     flat_chunks,
+    no_values,
 )
 from distprune.shards.matrix import LocalMatrix, Matrix
 from distprune.shards.own_settings import own_settings, plain_attention
@@ -107,6 +108,7 @@ __all__ = [
     "local_of",
     "local_part",
     "local_shard",
+    "no_values",
     "on_host",
     "own_params",
     "own_settings",

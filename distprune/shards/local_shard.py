@@ -59,6 +59,14 @@ class Ownership:
         return Ownership(self.owned and first_holder in self.mesh_ranks, self.num_replicas * num_copies)
 
 
+def no_values(name: str) -> ValueError:
+    """Return the error for a parameter that is on the meta device where its values are needed."""
+    return ValueError(
+        f"{name!r} has no values on this rank (meta): load them first, on all ranks, and without offloading "
+        "(Accelerate's device_map)"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class LocalShard:
     """One parameter on this rank. ``local`` shares storage with the parameter, and is detached from gradients.

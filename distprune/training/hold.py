@@ -24,7 +24,7 @@ from typing_extensions import override
 from distprune.brief import one_line
 from distprune.collectives import Communicator, Group, communicator, together
 from distprune.masks import make_zeros_positive, zero_where_pruned
-from distprune.models import NamePattern
+from distprune.models import NamePattern, check_not_offloaded
 from distprune.patterns import Pattern
 from distprune.pruning.agreement import agree_on_model
 from distprune.shards import ParameterRange, bits_of, private
@@ -172,6 +172,7 @@ class Hold:
         """Take what all ranks agree on as what is held. Every rank must call it: one round, and those of the checks."""
 
         def look() -> None:
+            check_not_offloaded(self._model)
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
 
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)

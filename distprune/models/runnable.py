@@ -1,0 +1,48 @@
+"""Whether a model runs on token ids alone, and whether its parameters have values. Local."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+
+from distprune.shards import local_of, no_values
+
+_PASSED = ("input_ids", "use_cache")
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_runs_on_tokens(model: nn.Module) -> None:
+    """Check that a forward of ``model`` takes token ids alone, and finds the values of all parameters.
+
+    Raises:
+        NotImplementedError: it reads something else (images, sound).
+        ValueError: a parameter is on the meta device; it names the first.
+    """
+    named = {name: of for name, of in inspect.signature(model.forward).parameters.items() if of.kind not in _REST}
+    reads = [name for name, of in named.items() if of.default is of.empty and name not in _PASSED]
+    if "input_ids" not in named:  # a model of transformers says what it reads
+        reads += {getattr(model, "main_input_name", "input_ids")} - {"input_ids"}
+    if reads:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not run on token ids alone, it reads {', '.join(reads)}: it can be neither "
+            "calibrated nor evaluated here; prune_model prunes by the weights alone"
+        )
+    for name in _without_values(model):
+        raise no_values(name)
+
+
+def check_not_offloaded(model: nn.Module) -> None:
+    """Check that no parameter waits elsewhere for its forward (Accelerate's ``device_map``); others may come later.
+
+    Raises:
+        ValueError: one does; it names the first.
+    """
+    for name in _without_values(model):
+        if getattr(model.get_submodule(name.rpartition(".")[0]), "_hf_hook", None) is not None:
+            raise no_values(name)
+
+
+def _without_values(model: nn.Module) -> Iterator[str]:
+    return (name for name, parameter in model.named_parameters() if local_of(parameter).is_meta)

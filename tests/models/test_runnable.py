@@ -1,0 +1,164 @@
+"""A model that does not run on token ids, or has no values, is refused in one sentence, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from typing_extensions import override
+
+import distprune as prune
+from tests.architectures import samples, tiny_model
+from tests.decoder import Decoder
+from tests.worlds import run_threads
+
+TOKENS = samples(4)
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_IMAGES = {**_SIZES, "image_size": 16, "patch_size": 8}
+
+
+def whisper() -> Any:
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=97,
+            num_mel_bins=8,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_source_positions=20,
+            max_target_positions=20,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        )
+    )
+
+
+def blip2() -> Any:
+    """A model that takes token ids, but not alone."""
+    text = {"model_type": "opt", "vocab_size": 97, "ffn_dim": 32, "word_embed_proj_dim": 16, **_SIZES}
+    queries = {**_SIZES, "vocab_size": 97, "encoder_hidden_size": 16}
+    return Blip2ForConditionalGeneration(Blip2Config(vision_config=_IMAGES, qformer_config=queries, text_config=text))
+
+
+Call = Callable[[Any], object]
+FORWARDS: dict[str, Call] = {
+    "prune_blocks": lambda model: prune.prune_blocks(model, TOKENS, 0.5, method="wanda"),
+    "allocate": lambda model: prune.allocate(model, TOKENS, 0.5),
+    "perplexity": lambda model: prune.perplexity(model, TOKENS.flatten(), sequence_length=8),
+    "shrink_model": lambda model: prune.shrink_model(model, TOKENS, mlp=0.5),
+    "layers of shrink_model": lambda model: prune.shrink_model(model, TOKENS, layers=1),
+    "own_words": lambda model: prune.own_words(model, 3, 3),
+}
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "whisper": (whisper, "WhisperForConditionalGeneration does not run on token ids alone, it reads input_features"),
+    "vit": (
+        lambda: ViTForImageClassification(ViTConfig(**_IMAGES)),
+        "ViTForImageClassification does not run on token ids alone, it reads pixel_values",
+    ),
+    "blip2": (blip2, "Blip2ForConditionalGeneration does not run on token ids alone, it reads pixel_values"),
+}
+# What says more of it: transformers' models say themselves whether they generate, and configs which sizes they can say.
+OTHERWISE = {
+    ("whisper", "own_words"): "is an encoder-decoder",
+    ("vit", "own_words"): "does not generate text",
+    ("whisper", "shrink_model"): "WhisperConfig cannot say this",
+    ("whisper", "layers of shrink_model"): "WhisperConfig cannot say this",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_does_not_run_on_tokens(name: str) -> None:
+    make, said = OTHERS[name]
+    model = make().eval()
+    before = model.state_dict()
+    for what, call in FORWARDS.items():
+        models = [copy.deepcopy(model) for _ in range(2)]
+        for error in run_threads(2, lambda rank, call=call, models=models: call(models[rank]), catch=True):
+            assert isinstance(error, ValueError | NotImplementedError), what
+            assert OTHERWISE.get((name, what), said) in str(error), what
+        for each in models:
+            assert all(torch.equal(value, before[key]) for key, value in each.state_dict().items())
+
+
+class NeedsImages(Decoder):
+    """Says that it takes token ids alone, and stumbles over what is missing."""
+
+    @override
+    def forward(self, input_ids: torch.Tensor, images: Any = None, use_cache: bool = False) -> torch.Tensor:
+        assert images.shape
+        return super().forward(input_ids)
+
+
+def test_a_forward_that_stumbles_before_the_blocks() -> None:
+    model = NeedsImages()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for error in run_threads(2, lambda rank: prune.prune_blocks(models[rank], TOKENS % 11, 0.5), catch=True):
+        assert type(error) is ValueError
+        assert "NeedsImages does not run on input_ids alone ('NoneType' object has no attribute 'shape')" in str(error)
+
+
+def offloaded(model: Any, folder: Path) -> Any:
+    """Return a model whose weights Accelerate fetches from the disk for each forward."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    return model
+
+
+WITH_VALUES: dict[str, Call] = {
+    **FORWARDS,
+    "prune_model": lambda model: prune.prune_model(model, 0.5),
+    "hold_zeros": prune.hold_zeros,
+    "hold_zeros of an optimizer": lambda model: prune.hold_zeros(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    "SparseTraining": lambda model: prune.SparseTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=prune.constant(0.5)
+    ),
+    "StraightThrough": lambda model: prune.StraightThrough(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    "l1_unstructured": lambda model: prune.l1_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("what", WITH_VALUES)
+def test_a_model_that_is_offloaded(tmp_path: Path, what: str) -> None:
+    """On one rank; the others hear of it."""
+
+    def on_rank(rank: int) -> object:
+        model = tiny_model("llama", num_hidden_layers=2)
+        return WITH_VALUES[what](offloaded(model, tmp_path) if rank else model)
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert type(error) is ValueError
+        assert "weight' has no values on this rank (meta): " in str(error)
+        assert "without offloading" in str(error)
+
+
+def test_zeros_are_held_that_come_later() -> None:
+    """A model that is built on the meta device is not offloaded: it gets its values before the first step."""
+    model = nn.Linear(4, 4, device="meta")
+    hold = prune.hold_zeros(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight != 0, torch.eye(4) != 0)
+    hold.remove()
