@@ -55,7 +55,8 @@ def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, ever
     """Return the cubic schedule: it rises fast at first and slowly at the end.
 
     s(t) = final + (initial - final) (1 - (t - start) / (stop - start))^3, from ``start`` to ``stop``, taken every so
-    many steps; 0 before ``start``. (Zhu and Gupta, arXiv 1710.01878, equation 1.)
+    many steps; 0 before ``start``. Steps count from 0, so it takes ``stop`` + 1 of them to come to ``final``. (Zhu and
+    Gupta, arXiv 1710.01878, equation 1.)
 
     >>> [round(cubic(0.8, stop=4)(step), 3) for step in range(6)]
     [0.0, 0.463, 0.7, 0.788, 0.8, 0.8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -30,6 +31,7 @@ from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rises
 
 _NUM_CHECKED_STEPS = 4096  # of the schedule, before anything is changed
+_NO_MATTER = 5e-4  # of a share: reports say tenths of a percent
 
 
 @final
@@ -112,6 +114,7 @@ class SparseTraining:
                 _check_all_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         self._request = Request(model, None, self._score, pattern, scope, seed, None, include, exclude)
+        self._last_checked = levels[-1]
         begins_now = any(levels[0])
         self.hold = Hold(
             model, optimizer, include=include, exclude=exclude, group=self._comm, waits=True, checks=begins_now
@@ -176,12 +179,28 @@ class SparseTraining:
     def finish(self) -> TrainingReport:
         """Turn every -0.0 into 0.0, prune and hold nothing any more, and return :meth:`report`. Local.
 
+        A warning says where the schedule goes on to more zeros than were reached.
+
         >>> model = torch.nn.Linear(8, 8)
         >>> SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=constant(0.5)).finish()
         <TrainingReport: 0.0 % zeros after 0 steps>
         """
+        self._warn_of_rest()
         self.hold.finish()
         return self.report()
+
+    def _warn_of_rest(self) -> None:
+        ahead = [self._last_checked]
+        with contextlib.suppress(Exception):  # a schedule of one's own may end with the training
+            ahead.append(_listed(self._asked(self.step)))
+        reached = self._level or [0.0] * len(self._last_checked)
+        most, level = max(zip(map(max, *ahead, reached), reached, strict=True), key=lambda pair: pair[0] - pair[1])
+        if self.step and most - level > _NO_MATTER:
+            warnings.warn(
+                f"training ended after {self.step:,} steps with the schedule at {level:.4g}, and it goes on to "
+                f"{most:.4g}: make more steps than it has, or let it stop earlier",
+                stacklevel=3,
+            )
 
     def _asked(self, step: int) -> float | dict[str, float]:
         if isinstance(self._schedule, Mapping):
