@@ -38,8 +38,9 @@ RUNNER = """
 import contextlib, io, json, os, sys, time
 import torch.distributed as dist
 
-init_process_group = dist.init_process_group
+init_process_group, destroy_process_group = dist.init_process_group, dist.destroy_process_group
 dist.init_process_group = lambda: dist.is_initialized() or init_process_group()
+dist.destroy_process_group = lambda: None
 with open(sys.argv[1]) as file:
     pages = json.load(file)
 printed = {}
@@ -51,6 +52,8 @@ for page, examples in pages.items():
         printed[page].append(output.getvalue())
 with open(os.environ.get("RANK", "alone") + ".json", "w") as file:
     json.dump(printed, file)
+if dist.is_initialized():
+    destroy_process_group()
 """
 
 
@@ -83,6 +86,15 @@ def test_examples(num_ranks: int, tmp_path: Path) -> None:
                 if said and not is_silent and without_times(text) != without_times(said):
                     wrong.append(f"{page}, example {number}, rank {rank}:\n{text}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_begins_a_process_group_ends_it() -> None:
+    """Otherwise the interpreter may stop gloo's threads at its end, which aborts the process."""
+    scripts = {path: path.read_text() for path in ROOT.glob("launch/*.py")}
+    code = {page: "".join(of for of, _ in examples(page)) for page in (*PAGES, ROOT / "PYPI.md")} | scripts
+    begin = {path: of for path, of in code.items() if "init_process_group()" in of}
+    assert len(begin) > 15
+    assert [path for path, of in begin.items() if not of.endswith(".destroy_process_group()\n")] == []
 
 
 def test_excerpts_are_the_scripts() -> None:
