@@ -75,8 +75,8 @@ def test_training_says_little(name: str, num_parameters: int) -> None:
         assert all(traffic == Traffic() for traffic in used.values())
     elif name not in UPDATES:
         assert used[8] == used[64] == used[1024]
-        assert used[8].num_rounds == 3
-        assert used[8].num_bytes <= 256 + MOST_BYTES_A_PARAMETER * num_parameters
+        assert used[8].num_rounds == 4  # some matrices are mostly zeros
+        assert used[8].num_bytes <= 256 + (8 + 16) * num_parameters
     else:
         for traffic in used.values():
             assert traffic.num_rounds <= 2 * MOST_ROUNDS

@@ -5,6 +5,7 @@ Nouns: the *state* is the weights and AdamW's two moments, in float32, which any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -54,9 +55,9 @@ class MaskedTraining:
         with together(comm):
             self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
             self.set_step(0)
+            self._held = [shard.local for shard in self._shards if shard.name not in dead]
+            self._zeros_before = _checksums([local == 0 for local in self._held])
         self._hold: Hold = hold_zeros(model, self._optimizer, include="*", exclude=dead, group=comm)
-        with together(comm):
-            self._zeros_before = self._zeros()
 
     def set_step(self, num_steps: int) -> None:
         """Have the optimizer know that so many steps are done; its moments are zero. Local."""
@@ -117,16 +118,12 @@ class MaskedTraining:
         Raises:
             RuntimeError: the zeros are not those of the beginning.
         """
-        if self._zeros() != self._zeros_before:
+        if _checksums([bits_of(local) == 0 for local in self._held]) != self._zeros_before:
             raise RuntimeError("zeros were not held: this is a bug of distprune")
         self._hold.finish()
         self._optimizer.state.clear()
         self.model.zero_grad()
         return self._shards
-
-    def _zeros(self) -> list[int]:
-        """Return for each parameter a number that says where its zeros are on this rank."""
-        return [int(checksum([bits_of(shard.local) == 0])) for shard in self._shards]
 
     def write(self, folder: Path) -> None:
         """Write the state into the new directory ``folder``. Every rank must call it; raises as :func:`write_state`."""
@@ -147,3 +144,8 @@ class MaskedTraining:
         weights, moments = get_state_dict(self.model, self._optimizer, options=options)
         found = {**{shard.name: weights[shard.name] for shard in self._shards}, **moments}  # tied ones once
         return {name: of for name, of in found.items() if isinstance(of, torch.Tensor) and of.dim()}
+
+
+def _checksums(zeros: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each parameter a number that says where its zeros are on this rank."""
+    return [int(checksum([where])) for where in zeros]

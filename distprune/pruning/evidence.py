@@ -64,6 +64,8 @@ def checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, i
             whole = tensors if shard.original_shape else []  # FSDP1
         if whole:
             wholes[shard.name] = [local_of(tensor.detach()) for tensor in whole]
+    if not wholes:
+        return {}
     return dict(zip(wholes, map(int, fetched([checksum(tensors) for tensors in wholes.values()])), strict=True))
 
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distprune.collectives import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, Ownership, cut
-from distprune.shards.torch_private import StridedShard
+from distprune.shards.torch_private import StridedShard, private
+
+_is_packed = private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
 
 
 def local_shard(name: str, tensor: torch.Tensor, module: nn.Module | None = None, attribute: str = "") -> LocalShard:
@@ -42,7 +43,7 @@ def local_shard(name: str, tensor: torch.Tensor, module: nn.Module | None = None
 
 
 def _check_values(name: str, tensor: torch.Tensor) -> None:
-    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+    if _is_packed(tensor) or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
         raise NotImplementedError(
             f"the values of {name!r} are packed ({kind}); prune before the model is quantized or compressed"

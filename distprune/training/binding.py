@@ -78,10 +78,11 @@ class Binding:
         """The names of what is held."""
         return frozenset(shard.name for shard in self._shards)
 
-    def take(self, shards: Sequence[LocalShard]) -> None:
-        """Hold ``shards``, and later what is in their ranges."""
+    def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
+        """Hold ``shards``, and later what is in their ranges. Return those that have values."""
         self._left_out = frozenset() if shards else frozenset(shard.name for shard in self._found(self._model))
         self._bind(shards)
+        return [held.shard for held in self.held]
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""

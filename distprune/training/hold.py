@@ -26,7 +26,7 @@ from distprune.collectives import Communicator, Group, communicator, together
 from distprune.masks import make_zeros_positive, zero_where_pruned
 from distprune.models import NamePattern, check_not_offloaded
 from distprune.patterns import Pattern
-from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards import ParameterRange, bits_of, private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
@@ -84,10 +84,10 @@ def hold_zeros(
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
-    Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 8 a parameter; one more, of 16, where
-    matrices are mostly zeros; on pipelines up to four more. A rank keeps one byte a local weight. Steps do not
-    communicate: an error within a step or a hook of the backward pass on one rank is raised there alone, and the others
-    wait in the next collective of the model until its process ends.
+    Every rank of ``group`` must call it: three rounds, two of 64 bytes and one of 8 a parameter; one more of 16 where
+    some are mostly zeros; on pipelines up to four more. A rank keeps one byte a local weight. Steps do not communicate:
+    an error within a step or a hook of the backward pass on one rank is raised there alone, and the others wait in the
+    next collective of the model until its process ends.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: a parameter that is all zeros, which could never
@@ -128,8 +128,12 @@ class Hold:
         self._has_begun, self._trusts_loaded = not waits, waits
         self._start()
         try:
-            self._take(optimizer, checks=checks)
+            agreed = self._agree(optimizer)
+            if checks:
+                check_zeros(self._comm, agreed.roster, lambda: self._binding.take(agreed.shards()))
             with together(self._comm):
+                if not checks:
+                    self._binding.take(agreed.shards())
                 optimizers: list[Optimizer] = self._optimizers or []
                 moves = any(self._binding.of(optimizer).ranges for optimizer in optimizers)
                 check_moves(optimizers, [each.shard for each in self._binding.held], moves=moves)
@@ -168,17 +172,14 @@ class Hold:
         if holds:
             self._attach()
 
-    def _take(self, optimizer: Optimizers, *, checks: bool) -> None:
-        """Take what all ranks agree on as what is held. Every rank must call it: one round, and those of the checks."""
+    def _agree(self, optimizer: Optimizers) -> Agreed:
+        """Return what all ranks agree on as what is held. Every rank must call it: one round."""
 
         def look() -> None:
             check_not_offloaded(self._model)
             self._optimizers = None if optimizer is None else unwrapped(optimizer)
 
-        agreed = agree_on_model(self._comm, self._model, self._include, self._exclude, look)
-        self._binding.take(agreed.shards())
-        if checks:
-            check_zeros(self._comm, agreed.roster, [held.shard for held in self._binding.held])
+        return agree_on_model(self._comm, self._model, self._include, self._exclude, look)
 
     def begin(self, *, trusts_signs: bool) -> None:
         """Hold from here on. ``trusts_signs``: the weights are from a training like this one. Local."""
@@ -330,12 +331,12 @@ class Hold:
         """
         agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
 
-        def locals_() -> dict[str, torch.Tensor]:
+        def look() -> dict[str, torch.Tensor]:
             for held in self._binding.held if self._has_begun else ():
                 held.take_over()
             return {shard.name: bits_of(shard.local) for shard in agreed.shards() if shard.owned and self._has_begun}
 
-        num_held = num_zeros(self._comm, agreed.roster, locals_)
+        num_held = num_zeros(self._comm, agreed.roster, look)
         return {m.name: Counts(num_held[m.name], math.prod(m.global_shape)) for m in agreed.roster.members}
 
     def apply_to(self, other: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from distprune.collectives import Communicator, Roster, max_together, sum_together
-from distprune.shards import LocalShard, bits_of, count_zeros, fetched, flat_chunks
+from distprune.shards import LocalShard, count_zeros, fetched, flat_chunks
 
 
 def num_zeros(comm: Communicator, roster: Roster, locals_: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, int]:
@@ -24,17 +24,23 @@ def num_zeros(comm: Communicator, roster: Roster, locals_: Callable[[], Mapping[
     return {member.name: num for member, num in zip(roster.members, nums, strict=True)}
 
 
-def check_zeros(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]) -> None:
+def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[LocalShard]]) -> None:
     """Check that every parameter can learn while its zeros are held.
 
-    Every rank must call it: one round of 8 bytes a parameter, and one of 16 where matrices are mostly zeros. A warning
-    names those whose other weights are all the same number: ``eye_`` and ``dirac_`` leave such, and pruning does not.
+    ``find`` returns this rank's shards. Every rank must call it: one round of 8 bytes a parameter, and one of 16
+    where matrices are mostly zeros. A warning names those whose other weights are all the same number: ``eye_`` and
+    ``dirac_`` leave such, and pruning does not.
 
     Raises:
         ValueError: on every rank: a parameter is all zeros.
     """
-    place, owned = roster.index(), [shard for shard in shards if shard.owned]
-    num = num_zeros(comm, roster, lambda: {shard.name: shard.local for shard in owned})
+    owned: dict[str, torch.Tensor] = {}
+
+    def look() -> dict[str, torch.Tensor]:
+        owned.update({shard.name: shard.local for shard in find() if shard.owned})
+        return owned
+
+    num = num_zeros(comm, roster, look)
     numels = {member.name: math.prod(member.global_shape) for member in roster.members}
     dead = [name for name, numel in numels.items() if num[name] == numel > 0]
     if dead:
@@ -42,19 +48,20 @@ def check_zeros(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]
             f"{dead[0]!r} is all zeros ({len(dead)} such parameters): held, it could never learn; leave it out with "
             "exclude, or initialise it first"
         )
-    sparse = {name for name, numel in numels.items() if 2 * num[name] > numel}
+    matrices = [member.name for member in roster.members if len(member.global_shape) > 1]
+    sparse = [name for name in matrices if numels[name] / 2 < num[name] < numels[name] - 1]
     if not sparse:
         return
+    place = {name: i for i, name in enumerate(sparse)}
 
     def measure(sizes: torch.Tensor) -> None:
-        sizes[:] = torch.iinfo(torch.int64).min
-        floats = [shard for shard in owned if shard.local.is_floating_point()]
-        judged = [shard for shard in floats if shard.name in sparse and shard.local.numel()]
-        for shard, extremes in zip(judged, fetched([_extremes(shard.local) for shard in judged]), strict=True):
-            sizes[place[shard.name]] = extremes
+        sizes.fill_(-torch.inf)
+        judged = [name for name in sparse if name in owned and not owned[name].is_complex()]
+        for name, extremes in zip(judged, fetched([_extremes(owned[name]) for name in judged]), strict=True):
+            sizes[place[name]] = extremes
 
-    sizes = max_together(comm, (len(place), 2), measure).tolist()
-    natural = [m.name for m, (largest, smallest) in zip(roster.members, sizes, strict=True) if largest == -smallest > 0]
+    sizes = max_together(comm, (len(sparse), 2), measure, torch.float64).tolist()
+    natural = [name for name, (largest, smallest) in zip(sparse, sizes, strict=True) if largest == -smallest]
     if natural:
         names = ", ".join(map(repr, natural[:4])) + (", ..." if len(natural) > 4 else "")
         warnings.warn(
@@ -66,12 +73,11 @@ def check_zeros(comm: Communicator, roster: Roster, shards: Sequence[LocalShard]
 
 
 def _extremes(local: torch.Tensor) -> torch.Tensor:
-    """Return the largest size of what is not zero, and minus the smallest, as integers of the same order. Local."""
-    largest = [torch.zeros((), dtype=torch.int64, device=local.device)]
-    smallest = [torch.full((), torch.iinfo(torch.int64).max, dtype=torch.int64, device=local.device)]
+    """Return the largest size of what is not zero, and minus the smallest, float64; -inf where there is none. Local."""
+    extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=local.device)
     for _, values in flat_chunks(local):
-        bits = bits_of(values)
-        sizes = (bits & torch.iinfo(bits.dtype).max).to(torch.int64)
-        largest.append(sizes.max())
-        smallest.append(sizes.masked_fill_(sizes == 0, torch.iinfo(torch.int64).max).min())
-    return torch.stack([torch.stack(largest).max(), -torch.stack(smallest).min()])
+        sizes = values.to(torch.float64).abs()
+        of_zeros = sizes == 0
+        largest, smallest = sizes.masked_fill(of_zeros, -torch.inf).max(), sizes.masked_fill(of_zeros, torch.inf).min()
+        extremes = torch.maximum(extremes, torch.stack([largest, -smallest]))
+    return extremes
