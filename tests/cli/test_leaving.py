@@ -188,8 +188,11 @@ STARTING: dict[str, tuple[list[str], int]] = {
     "prune": (LINE, 2),
     "streamed": ([*LINE, "--streamed"], 4),
     "calibrated": ([*LINE, *CALIBRATED], 3),
+    "shrink": (["shrink", "{model}", "--output", "{out}", "--mlp", "0.5", *CALIBRATED, "--no-speed"], 4),
+    "finetune": ([*TUNED, "--output", "{out}"], 2),
 }
-NUM_LEFT = [(job, num) for job, (_, more) in STARTING.items() for num in range(NUM_OF_MEETING + more)]
+NUM_LEFT = [("prune", num) for num in range(NUM_OF_MEETING)]
+NUM_LEFT += [(job, NUM_OF_MEETING + num) for job, (_, more) in STARTING.items() for num in range(more)]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,9 @@ NUM_LEFT = [(job, num) for job, (_, more) in STARTING.items() for num in range(N
 )
 def test_a_rank_that_cannot_start_a_thread_says_so_and_ends_the_other(pair: Pair, job: str, num_left: int) -> None:
     line = STARTING[job][0]
+    if "{pruned}" in line:
+        model = str(pair.places["model"])
+        run_prune_job(PruneJob(model=model, output=str(pair.places["pruned"]), sparsity=0.3))
     pair.start_one(0, line)
     pair.start_one(1, line, partial(be_rank_without_threads, num_left))
     assert (pair.code(0), pair.code(1)) == (1, 1)
