@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
@@ -99,33 +100,35 @@ def find_shards(
     flat_parts = find_flat_parts(model)
     bare = bare_model(model)
     names: dict[_Held, list[str]] = {}
-    holders: dict[_Held, tuple[nn.Module, str]] = {}  # module, attribute
+    holders: dict[_Held, list[Key]] = {}
+    parts: dict[nn.Module, dict[str, _Held]] = {}
     for prefix, module in bare.named_modules(remove_duplicate=False):
-        for name, held in _held_by(module, flat_parts):
+        if module not in parts:
+            parts[module] = _held_by(module, flat_parts)
+            for name, held in parts[module].items():
+                holders.setdefault(held, []).append((module, name))
+        for name, held in parts[module].items():
             full_name = _clean(f"{prefix}.{name}" if prefix else name)
             if not isinstance(held, LocalShard) and is_lazy(held):
                 raise ValueError(f"{full_name!r} of a {type(module).__name__} has no shape yet: run a forward first")
             names.setdefault(held, []).append(full_name)
-            holders.setdefault(held, (module, name))
-
-    def shapes_of(module: nn.Module) -> Shapes:
-        return {name: held.shape for name, held in _held_by(module, flat_parts)}
+    shapes = {module: {name: held.shape for name, held in of_module.items()} for module, of_module in parts.items()}
+    shapes_of = partial(_shapes_of, shapes)
 
     def weights_in(root: nn.Module, reasons: Mapping[Key, str]) -> set[_Held]:
-        parts = [(module, *part) for module in root.modules() for part in _held_by(module, flat_parts)]
-        return {held for module, name, held in parts if len(held.shape) > 1 and (id(module), name) not in reasons}
+        inside = [(module, *part) for module in root.modules() for part in parts.get(module, {}).items()]
+        return {held for module, name, held in inside if len(held.shape) > 1 and (module, name) not in reasons}
 
-    blocks = [] if include else _blocks(bare)
+    blocks, computed = [] if include else _blocks(bare), parametrized(bare)
     reasons: dict[Key, str] = {}
     by_default = set[_Held]()
     for root in () if include else blocks or [bare]:
-        reasons |= left_out(root, shapes_of, is_block=bool(blocks))
+        reasons |= left_out(root, shapes_of, computed, is_block=bool(blocks))
         by_default |= weights_in(root, reasons)
     weights_inside = [
-        weights_in(p, left_out(p, shapes_of, is_block=False, is_named=True)) if isinstance(p, nn.Module) else set()
+        weights_in(p, left_out(p, shapes_of, {}, is_block=False, is_named=True)) if isinstance(p, nn.Module) else set()
         for p in patterns
     ]
-    computed = parametrized(bare)
     num_matches = [0] * len(patterns)
     shards = []
     for held, aliases in names.items():
@@ -136,15 +139,13 @@ def find_shards(
         num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
         wanted = any(hits[: len(include)]) if include else held in by_default
         if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
-            name, (module, attribute) = aliases[0], holders[held]
-            if (id(module), attribute) in computed:
+            name, (module, attribute) = aliases[0], holders[held][0]
+            if (module, attribute) in computed:
                 dtype = held.local.dtype if isinstance(held, LocalShard) else held.dtype
-                check_keeps_zeros(computed[id(module), attribute], name, tuple(held.shape), dtype)
-            shards.append(
-                held.having(name=name, module=module, attribute=attribute, is_tied=len(aliases) > 1)
-                if isinstance(held, LocalShard)
-                else local_shard(name, held, module, attribute).having(is_tied=len(aliases) > 1)
-            )
+                check_keeps_zeros(computed[module, attribute], name, tuple(held.shape), dtype)
+            shard = held if isinstance(held, LocalShard) else local_shard(name, held)
+            is_tied = len(holders[held]) > 1
+            shards.append(shard.having(name=name, module=module, attribute=attribute, is_tied=is_tied))
     return Found(
         shards,
         list(zip(patterns, num_matches, strict=True)),
@@ -153,10 +154,9 @@ def find_shards(
         sum(math.prod(held.shape) for held in names),
         {alias: aliases[0] for aliases in names.values() for alias in aliases},
         {
-            aliases[0]: reasons[id(module), name]
+            aliases[0]: reasons[holders[held][0]]
             for held, aliases in names.items()
-            for module, name in [holders[held]]
-            if (id(module), name) in reasons and held not in by_default
+            if holders[held][0] in reasons and held not in by_default
         },
     )
 
@@ -201,7 +201,11 @@ def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
     return listed
 
 
-def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) -> list[tuple[str, _Held]]:
+def _shapes_of(shapes: Mapping[nn.Module, Shapes], module: nn.Module) -> Shapes:
+    return shapes.get(module, {})
+
+
+def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) -> dict[str, _Held]:
     """Return the parameters of ``module`` itself, under the names that they had before FSDP1 or a mask."""
     own: dict[str, _Held] = {}
     for name, parameter in module._parameters.items():
@@ -210,7 +214,7 @@ def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) ->
             own[bare if f"{bare}_mask" in module._buffers else name] = parameter
     own.pop("_flat_param", None)
     own.update(flat_parts.get(id(module), {}))
-    return list(own.items())
+    return own
 
 
 def bare_model(model: nn.Module) -> nn.Module:

@@ -11,11 +11,12 @@ says that it is a bias, a table or an embedding.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from torch import nn
 
 from distprune.models.linear_layers import find_gates, find_routers
-from distprune.models.parametrizations import Key, parametrized
+from distprune.models.parametrizations import Key
 from distprune.models.weights import ShapesOf, is_adapter
 
 _TABLES = re.compile(r"bias|biases|table|tables")
@@ -23,21 +24,23 @@ _WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?|[wv][a-z]?")
 _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
 
 
-def left_out(root: nn.Module, shapes_of: ShapesOf, *, is_block: bool, is_named: bool = False) -> dict[Key, str]:
+def left_out(
+    root: nn.Module, shapes_of: ShapesOf, computed: Container[Key], *, is_block: bool, is_named: bool = False
+) -> dict[Key, str]:
     """Return why parameters of two dims or more inside of ``root`` are no weights. Local.
 
+    ``computed``: those from which a parametrization computes a weight.
     ``is_block``: it is a decoder block, in which any list of layers may be experts, and one output makes a gate.
     ``is_named``: a user names it, who means adapters and what is under parametrizations, too.
     """
     routers = find_routers(root, shapes_of, only_named=not is_block)[0]
     gates = find_gates(root, shapes_of) if is_block else set()
-    computed = {} if is_named else parametrized(root)
     reasons: dict[Key, str] = {}
     for path, module in root.named_modules():
         for name, shape in shapes_of(module).items():
             if len(shape) < 2:
                 continue
-            if (id(module), name) in computed:
+            if (module, name) in computed:
                 reason = "under a parametrization"
             elif not is_named and is_adapter(f"{path}.{name}"):
                 reason = "an adapter"
@@ -48,7 +51,7 @@ def left_out(root: nn.Module, shapes_of: ShapesOf, *, is_block: bool, is_named: 
             else:
                 reason = _reason(module, name, shapes_of)
             if reason:
-                reasons[id(module), name] = reason
+                reasons[module, name] = reason
     return reasons
 
 

@@ -99,7 +99,7 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
                     "a router"
                     if module in routers
                     else "under a parametrization"
-                    if (id(module), of_module) in computed
+                    if (module, of_module) in computed
                     else _reason(module, name, parameter)
                 )
     return {name: reason for name, reason in found.items() if reason}
@@ -149,7 +149,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 def find_gates(block: nn.Module, shapes_of: ShapesOf = own_shapes) -> set[nn.Module]:
     """Return the modules whose matrix has one output."""
-    return {of.module for of in _matrices(block, shapes_of).values() if of.num_out == 1 and of.expert is None}
+    slim = [module for module in block.modules() if 1 in shapes_of(module).get("weight", ())]
+    layers = [layer for module in slim for layer in _matrices(module, shapes_of).values()]
+    return {layer.module for layer in layers if layer.num_out == 1 and layer.expert is None}
 
 
 def find_routers(
@@ -163,11 +165,12 @@ def find_routers(
     experts: set[nn.Module] = set()
     for parent in block.modules():
         children = {name: unwrapped(child) for name, child in parent.named_children()}
-        nums: dict[nn.Module, int] = {}
-        for name, child in children.items():
-            if not only_named or not isinstance(child, nn.ModuleList) or "expert" in name:
-                nums[child] = _num_experts(child, shapes_of)
-        nums = {child: num for child, num in nums.items() if num}
+        lists = {child for name, child in children.items() if not only_named or "expert" in name}
+        nums = {
+            child: num
+            for child in children.values()
+            if (child in lists or not isinstance(child, nn.ModuleList)) and (num := _num_experts(child, shapes_of))
+        }
         chosen: set[int] = set()  # how many a router of this parent chooses among
         for child in children.values() if nums else ():
             held = list(_matrices(child, shapes_of).values())
@@ -191,7 +194,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _num_experts(module: nn.Module, shapes_of: ShapesOf) -> int:
     """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; 0: it holds none."""
     shapes = shapes_of(module)
-    if names := expert_weights(module, shapes):
+    if any(len(shape) > 2 for shape in shapes.values()) and (names := expert_weights(module, shapes)):
         return shapes[names[0]][0]
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return 0

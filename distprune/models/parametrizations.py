@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-Key = tuple[int, str]  # the id of a module, and the name of a parameter in it
+Key = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 def parametrized(model: nn.Module) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:
@@ -19,11 +19,11 @@ def parametrized(model: nn.Module) -> dict[Key, nn.Module | WeightNorm | Spectra
     for module in model.modules():
         if isinstance(module, ParametrizationList):
             inside = [(layer, name) for layer in module.modules() for name in layer._parameters]
-            computed.update({(id(layer), name): module for layer, name in inside})
-            computed.update({(id(module), name): module for name in _ORIGINALS})  # FSDP1 may have taken them away
+            computed.update(dict.fromkeys(inside, module))
+            computed.update({(module, name): module for name in _ORIGINALS})  # FSDP1 may have taken them away
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
-                computed.update({(id(module), f"{hook.name}_{end}"): hook for end in ("g", "v", "orig")})
+                computed.update({(module, f"{hook.name}_{end}"): hook for end in ("g", "v", "orig")})
     return computed
 
 
