@@ -14,7 +14,7 @@ from distprune.cli.wording import worded
 from distprune.jobs import BareJob, StreamedJob
 from distprune.jobs.options import PANELS, RUNNING, Option, options_of
 
-_LONGEST_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits in places
+_LONGEST_TIMEOUT = 10**6  # seconds; torch counts milliseconds in 32 bits in places
 _Options: TypeAlias = Mapping[str, Mapping[str, Option]]  # by flag and field; see add_command
 _NUMBERS = {int: "INTEGER", float: "NUMBER"}
 _DEVICES = ("auto", "cpu", "cuda")

@@ -56,9 +56,9 @@ _SAME = {"gpu": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16"
 def number_parser(flag: str, kind: type[int] | type[float], limits: Sequence[float | None]) -> Callable[[Any], Any]:
     """Return what reads the number that ``flag`` takes; ``limits``: at least, at most, and above which."""
     least, most, above = limits
-    bounds = [f"{word} {limit:.15g}" for word, limit in (("from", least), ("above", above)) if limit is not None]
+    bounds = [f"{word} {limit}" for word, limit in (("from", least), ("above", above)) if limit is not None]
     if most is not None:
-        bounds.append(f"{'to' if least is not None else 'and at most'} {most:.15g}")
+        bounds.append(f"{'to' if least is not None else 'and at most'} {most}")
     said = " ".join(["a whole number" if kind is int else "a number" if bounds else "a number such as 0.5", *bounds])
 
     def parse(text: Any) -> Any:

@@ -133,7 +133,13 @@ class BareJob:
     output: str = ask(
         "Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True, panel=FILES
     )
-    seed: int = ask("Draws windows of text, own words, and the zeros of --method random.", default=0, panel=RUNNING)
+    seed: int = ask(
+        "Draws windows of text, own words, and the zeros of --method random.",
+        default=0,
+        least=-(1 << 63),
+        most=(1 << 63) - 1,
+        panel=RUNNING,
+    )
     dtype: torch.dtype | None = ask(
         "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
     )

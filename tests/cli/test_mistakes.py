@@ -55,6 +55,7 @@ def be_rank_with_a_bug(variables: dict[str, str], arguments: list[str], log: str
 
 
 @pytest.mark.launcher
+@pytest.mark.whole
 @pytest.mark.xdist_group("launcher")
 def test_where_nobody_expected_it_is_shown_by_the_first_rank_too(pair: Pair) -> None:
     for rank, be in enumerate((be_rank, be_rank_with_a_bug)):

@@ -29,6 +29,7 @@ SAID = {
     f"{HALF} --eval t --eval-length 1": "--eval-length takes a whole number from 2 to 1073741824, not 1",
     f"{HALF} --eval t --eval-length 1,024": "not '1,024'; did you mean 1024?",
     f"{HALF} --calibration t --target-share 7": "--target-share takes a number above 0 and at most 1, not 7",
+    f"{HALF} --seed {1 << 63}": f"--seed takes a whole number from {-(1 << 63)} to {(1 << 63) - 1}, not {1 << 63}",
     f"{HALF} --timeout 0": "--timeout takes a number from 1 to 1000000, not 0",
     f"{HALF} --samples many": "--samples: 'many' is neither 'all' nor a number from 1 to 1073741824",
     f"{PRUNE} --pattern 4:2": "4:2 is not a pattern",

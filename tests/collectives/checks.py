@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,7 @@ from distprune.collectives import (
     together,
     work_together,
 )
+from distprune.mistakes import is_expected, was_told
 
 __all__ = ["check_all"]
 
@@ -105,8 +107,12 @@ def _check_together(comm: Communicator) -> None:
     kinds = (FileNotFoundError, ValueError, NotImplementedError, ImportError, KeyError)
     for kind in kinds:
         carried = RuntimeError if kind is KeyError and comm.rank != comm.size - 1 else kind
-        with pytest.raises(carried, match="no such thing"):
+        with pytest.raises(carried, match="no such thing") as caught:
             _fail_on_last(comm, kind)
+        assert not is_expected(caught.value)  # no check of the library raised it
+        assert was_told(caught.value) == (comm.rank != comm.size - 1)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert 'raise kind("no such thing")' in shown  # on the other ranks, too
     with together(comm):
         pass  # the ranks are still in step
 
@@ -152,8 +158,10 @@ def _check_swapped_together(comm: Communicator) -> None:
         _check_errors(comm, partial(swap, known=known), num_bytes=8 * comm.size + known * sum(sizes))
     nothing = swap_unknown(comm, dict)
     assert [piece.numel() for piece in nothing] == [0] * comm.size
-    with pytest.raises(ValueError, match="were announced"):
+    with pytest.raises(ValueError, match="were announced") as caught:
         swap(known=True, extra=int(comm.rank == comm.size - 1))
+    assert is_expected(caught.value)
+    assert not was_told(caught.value)
 
 
 def _check_work_together(comm: Communicator) -> None:
