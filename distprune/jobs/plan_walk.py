@@ -83,9 +83,8 @@ def run_plan_job(
     comm = communicator(group)
     with together(comm):
         job.check_asked()
-    with together(comm):
         device = torch.device(device)
-    agree(comm, {**job.flags(), "device": device.type})  # in the same round as a job that is no plan
+    agree(comm, {**job.flags(), "device": device.type})
     path = resolve_model(job.model, group=comm, log=Reporter(watcher or Watcher(), comm).say)
     directory = open_together(comm, path)
     with together(comm):

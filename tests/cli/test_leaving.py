@@ -156,8 +156,7 @@ def be_rank_that_fails(fails: str, variables: dict[str, str], arguments: list[st
 def test_a_rank_that_fails_in_a_forward_ends_the_other(pair: Pair, fails: str) -> None:
     line, is_told = FAILING[fails]
     if "{pruned}" in line:
-        model = str(pair.places["model"])
-        run_prune_job(PruneJob(model=model, output=str(pair.places["pruned"]), sparsity=0.3))
+        run_prune_job(PruneJob(model=str(pair.places["model"]), output=str(pair.places["pruned"]), sparsity=0.3))
     pair.start_one(0, line)
     pair.start_one(1, line, partial(be_rank_that_fails, fails))
     assert (pair.code(0), pair.code(1)) == (1, 1)
@@ -201,8 +200,7 @@ NUM_LEFT += [(job, NUM_OF_MEETING + num) for job, (_, more) in STARTING.items() 
 def test_a_rank_that_cannot_start_a_thread_says_so_and_ends_the_other(pair: Pair, job: str, num_left: int) -> None:
     line = STARTING[job][0]
     if "{pruned}" in line:
-        model = str(pair.places["model"])
-        run_prune_job(PruneJob(model=model, output=str(pair.places["pruned"]), sparsity=0.3))
+        run_prune_job(PruneJob(model=str(pair.places["model"]), output=str(pair.places["pruned"]), sparsity=0.3))
     pair.start_one(0, line)
     pair.start_one(1, line, partial(be_rank_without_threads, num_left))
     assert (pair.code(0), pair.code(1)) == (1, 1)

@@ -120,7 +120,7 @@ def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: O
         ({"samples": None}, "--samples"),
         ({"dtype": torch.bfloat16}, "--dtype"),
         ({"own_words": 3}, "--own-words"),
-        (None, "--plan: true on rank 0; (not given) on rank 1"),
+        (None, 'called different functions: "run_plan_job" on rank 0; "run_one_shot_job" on rank 1'),
     ],
 )
 def test_ranks_that_plan_different_jobs(job: OneShotJob, change: dict[str, Any] | None, shown: str) -> None:
