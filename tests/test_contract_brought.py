@@ -16,7 +16,7 @@ from tests.worlds import ProcessPool, drawing
 from tests.wrapped import PRUNED, SIZE, WRAPPERS, Transformer, transformer, wrap
 
 LAYOUTS = {name: max(sizes[:2]) for wrappers in WRAPPERS.values() for name, (_, sizes) in wrappers.items()}
-BY_DEFAULT = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp")
+BY_DEFAULT = ("plain", "ddp", "fsdp1", "fsdp2", "fsdp-tp")
 ALL = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.whole) for name in LAYOUTS]
 
 PARAMETRIZED = "under a parametrization"

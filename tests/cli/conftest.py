@@ -1,20 +1,10 @@
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-
 import pytest
 
 from tests.jobs.conftest import model_folder, text_file
 
 __all__ = ["model_folder", "text_file"]
-
-
-@pytest.fixture(autouse=True)
-def _sigterm_as_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,7 @@ NUM_RANKS_TORCH_API = [name for name in NUM_RANKS if "fsdp1" not in name and nam
 
 
 @pytest.mark.parametrize("layout", NUM_RANKS)
+@pytest.mark.sampled(4)
 def test_zeros_of_both_signs_are_held_that_others_have_pruned(pool: ProcessPool, layout: str) -> None:
     pool.run(NUM_RANKS[layout], foreign_zeros_on_rank, layout)
 
@@ -104,5 +105,6 @@ def natural_on_rank(_: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp"])
+@pytest.mark.sampled(3)
 def test_zeros_that_nobody_has_pruned_are_named(pool: ProcessPool, layout: str) -> None:
     pool.run(NUM_RANKS[layout], natural_on_rank, layout)

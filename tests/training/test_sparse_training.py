@@ -375,5 +375,6 @@ def natural_zeros_on_rank(_: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp"])
+@pytest.mark.sampled(3)
 def test_before_its_schedule_starts_nothing_is_held(pool: ProcessPool, layout: str) -> None:
     pool.run({"plain": 1, "hsdp": 4, "fsdp-tp": 4}.get(layout, 2), natural_zeros_on_rank, layout)
