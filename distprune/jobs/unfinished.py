@@ -28,6 +28,7 @@ from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import RUNNING, Job, ask, asked
 from distprune.jobs.picture import PICTURE_NAME
 from distprune.jobs.run import REPORT_NAME, Run
+from distprune.mistakes import is_expected
 from distprune.version import __version__
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
@@ -131,9 +132,9 @@ def open_unfinished(
     with ``same_ranks``, on as many ranks.
 
     When the body ends, the folder becomes the output. If the body raises, the folder is kept if anything is recorded in
-    it. Only a mistake in the input removes more than that, and only what this start has recorded, but for the state of
-    a training: what an earlier start has recorded shows that the input serves. Without ``sync_files`` neither the
-    folder nor its journal waits for the disk: a resumed job must verify what is recorded.
+    it. Only a mistake in the input that a check has found removes more, and only what this start has recorded, but for
+    the state of a training: what an earlier start has recorded shows that the input serves. Without ``sync_files``
+    neither the folder nor its journal waits for the disk: a resumed job must verify what is recorded.
 
     Every rank must enter it, and the first must hold the target's lock; four rounds, and those of :func:`publish`.
 
@@ -168,7 +169,7 @@ def open_unfinished(
     try:
         yield unfinished
     except BaseException as error:  # also Ctrl-C and SIGTERM
-        is_input = isinstance(error, _AT_FAULT) and not was_begun
+        is_input = isinstance(error, _AT_FAULT) and is_expected(error) and not was_begun
         if unfinished.items(STATE) if is_input else journal.is_begun:
             if "resume=" not in str(error):
                 run.reporter.say(f"what is done is kept in {folder}; resume=True (--resume) goes on with it")

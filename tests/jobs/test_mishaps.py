@@ -275,12 +275,19 @@ def test_killed_when_its_output_is_there_nothing_is_in_the_way(
     assert not {"journal.jsonl", "own_words.tokens"} & files(output).keys()
 
 
+@pytest.mark.parametrize("goes_on_then", [True, False])
 @pytest.mark.parametrize("kind", RESUMABLE)
-def test_an_error_of_a_job_that_went_on_keeps_what_is_done(
-    make: Callable[[str], Any], kind: str, expected: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.sampled(5)
+def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
+    make: Callable[[str], Any],
+    kind: str,
+    goes_on_then: bool,
+    expected: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = make(kind)
-    kill(job)
+    if goes_on_then:
+        kill(job)
     again = dataclasses.replace(job, resume=True, **({"speed": False} if kind == "shrink" else {}))
 
     def lacks_memory(*_: object, **__: object) -> None:
@@ -290,7 +297,7 @@ def test_an_error_of_a_job_that_went_on_keeps_what_is_done(
         patch.setattr("distprune.jobs.run.Run.report", lacks_memory)
         heard = Heard()
         with pytest.raises(ValueError, match="80 GiB"):
-            run(again, heard)
+            run(again if goes_on_then else job, heard)
     assert heard.said[-1] == goes_on(job)
     assert (left(job) / "journal.jsonl").exists()
     heard = Heard()
