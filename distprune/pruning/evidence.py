@@ -25,8 +25,11 @@ def given_by_name(evidence: GivenEvidence, found: Found) -> dict[str, dict[str, 
         TypeError: it is no mapping to tensors.
     """
     given: dict[str, dict[str, torch.Tensor]] = {}
-    if not isinstance(evidence, Mapping) or not all(isinstance(names, Mapping) for names in evidence.values()):
-        raise TypeError(f"evidence takes {{'gradient': {{name: tensor}}}}, not {type(evidence).__name__}: {evidence!r}")
+    for part in (evidence, *(evidence.values() if isinstance(evidence, Mapping) else ())):
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                f"evidence takes {{'gradient': {{name: tensor}}}}, not a {type(part).__name__} in its place"
+            )
     for kind, of_parameters in evidence.items():
         for key, tensor in of_parameters.items():
             if not isinstance(tensor, torch.Tensor):

@@ -90,6 +90,8 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ({"exclude": ["*.bias", "nothing"]}, ValueError, "'nothing' matches no parameter"),
         ({"include": [3]}, TypeError, "modules, or lists of them, not int"),
         ({"include": 0}, TypeError, "modules, or lists of them, not int"),
+        ({"evidence": [1]}, TypeError, r"evidence takes {'gradient': {name: tensor}}, not a list in"),
+        ({"evidence": {"gradient": torch.ones(3)}}, TypeError, "evidence takes .*, not a Tensor in its place"),
         ({"exclude": torch.ones(2)}, TypeError, "modules, or lists of them, not Tensor"),
         ({"exclude": ["*"]}, ValueError, "no parameter to prune"),
     ],
