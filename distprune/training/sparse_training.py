@@ -224,7 +224,7 @@ class SparseTraining:
         if isinstance(self._score, Movement):
             self._add_movement()
         self._prune(step, self._asked(step))
-        if how is not None and how.is_due(step) and self._level:
+        if how is not None and how.is_due(step) and any(self._level):
             seed = self._seed + step if how.by == "random" else None
             moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
