@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.base import Communicator, as_raised, as_told, cannot_meet
 from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
@@ -227,7 +227,7 @@ def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None)
         error = kind(f"rank {source} of {comm.size}: {text}")
         if trace:
             tell_trace(error, source, trace)
-    raise error
+    raise as_raised(error)
 
 
 def _carried_type(error: Exception) -> type[Exception]:

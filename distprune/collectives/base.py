@@ -194,15 +194,26 @@ def out_of_step() -> AbstractContextManager[None]:
 def as_told(error: BaseException) -> Exception:
     """Return ``error`` as the other ranks are told of it, or raise it, if it ends this rank alone.
 
-    Extensions in Rust panic by a BaseException of their own: it becomes a RuntimeError.
+    Extensions in Rust panic by a BaseException of their own: others hear of a RuntimeError, see :func:`as_raised`.
     """
     if isinstance(error, Exception):
         return error
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
-    told = RuntimeError(repr(error))
-    told.__cause__ = error
-    return told
+    return _Panic(error)
+
+
+class _Panic(RuntimeError):
+    """What other ranks are told of ``error``, which is no Exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(repr(error))
+        self.__cause__ = self.error = error
+
+
+def as_raised(error: Exception) -> BaseException:
+    """Return what this rank raises where the others are told of ``error``: what :func:`as_told` was given."""
+    return error.error if isinstance(error, _Panic) else error
 
 
 def has_lost_ranks(error: Exception) -> bool:

@@ -56,7 +56,7 @@ def in_step(
         reset_forward(model)
         if steps.is_communicating:
             with out_of_step():
-                raise error from error.__cause__
+                raise error from (error.__context__ if error is caught else caught)
         steps.ranks.fail(error)
 
 
