@@ -227,7 +227,7 @@ def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None)
         error = kind(f"rank {source} of {comm.size}: {text}")
         if trace:
             tell_trace(error, source, trace)
-    raise as_raised(error)
+    raise as_raised(error) if comm.size == 1 else error
 
 
 def _carried_type(error: Exception) -> type[Exception]:

@@ -194,7 +194,7 @@ def out_of_step() -> AbstractContextManager[None]:
 def as_told(error: BaseException) -> Exception:
     """Return ``error`` as the other ranks are told of it, or raise it, if it ends this rank alone.
 
-    Extensions in Rust panic by a BaseException of their own: others hear of a RuntimeError, see :func:`as_raised`.
+    Extensions in Rust panic by a BaseException of their own: it becomes a RuntimeError.
     """
     if isinstance(error, Exception):
         return error
@@ -204,7 +204,7 @@ def as_told(error: BaseException) -> Exception:
 
 
 class _Panic(RuntimeError):
-    """What other ranks are told of ``error``, which is no Exception."""
+    """What ranks raise for ``error``, which is no Exception."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(repr(error))
@@ -212,7 +212,7 @@ class _Panic(RuntimeError):
 
 
 def as_raised(error: Exception) -> BaseException:
-    """Return what this rank raises where the others are told of ``error``: what :func:`as_told` was given."""
+    """Return what :func:`as_told` was given: what a lone process raises, which has nobody to tell."""
     return error.error if isinstance(error, _Panic) else error
 
 

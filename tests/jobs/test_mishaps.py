@@ -34,6 +34,7 @@ from distprune.jobs import (
 )
 from tests.jobs.test_one_shot import Killed
 from tests.jobs.test_prune import Heard
+from tests.sampling import only_whole
 from tests.small_job import small_finetune_job, small_job, small_shrink_job
 
 RUN: dict[type, Callable[..., Any]] = {
@@ -275,9 +276,10 @@ def test_killed_when_its_output_is_there_nothing_is_in_the_way(
     assert not {"journal.jsonl", "own_words.tokens"} & files(output).keys()
 
 
-@pytest.mark.parametrize("goes_on_then", [True, False])
-@pytest.mark.parametrize("kind", RESUMABLE)
-@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("kind", "goes_on_then"),
+    [*((kind, True) for kind in RESUMABLE), ("one-shot", False), *(only_whole(kind, False) for kind in RESUMABLE[1:])],
+)
 def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
     make: Callable[[str], Any],
     kind: str,
