@@ -281,11 +281,7 @@ def test_killed_when_its_output_is_there_nothing_is_in_the_way(
     [*((kind, True) for kind in RESUMABLE), ("one-shot", False), *(only_whole(kind, False) for kind in RESUMABLE[1:])],
 )
 def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
-    make: Callable[[str], Any],
-    kind: str,
-    goes_on_then: bool,
-    expected: Callable[[Any], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[str], Any], kind: str, goes_on_then: bool, expected: Callable[[Any], Any]
 ) -> None:
     job = make(kind)
     if goes_on_then:
@@ -295,7 +291,7 @@ def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
     def lacks_memory(*_: object, **__: object) -> None:
         raise ValueError("that takes 80 GiB of 2 GiB that are free")
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distprune.jobs.run.Run.report", lacks_memory)
         heard = Heard()
         with pytest.raises(ValueError, match="80 GiB"):
